@@ -1,0 +1,149 @@
+"""A pool of ranks: one process group that lives through many cases, since starting one takes about a second.
+
+`Pool(4).call("file.py:function", ...)` calls the function on each of 4 ranks and returns what they returned, by rank. A
+case that raises, dies or hangs fails by itself, as PoolError with the rank's own traceback; the next call gets fresh ranks.
+"""
+import pickle
+import signal
+import socket
+import struct
+import tempfile
+import time
+from pathlib import Path
+
+from harness.ranks import Ranks
+
+WORKER = str(Path(__file__).with_name("worker.py"))
+GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
+
+
+class PoolError(Exception):
+    """A call failed; the text says on which rank and how. `rank` is that rank."""
+
+    def __init__(self, rank, text):
+        super().__init__(text)
+        self.rank = rank
+
+
+def send(connection, value):
+    """Write one pickled value, its length first, to a socket."""
+    data = pickle.dumps(value, protocol=4)
+    connection.sendall(struct.pack("!Q", len(data)) + data)
+
+
+def receive(connection):
+    """Read one value that `send` wrote. Raises EOFError if the other side is gone."""
+    return pickle.loads(_read(connection, struct.unpack("!Q", _read(connection, 8))[0]))
+
+
+def _read(connection, size):
+    parts = []
+    while size:
+        part = connection.recv(min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+class Pool:
+    """Ranks 0 to world_size - 1 on this host. Close it, or use it as a context manager."""
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self.ranks = None
+        self.starts = 0  # how often ranks were started, the first time included
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self):
+        """End the ranks, if any run."""
+        if self.ranks:
+            for connection in self.connections:
+                connection.close()
+            self.ranks.end(grace=0)
+            for log in self.logs:
+                log.close()
+            self.ranks = None
+
+    def call(self, function, timeout=15.0, **arguments):
+        """Call `function`, "path/to/file.py:name", with keyword arguments on all ranks; returns the results by rank.
+
+        timeout: seconds until the call counts as hung. Raises PoolError.
+        """
+        if self.ranks is None or len(self.ranks.running()) < self.world_size:
+            self.close()
+            self._start()
+        answers = {}
+        try:
+            for connection in self.connections:
+                send(connection, (function, arguments))
+            deadline = time.monotonic() + timeout
+            while len(answers) < self.world_size and time.monotonic() < deadline:
+                for rank, connection in enumerate(self.connections):
+                    if rank not in answers and self._readable(connection):
+                        answers[rank] = receive(connection)
+                        if "error" in answers[rank]:
+                            deadline = min(deadline, time.monotonic() + GRACE)
+        except (EOFError, OSError):  # a rank is gone: its end of the socket is closed
+            time.sleep(0.1)
+        failed = [rank for rank, answer in answers.items() if "error" in answer]
+        if len(answers) == self.world_size and not failed:
+            return [answers[rank]["result"] for rank in range(self.world_size)]
+        error = self._error(function, timeout, answers, failed)
+        self.close()
+        raise error
+
+    def _start(self):
+        pairs = [socket.socketpair() for _ in range(self.world_size)]
+        self.logs = [tempfile.TemporaryFile() for _ in range(self.world_size)]
+        self.ranks = Ranks(
+            [WORKER],
+            self.world_size,
+            channels=[{"HARNESS_POOL": theirs.fileno()} for _, theirs in pairs],
+            stdout=self.logs,
+            stderr=self.logs,
+        )
+        for _, theirs in pairs:
+            theirs.close()
+        self.connections = [ours for ours, _ in pairs]
+        self.starts += 1
+
+    def _readable(self, connection):
+        connection.settimeout(0.005)
+        try:
+            return bool(connection.recv(1, socket.MSG_PEEK)) or self._gone()
+        except socket.timeout:
+            return False
+        finally:
+            connection.settimeout(60)
+
+    def _gone(self):
+        raise EOFError
+
+    def _error(self, function, timeout, answers, failed):
+        codes = {rank: process.poll() for rank, process in enumerate(self.ranks.processes)}
+        dead = [rank for rank, code in codes.items() if code is not None]
+        if failed:
+            rank, text = failed[0], f"failed:\n{answers[failed[0]]['error']}"
+        elif dead:
+            rank = dead[0]
+            cause = f"exit code {codes[rank]}" if codes[rank] >= 0 else signal.Signals(-codes[rank]).name
+            text = f"died ({cause}):\n{self._log(rank)}"
+        else:
+            waiting = [rank for rank in range(self.world_size) if rank not in answers]
+            self.ranks.signal(signal.SIGUSR1)  # each rank shows where it is
+            time.sleep(0.3)
+            where = "\n".join(f"rank {rank}:\n{self._log(rank)}" for rank in waiting)
+            rank, text = waiting[0], f"gave no answer in {timeout:g} s; it waits here:\n{where}"
+        return PoolError(rank, f"{function}: rank {rank} of {self.world_size} {text}")
+
+    def _log(self, rank):
+        """The last lines that a rank wrote to its standard output and error."""
+        self.logs[rank].seek(0)
+        return "\n".join(self.logs[rank].read().decode(errors="replace").splitlines()[-30:])

@@ -1,0 +1,148 @@
+"""What runs inside every rank: `python harness/rank.py SCRIPT [ARG ...]` runs SCRIPT as `__main__`, protected.
+
+OneFlow 0.9.0 leaves a job hanging when one rank alone raises or exits with an error, so this wrapper ends such a rank at
+once. It also waits for rank 0 before OneFlow is imported (a rank that comes too early sleeps for 10 s), marks each line
+of output with the rank, and dies with its parent. It imports neither OneFlow nor anything else of ours.
+"""
+import argparse
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+
+BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
+def die_with_parent():
+    """Ask Linux to kill this process when the process that started it dies."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(os.environ.pop("HARNESS_PARENT", os.getppid())):
+        os._exit(1)
+
+
+class WaitForRank0:
+    """An import hook: whoever imports OneFlow first waits until rank 0 listens on MASTER_ADDR:MASTER_PORT."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "oneflow":
+            sys.meta_path.remove(self)
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            while True:
+                try:
+                    socket.create_connection(address, timeout=1).close()
+                    break
+                except OSError:
+                    time.sleep(0.01)
+        return None
+
+
+class MarkedLines(io.TextIOBase):
+    """Standard output, each whole line behind a mark and in one write, so that the lines of ranks never mix."""
+
+    def __init__(self, stream, mark):
+        self.stream, self.mark, self.rest = stream, mark, ""
+
+    encoding = property(lambda self: self.stream.encoding)
+
+    def writable(self):
+        return True
+
+    def isatty(self):
+        return self.stream.isatty()
+
+    def fileno(self):
+        return self.stream.fileno()
+
+    def write(self, text):
+        *lines, self.rest = (self.rest + text).split("\n")
+        if lines:
+            self._emit("".join(f"{self.mark}{line}\n" for line in lines))
+        return len(text)
+
+    def finish(self):
+        if self.rest:
+            self._emit(f"{self.mark}{self.rest}\n")
+            self.rest = ""
+
+    def _emit(self, text):
+        data = text.encode(self.stream.encoding or "utf-8", "replace")
+        try:
+            while data:
+                data = data[os.write(self.stream.fileno(), data) :]
+        except BrokenPipeError:  # the reader, `head` say, has had enough
+            os._exit(BROKEN_PIPE)
+
+
+class Report:
+    """How this rank ended, for the launcher: one line of JSON down the pipe that it gave us."""
+
+    def __init__(self):
+        self.descriptor = int(os.environ.pop("HARNESS_REPORT", "-1"))
+
+    def send(self, text="", **facts):
+        if self.descriptor >= 0:
+            facts.update(time=time.time(), text=text[-32000:])  # within what a pipe holds, so the write never blocks
+            os.write(self.descriptor, (json.dumps(facts) + "\n").encode())
+        elif text:
+            print(text, file=sys.stderr)
+
+
+def traceback_of(error):
+    """The traceback as Python prints it, without the frames of this wrapper."""
+    entry = error.__traceback__
+    while entry and entry.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        entry = entry.tb_next
+    return "".join(traceback.format_exception(type(error), error, entry)).rstrip()
+
+
+def run(script, report):
+    """Run a script as `python script` would; returns its exit code and the text that belongs to it."""
+    messages = []
+    # Every rank refuses the same bad option, so its text goes into the report, of which the launcher shows one.
+    argparse.ArgumentParser._print_message = lambda parser, message, file=None: messages.append(message)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            code, text = stop.code or 0, "".join(messages).rstrip()
+        else:
+            code, text = 1, str(stop.code)
+    except BaseException as error:
+        code, text = 1, traceback_of(error)
+    else:
+        code, text = 0, "".join(messages).rstrip()
+    if code == 0 and text and os.environ["RANK"] == "0":  # --help
+        sys.stdout.stream.write(text + "\n")
+        sys.stdout.stream.flush()
+    return code, (text if code else "")
+
+
+def main():
+    die_with_parent()
+    # On SIGUSR1, when the time limit is reached, every rank shows the line at which it waits.
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    report, rank = Report(), os.environ["RANK"]
+    sys.stdout = MarkedLines(sys.stdout, f"[{rank}] " if os.environ["WORLD_SIZE"] != "1" else "")
+    if rank != "0":
+        sys.meta_path.insert(0, WaitForRank0())
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    code, text = run(script, report)
+    sys.stdout.finish()
+    sys.stderr.flush()
+    report.send(text, code=code)
+    if code:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

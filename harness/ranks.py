@@ -1,0 +1,111 @@
+"""Start the ranks of one job on this host, and end them all, whatever happens."""
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+RANK = str(Path(__file__).with_name("rank.py"))
+
+
+class PortTaken(Exception):
+    """The port that the user asked for is held by another program."""
+
+
+def reserve_port(port=0):
+    """A bound socket that does not listen; keep it open as long as the job runs.
+
+    OneFlow binds its port with SO_REUSEPORT, so two jobs on one port both start and swap their ranks. A socket that
+    stays bound, with the same option, keeps the kernel from giving the port to anybody else, and rank 0 can still use it.
+    Port 0 means any free port. Raises PortTaken.
+    """
+    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if port:  # without SO_REUSEPORT at first, so that another job's port is refused
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("0.0.0.0", port))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("0.0.0.0", port))
+    except OSError as error:
+        reserved.close()
+        raise PortTaken(f"port {port}: {error.strerror}") from None
+    return reserved
+
+
+def environment(rank, world_size, port, base=None):
+    """The environment of one rank; what the user has set himself stays as it is."""
+    variables = dict(os.environ if base is None else base)
+    variables.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world_size))
+    variables.update(RANK=str(rank), LOCAL_RANK=str(rank), HARNESS_PARENT=str(os.getpid()))
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    variables.setdefault("GLOG_minloglevel", "3")  # only what is fatal: OneFlow warns of the missing GPU driver otherwise
+    variables["no_grpc_proxy"] = "127.0.0.1"  # ranks do not meet through an http_proxy
+    return variables
+
+
+class Ranks:
+    """The processes of one job. Use it as a context manager: on leaving it, every process is gone."""
+
+    def __init__(self, command, world_size, port=0, channels=None, stdout=None, stderr=None):
+        """Start `python harness/rank.py *command` world_size times.
+
+        channels: for each rank a dict of environment variable -> file descriptor to hand over.
+        stdout, stderr: for each rank what subprocess.Popen takes; None inherits ours.
+        """
+        self.port = reserve_port(port)
+        self.processes = []
+        try:
+            for rank in range(world_size):
+                variables = environment(rank, world_size, self.port.getsockname()[1])
+                handed = channels[rank] if channels else {}
+                variables.update({name: str(descriptor) for name, descriptor in handed.items()})
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-u", RANK, *command],
+                        env=variables,
+                        stdin=subprocess.DEVNULL,
+                        stdout=stdout[rank] if stdout else None,
+                        stderr=stderr[rank] if stderr else None,
+                        pass_fds=list(handed.values()),
+                        start_new_session=True,  # a group of its own, so that its children end with it
+                    )
+                )
+        except BaseException:
+            self.end(grace=0)
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.end()
+
+    def running(self):
+        """The ranks that have not ended."""
+        return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+
+    def signal(self, number):
+        """Send a signal to each rank that runs, and to the processes it started."""
+        for rank in self.running():
+            self._signal_group(rank, number)
+
+    def end(self, grace=1.0):
+        """End every rank: SIGTERM, `grace` seconds, SIGKILL. Returns when all are gone."""
+        if grace and self.running():
+            self.signal(signal.SIGTERM)
+            deadline = time.monotonic() + grace
+            while self.running() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        for rank, process in enumerate(self.processes):
+            self._signal_group(rank, signal.SIGKILL)  # also what an ended rank has left behind
+            process.wait()
+        self.port.close()
+
+    def _signal_group(self, rank, number):
+        try:
+            os.killpg(self.processes[rank].pid, number)
+        except ProcessLookupError:
+            pass

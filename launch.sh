@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# The front door: makes the environment on first use, then hands over to harness/.
+set -euo pipefail
+here=$(cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+
+usage() {
+    cat <<'END'
+Run a OneFlow script on several ranks of this machine, or the tests of the cookbook.
+
+  ./launch.sh [option ...] SCRIPT [its arguments ...]
+  ./launch.sh test [pytest's arguments ...]
+  ./launch.sh mutate [recipe ...]
+
+  ./launch.sh recipes/data_parallel.py                 on the recipe's own number of ranks
+  ./launch.sh -n 4 recipes/data_parallel.py --graph    on 4 ranks, inside an nn.Graph
+  ./launch.sh -n 3 ~/mine.py --my-option               a script of yours: same start, same protection
+  ./launch.sh test -k pipeline                         some of the tests
+  ./launch.sh mutate recipes/data_parallel.py          break the recipe in every way; the tests must see each
+
+options
+  -n, --nproc_per_node N   number of ranks (default: the first of the script's WORLD_SIZES, else 2)
+  --timeout SECONDS        end the job after that time, showing where each rank is (default 600; 0: no limit)
+  --master_port PORT       the port on which the ranks meet (default: a free one)
+  -h, --help               this text; SCRIPT --help shows a script's own options
+
+The first run makes .venv here (1.8 GB to download, 3.9 GB on disk) with a Python 3.8-3.10 found on this machine, or
+with the one that PYTHON names. A rank's lines stand behind its number. The first rank that fails ends all others.
+
+exit code: 0 all ranks ended well; 2 bad input or no environment; 124 time limit; 128 + N ended by signal N;
+           else that of the first rank that failed
+END
+}
+
+case ${1-} in
+    -h | --help) usage; exit 0 ;;
+    '') usage >&2; exit 2 ;;
+esac
+
+# shellcheck source=harness/environment.sh
+source "$here/harness/environment.sh"
+ensure_environment
+exec "$venv/bin/python" "$here/harness" "$@"

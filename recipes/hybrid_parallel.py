@@ -1,0 +1,154 @@
+"""Hybrid parallelism: stage 0 data parallel on ranks 0-1, stage 1 model parallel on ranks 2-3.
+
+    out0 = x0 @ w0, out1 = x1 @ w1    rank 0      rank 1      rank 2         rank 3         SBP
+    x0    (4, 5)                      rows 0-1    rows 2-3    nothing        nothing        S(0)
+    w0    (5, 8)                      whole       whole       nothing        nothing        B
+    out0  (4, 8)                      rows 0-1    rows 2-3    nothing        nothing        S(0)
+    x1    (4, 8)                      nothing     nothing     whole          whole          B
+    w1    (8, 3)                      nothing     nothing     columns 0-1    column 2       S(1)
+    out1  (4, 3)                      nothing     nothing     columns 0-1    column 2       S(1)
+
+Moves: out0 S(0) on [0, 1] -> x1 B on [2, 3]: each row goes to two ranks, so 2 times its bytes in all.
+Run:   ./launch.sh recipes/hybrid_parallel.py [--graph]
+       python -m oneflow.distributed.launch --nproc_per_node 4 recipes/hybrid_parallel.py [--graph]
+Use it when no single way fits: small layers early (split the batch), big ones late (split the weight).
+Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
+"""
+import argparse
+import os
+import sys
+
+import numpy as np
+
+os.environ.setdefault("no_grpc_proxy", os.environ.get("MASTER_ADDR", ""))  # ranks do not meet through an http_proxy
+try:
+    import oneflow as flow
+except (ImportError, RuntimeError) as error:  # RuntimeError: the empty placeholder that pip installs on Python 3.11+
+    print(f"{sys.argv[0]}: no OneFlow ({error}): it needs Python 3.8-3.10 and requirements.txt", file=sys.stderr)
+    sys.exit(2)
+
+WORLD_SIZES = (4,)
+LEAST_PER_RANK = {"batch": 1 / 2}  # two of the four ranks split the batch; an empty shard aborts OneFlow
+
+
+class Stage(flow.nn.Module):
+    def __init__(self, w, ranks, x_sbp, w_sbp):
+        super().__init__()
+        self.ranks, self.x_sbp = ranks, x_sbp
+        self.w = flow.nn.Parameter(flow.tensor(w, placement=ranks, sbp=w_sbp))
+
+    def forward(self, out):
+        x = out.to_global(placement=self.ranks, sbp=self.x_sbp)
+        return x, flow.matmul(x, self.w)
+
+
+class HybridParallel(flow.nn.Module):
+    def __init__(self, w0, w1, ranks):
+        super().__init__()
+        self.data_parallel = Stage(w0, ranks[0], x_sbp=flow.sbp.split(0), w_sbp=flow.sbp.broadcast)
+        self.model_parallel = Stage(w1, ranks[1], x_sbp=flow.sbp.broadcast, w_sbp=flow.sbp.split(1))
+
+    def forward(self, x):
+        x0, out0 = self.data_parallel(x)
+        x1, out1 = self.model_parallel(out0)
+        return x0, out0, x1, out1
+
+
+class HybridParallelGraph(flow.nn.Graph):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.module.data_parallel.to(flow.nn.graph.GraphModule).set_stage(0, module.data_parallel.ranks)
+        self.module.model_parallel.to(flow.nn.graph.GraphModule).set_stage(1, module.model_parallel.ranks)
+
+    def build(self, x):
+        return self.module(x)
+
+
+def run(graph=False, device="cpu", seed=0, batch=4, in_features=5, out_features=8):
+    """One forward pass, eager or in a graph; returns its global tensors by name."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((batch, in_features), dtype=np.float32)
+    w0 = rng.standard_normal((in_features, out_features), dtype=np.float32)
+    w1 = rng.standard_normal((out_features, 3), dtype=np.float32)
+
+    ranks = [flow.placement(device, [0, 1]), flow.placement(device, [2, 3])]
+    x = flow.tensor(x, placement=ranks[0], sbp=flow.sbp.split(0))
+    module = HybridParallel(w0, w1, ranks)
+    model = run.kept = HybridParallelGraph(module) if graph else module  # OneFlow may abort if a graph is freed too soon
+    x0, out0, x1, out1 = model(x)
+    return {"x0": x0, "w0": module.data_parallel.w, "out0": out0, "x1": x1, "w1": module.model_parallel.w, "out1": out1}
+
+
+def single_device(values):
+    """What the outputs must be: the same product in numpy on one device."""
+    out0 = values["x0"] @ values["w0"]
+    return {"out0": out0, "out1": out0 @ values["w1"]}
+
+
+# The lesson ends here. What follows stands in every recipe: what a rank holds, when a run is refused, the options.
+def held(tensor):
+    """The block of a global tensor that this rank holds, in words."""
+    ranks, rank, sbp = tensor.placement.ranks.tolist(), flow.env.get_rank(), tensor.sbp[0]
+    names = {flow.sbp.broadcast: "B", flow.sbp.partial_sum: "P", flow.sbp.split(0): "S(0)", flow.sbp.split(1): "S(1)"}
+    if rank not in ranks:
+        return f"nothing                   {names[sbp]:4} on ranks {ranks}"
+    parts = [len(ranks) if sbp == flow.sbp.split(dim) else 1 for dim in range(tensor.ndim)]
+    blocks = [np.array_split(np.arange(size), n)[ranks.index(rank) % n] for size, n in zip(tensor.shape, parts)]
+    if [len(block) for block in blocks] != list(tensor.to_local().shape):
+        raise RuntimeError(f"rank {rank} holds {tuple(tensor.to_local().shape)}: check LOCAL_RANK and MASTER_PORT")
+    rows, columns = (f"{block[0]}-{block[-1]}" for block in blocks)
+    return f"rows {rows:5} columns {columns:5}  {names[sbp]:4} on ranks {ranks}"
+
+
+def refusal(args):
+    """Why this run cannot start, or None; known to every rank before any waits for another."""
+    world_size, nodes, gpus = flow.env.get_world_size(), flow.env.get_node_size(), flow.cuda.device_count()
+    if world_size not in WORLD_SIZES:
+        accepted = " to ".join(str(size) for size in sorted({WORLD_SIZES[0], WORLD_SIZES[-1]}))
+        return f"runs on {accepted} ranks, not on {world_size}: start it with -n {WORLD_SIZES[0]}"
+    for name in "batch", "in_features", "out_features", "seed":
+        least = 0 if name == "seed" else max(1, int(world_size * LEAST_PER_RANK.get(name, 0)))
+        if getattr(args, name) < least:
+            return f"--{name.replace('_', '-')} must be {least} or more on {world_size} ranks: type {least}"
+    no_cuda = None
+    if gpus < world_size // nodes:
+        no_cuda = f"--device cuda needs a GPU for each rank, {world_size // nodes} on this host; OneFlow sees {gpus}"
+    elif any(flow.cuda.get_device_capability(gpu) >= (9, 0) for gpu in range(gpus)):
+        no_cuda = "OneFlow 0.9 has no code for GPUs of compute capability 9.0 and newer"
+    if args.device == "cuda" and no_cuda:
+        return f"{no_cuda}: type --device cpu"
+    args.device = args.device or ("cpu" if no_cuda else "cuda")
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if each rank has a supported GPU")
+    for option, default in ("--seed", 0), ("--batch", 4), ("--in-features", 5), ("--out-features", 8):
+        parser.add_argument(option, type=int, default=default, help="default: %(default)s")
+    args = parser.parse_args()
+    reason = refusal(args)
+    if reason:
+        parser.exit(2, f"{parser.prog}: {reason}\n")
+
+    tensors = run(**vars(args))
+    for rank in range(flow.env.get_world_size()):
+        flow.comm.barrier()
+        if rank == flow.env.get_rank():
+            for name, tensor in tensors.items():
+                print(f"rank {rank}: {name:8}{held(tensor)}", flush=True)
+    flow.comm.barrier()
+
+    values = {name: tensor.numpy().astype(np.float64) for name, tensor in tensors.items()}  # collective: all ranks
+    expected = single_device(values)
+    error = max(np.abs(values[name] - expected[name]).max() / np.abs(expected[name]).max() for name in expected)
+    equal = error < 1e-6  # float32 rounds each product and sum by up to 6e-8
+    if flow.env.get_rank() == 0:
+        print(f"{'equal to' if equal else 'DIFFERS FROM'} the single-device product: largest difference {error:.1e}")
+    sys.exit(0 if equal else 1)
+
+
+if __name__ == "__main__":
+    main()
