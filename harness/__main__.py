@@ -1,4 +1,5 @@
 """What launch.sh calls once the environment is there: `python harness ARGUMENT ...`."""
+
 import os
 import sys
 from pathlib import Path

@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2154
 # Sourced by launch.sh: makes .venv with everything in requirements.txt, once, and knows when it is broken.
 # Needs $here, the checkout. All it says goes to standard error; what cannot be helped ends with exit code 2.
 
@@ -27,7 +28,7 @@ environment_is_whole() {
 # Prints every Python that might do, the most likely first; whether it runs is seen later.
 candidates() {
     local name root
-    for name in python3.10 python3.9 python3.8 python3 python; do type -ap "$name"; done
+    for name in python3.10 python3.9 python3.8 python3 python; do type -ap "$name" || true; done
     for root in "${PYENV_ROOT:-$HOME/.pyenv}"/versions "${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/uv/python}" \
         "$HOME"/{mini,ana,mini}{conda3,forge3}{,/envs} /opt/{conda,miniconda3,anaconda3}{,/envs} "${CONDA_PREFIX:-/nowhere}"; do
         for name in "$root"/{,*3.10*/,*3.9*/,*3.8*/,*/}bin/python3; do

@@ -1,4 +1,5 @@
 """The launcher of one host: starts the ranks of a script, shows their output, and ends them all together."""
+
 import argparse
 import json
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from harness import recipe
 from harness.rank import BROKEN_PIPE
-from harness.ranks import PortTaken, Ranks
+from harness.ranks import PortTaken, Ranks, is_consequence
 
 BAD_INPUT = 2
 TIME_LIMIT_REACHED = 124
@@ -28,7 +29,7 @@ def parser():
     options.add_argument("-n", "--nproc_per_node", type=int)
     options.add_argument("--master_port", type=int, default=0)
     options.add_argument("--timeout", type=float, default=600.0)
-    options.add_argument("script")
+    options.add_argument("script", nargs="?")
     options.add_argument("arguments", nargs=argparse.REMAINDER)
     return options
 
@@ -36,6 +37,8 @@ def parser():
 def checked(arguments):
     """The parsed command line, with the number of ranks filled in. Raises BadInput."""
     options = parser().parse_args(arguments)
+    if options.script is None:
+        raise BadInput("name a Python script, such as recipes/data_parallel.py")
     script = Path(options.script)
     if not script.is_file():
         close = recipe.near(script)
@@ -52,8 +55,8 @@ def checked(arguments):
     if options.nproc_per_node < 1:
         raise BadInput(f"-n must be 1 or more, got {options.nproc_per_node}")
     if sizes and options.nproc_per_node not in sizes:
-        accepted = " to ".join(str(size) for size in sorted({sizes[0], sizes[-1]}))
-        raise BadInput(f"{script.name} runs on {accepted} ranks, not on {options.nproc_per_node}: type -n {sizes[0]}")
+        accepted = f"{sizes[0]} to {sizes[-1]} ranks" if len(sizes) > 1 else f"{sizes[0]} rank{'s'[: sizes[0] > 1]}"
+        raise BadInput(f"{script.name} runs on {accepted}, not on {options.nproc_per_node}: type -n {sizes[0]}")
     if not options.timeout >= 0:
         raise BadInput(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
     if options.master_port and not 1024 <= options.master_port <= 65535:
@@ -100,7 +103,8 @@ class Job:
             failed = [rank for rank in codes if codes[rank]]
             if failed:
                 self.take_output(0)
-                return self.tell_failure(min(failed, key=self.time_of_end), codes)
+                first = min(failed, key=lambda rank: (self.time_of_end(rank), is_consequence(codes[rank])))
+                return self.tell_failure(first, codes)
             if not running:
                 self.take_output(0)
                 return 0

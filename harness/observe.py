@@ -1,16 +1,18 @@
-"""What a recipe's entry really did on this rank: its tensors, its shards, its matmuls and its pipeline stages."""
+"""What a recipe's entry really did on this rank: its tensors and shards, its matmuls, moves and stages."""
+
 import contextlib
+import time
 
 import oneflow as flow
 
 from harness import recipe
 
-# Every recipe that ran, with its graph: one that the garbage collector frees while another is built hangs OneFlow 0.9.0.
+# Every recipe that ran, with its graph: OneFlow 0.9.0 hangs when one is freed while another is built.
 kept = []
 
 
 def label(sbp):
-    """An SBP as the cookbook writes it, "S(0)", "B" or "P"; several, for a placement of several dimensions, by comma."""
+    """An SBP as the cookbook writes it, "S(0)", "B" or "P"; for a 2-D placement two of them."""
     names = {str(flow.sbp.broadcast): "B", str(flow.sbp.partial_sum): "P"}
     return ", ".join(names.get(str(one)) or f"S({str(one).split('=')[1].rstrip(')')})" for one in sbp)
 
@@ -43,34 +45,72 @@ def held(tensor):
 
 @contextlib.contextmanager
 def traced(gain=1.0):
-    """Record every matmul and every pipeline stage, in graphs while they are built; each matmul is scaled by `gain`.
+    """Record what the ranks do, in a graph while it is built; each matmul's product is scaled by `gain`.
 
-    Yields {"matmuls": [(SBP and ranks of both operands and of the product)], "stages": [(number, ranks)]}.
+    Yields {"matmuls": [(SBP, ranks and shape of x, of w and of the product)], "lazy": [whether in a graph, by matmul],
+    "moves": [(SBP and ranks before and after each to_global)], "stages": [(number, ranks) of each set_stage]}.
     """
-    seen = {"matmuls": [], "stages": []}
+    seen = {"matmuls": [], "lazy": [], "moves": [], "stages": []}
     matmul, operator, method = flow.matmul, flow.Tensor.__matmul__, flow.Tensor.matmul
-    set_stage = flow.nn.graph.GraphModule.set_stage
+    to_global, set_stage = flow.Tensor.to_global, flow.nn.graph.GraphModule.set_stage
 
     def recording_matmul(x, w, *arguments, **named):
         product = matmul(x, w, *arguments, **named)
         seen["matmuls"].append([(*where(tensor)[::2], tuple(tensor.shape)) for tensor in (x, w, product)])
+        seen["lazy"].append(product.is_lazy)
         return product if gain == 1.0 else product * gain
+
+    def recording_to_global(tensor, *arguments, **named):
+        moved = to_global(tensor, *arguments, **named)
+        seen["moves"].append([where(one)[::2] for one in (tensor, moved)])
+        return moved
 
     def recording_set_stage(module, number=None, placement=None):
         seen["stages"].append((number, placement.ranks.tolist()))
         return set_stage(module, number, placement)
 
     flow.matmul = flow.Tensor.__matmul__ = flow.Tensor.matmul = recording_matmul
-    flow.nn.graph.GraphModule.set_stage = recording_set_stage
+    flow.Tensor.to_global, flow.nn.graph.GraphModule.set_stage = recording_to_global, recording_set_stage
     try:
         yield seen
     finally:
         flow.matmul, flow.Tensor.__matmul__, flow.Tensor.matmul = matmul, operator, method
-        flow.nn.graph.GraphModule.set_stage = set_stage
+        flow.Tensor.to_global, flow.nn.graph.GraphModule.set_stage = to_global, set_stage
+
+
+def quiet_wchar():
+    """The bytes that this process has written so far, once all ranks are here and what they sent is on its way."""
+    flow.comm.barrier()
+    time.sleep(0.15)
+    with open("/proc/self/io") as counters:
+        return int(dict(line.split(": ") for line in counters)["wchar"])
+
+
+def bytes_sent(path, **arguments):
+    """The bytes that this rank sends while the recipe at `path` runs eagerly, from its first matmul or move on."""
+    module = recipe.load(path)
+    kept.append(module)
+    begin = []
+    matmul, to_global = flow.matmul, flow.Tensor.to_global
+
+    def counted(function):
+        def call(*arguments, **named):
+            if not begin:
+                begin.append(quiet_wchar())
+            return function(*arguments, **named)
+
+        return call
+
+    flow.matmul, flow.Tensor.to_global = counted(matmul), counted(to_global)
+    try:
+        kept.append(module.run(**arguments))
+        return quiet_wchar() - begin[0]
+    finally:
+        flow.matmul, flow.Tensor.to_global = matmul, to_global
 
 
 def observe(path, gain=1.0, **arguments):
-    """Call the entry of the recipe at `path` on this rank; returns {"tensors": {name: held}, "matmuls", "stages"}."""
+    """Call the entry of the recipe at `path` on this rank; returns {"tensors": {name: held}} and what `traced` saw."""
     module = recipe.load(path)
     kept.append(module)
     with traced(gain) as seen:

@@ -1,8 +1,9 @@
 """A pool of ranks: one process group that lives through many cases, since starting one takes about a second.
 
 `Pool(4).call("file.py:function", ...)` calls the function on each of 4 ranks and returns what they returned, by rank. A
-case that raises, dies or hangs fails by itself, as PoolError with the rank's own traceback; the next call gets fresh ranks.
+case that raises, dies or hangs fails by itself, as PoolError with the rank's traceback; the next call gets fresh ranks.
 """
+
 import pickle
 import signal
 import socket
@@ -11,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness.ranks import Ranks
+from harness.ranks import Ranks, is_consequence
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
@@ -50,8 +51,10 @@ def _read(connection, size):
 class Pool:
     """Ranks 0 to world_size - 1 on this host. Close it, or use it as a context manager."""
 
-    def __init__(self, world_size):
+    def __init__(self, world_size, timeout=60.0):
+        """timeout: seconds after which a call without an answer counts as hung."""
         self.world_size = world_size
+        self.timeout = timeout
         self.ranks = None
         self.starts = 0  # how often ranks were started, the first time included
 
@@ -71,10 +74,10 @@ class Pool:
                 log.close()
             self.ranks = None
 
-    def call(self, function, timeout=15.0, **arguments):
+    def call(self, function, **arguments):
         """Call `function`, "path/to/file.py:name", with keyword arguments on all ranks; returns the results by rank.
 
-        timeout: seconds until the call counts as hung. Raises PoolError.
+        Starts the ranks if none run. Raises PoolError.
         """
         if self.ranks is None or len(self.ranks.running()) < self.world_size:
             self.close()
@@ -83,7 +86,7 @@ class Pool:
         try:
             for connection in self.connections:
                 send(connection, (function, arguments))
-            deadline = time.monotonic() + timeout
+            deadline = time.monotonic() + self.timeout
             while len(answers) < self.world_size and time.monotonic() < deadline:
                 for rank, connection in enumerate(self.connections):
                     if rank not in answers and self._readable(connection):
@@ -95,7 +98,7 @@ class Pool:
         failed = [rank for rank, answer in answers.items() if "error" in answer]
         if len(answers) == self.world_size and not failed:
             return [answers[rank]["result"] for rank in range(self.world_size)]
-        error = self._error(function, timeout, answers, failed)
+        error = self._error(function, answers, failed)
         self.close()
         raise error
 
@@ -126,9 +129,9 @@ class Pool:
     def _gone(self):
         raise EOFError
 
-    def _error(self, function, timeout, answers, failed):
+    def _error(self, function, answers, failed):
         codes = {rank: process.poll() for rank, process in enumerate(self.ranks.processes)}
-        dead = [rank for rank, code in codes.items() if code is not None]
+        dead = sorted((rank for rank in codes if codes[rank] is not None), key=lambda rank: is_consequence(codes[rank]))
         if failed:
             rank, text = failed[0], f"failed:\n{answers[failed[0]]['error']}"
         elif dead:
@@ -140,7 +143,7 @@ class Pool:
             self.ranks.signal(signal.SIGUSR1)  # each rank shows where it is
             time.sleep(0.3)
             where = "\n".join(f"rank {rank}:\n{self._log(rank)}" for rank in waiting)
-            rank, text = waiting[0], f"gave no answer in {timeout:g} s; it waits here:\n{where}"
+            rank, text = waiting[0], f"gave no answer in {self.timeout:g} s; it waits here:\n{where}"
         return PoolError(rank, f"{function}: rank {rank} of {self.world_size} {text}")
 
     def _log(self, rank):

@@ -1,4 +1,6 @@
 """Start the ranks of one job on this host, and end them all, whatever happens."""
+
+import contextlib
 import os
 import signal
 import socket
@@ -18,7 +20,7 @@ def reserve_port(port=0):
     """A bound socket that does not listen; keep it open as long as the job runs.
 
     OneFlow binds its port with SO_REUSEPORT, so two jobs on one port both start and swap their ranks. A socket that
-    stays bound, with the same option, keeps the kernel from giving the port to anybody else, and rank 0 can still use it.
+    stays bound, with the same option, keeps the kernel from giving the port to others, and rank 0 can still use it.
     Port 0 means any free port. Raises PortTaken.
     """
     reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -31,7 +33,7 @@ def reserve_port(port=0):
         reserved.bind(("0.0.0.0", port))
     except OSError as error:
         reserved.close()
-        raise PortTaken(f"port {port}: {error.strerror}") from None
+        raise PortTaken(f"port {port}: {error.strerror}; leave out --master_port to get a free one") from None
     return reserved
 
 
@@ -41,9 +43,14 @@ def environment(rank, world_size, port, base=None):
     variables.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world_size))
     variables.update(RANK=str(rank), LOCAL_RANK=str(rank), HARNESS_PARENT=str(os.getpid()))
     variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    variables.setdefault("GLOG_minloglevel", "3")  # only what is fatal: OneFlow warns of the missing GPU driver otherwise
+    variables.setdefault("GLOG_minloglevel", "3")  # without it OneFlow warns of missing GPU drivers
     variables["no_grpc_proxy"] = "127.0.0.1"  # ranks do not meet through an http_proxy
     return variables
+
+
+def is_consequence(code):
+    """Whether an exit code looks like OneFlow's answer to the death of another rank, which is to abort."""
+    return code == -signal.SIGABRT
 
 
 class Ranks:
@@ -105,7 +112,5 @@ class Ranks:
         self.port.close()
 
     def _signal_group(self, rank, number):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.processes[rank].pid, number)
-        except ProcessLookupError:
-            pass

@@ -1,4 +1,5 @@
 """What can be known of a recipe from its file: the world sizes it accepts, and its entry `run`."""
+
 import ast
 import difflib
 import importlib.util

@@ -1,4 +1,5 @@
 """The script that a pool's ranks run: takes calls from the pool, answers each with a result or a traceback."""
+
 import os
 import socket
 import sys

@@ -11,6 +11,7 @@ Run:   ./launch.sh recipes/data_parallel.py [--graph]
 Use it when the weights fit on every device and the batch is large; else see model_parallel.py.
 Source: A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", arXiv:1404.5997.
 """
+
 import argparse
 import os
 import sys
@@ -55,7 +56,7 @@ def run(graph=False, device="cpu", seed=0, batch=4, in_features=5, out_features=
     ranks = flow.placement(device, list(range(flow.env.get_world_size())))
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
     module = DataParallel(w, ranks)
-    model = run.kept = DataParallelGraph(module) if graph else module  # OneFlow may abort if a graph is freed too soon
+    model = run.kept = DataParallelGraph(module) if graph else module  # a freed graph may abort OneFlow
     out = model(x)
     return {"x": x, "w": module.w, "out": out}
 
@@ -84,17 +85,17 @@ def refusal(args):
     """Why this run cannot start, or None; known to every rank before any waits for another."""
     world_size, nodes, gpus = flow.env.get_world_size(), flow.env.get_node_size(), flow.cuda.device_count()
     if world_size not in WORLD_SIZES:
-        accepted = " to ".join(str(size) for size in sorted({WORLD_SIZES[0], WORLD_SIZES[-1]}))
-        return f"runs on {accepted} ranks, not on {world_size}: start it with -n {WORLD_SIZES[0]}"
+        return f"cannot run on {world_size} ranks: type -n {WORLD_SIZES[0]}, or --nproc_per_node {WORLD_SIZES[0]}"
     for name in "batch", "in_features", "out_features", "seed":
-        least = 0 if name == "seed" else max(1, int(world_size * LEAST_PER_RANK.get(name, 0)))
+        least = max(int(name != "seed"), int(world_size * LEAST_PER_RANK.get(name, 0)))
         if getattr(args, name) < least:
-            return f"--{name.replace('_', '-')} must be {least} or more on {world_size} ranks: type {least}"
+            option = "--" + name.replace("_", "-")
+            return f"{option} must be {least} or more on {world_size} ranks: type {option} {least}"
     no_cuda = None
     if gpus < world_size // nodes:
         no_cuda = f"--device cuda needs a GPU for each rank, {world_size // nodes} on this host; OneFlow sees {gpus}"
-    elif any(flow.cuda.get_device_capability(gpu) >= (9, 0) for gpu in range(gpus)):
-        no_cuda = "OneFlow 0.9 has no code for GPUs of compute capability 9.0 and newer"
+    elif not all((6, 0) <= flow.cuda.get_device_capability(gpu) < (9, 0) for gpu in range(gpus)):
+        no_cuda = "OneFlow 0.9 has code for GPUs of compute capability 6.0 to 8.9 only"
     if args.device == "cuda" and no_cuda:
         return f"{no_cuda}: type --device cpu"
     args.device = args.device or ("cpu" if no_cuda else "cuda")

@@ -1,6 +1,7 @@
 import pytest
 
 from harness.pool import Pool
+from tests import test_official
 from tests.ladder import Checks
 
 
@@ -15,3 +16,17 @@ def pools():
 
 def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"{Checks.count} checks against numpy and the declared layouts")
+
+
+def pytest_collection_finish(session):
+    """OneFlow's own launcher may sleep for 10 s at the start, so its jobs begin first and run beside the other tests."""
+    wanted = any("official_jobs" in getattr(item, "fixturenames", ()) for item in session.items)
+    session.official_jobs = {}
+    if wanted and not session.config.option.collectonly:
+        session.official_jobs = {name: start() for name, start in test_official.JOBS.items()}
+
+
+@pytest.fixture(scope="session")
+def official_jobs(request):
+    """The jobs of test_official.py, by name, already begun."""
+    return request.session.official_jobs

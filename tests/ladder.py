@@ -1,10 +1,12 @@
 """The proof ladder: what is asserted of one run of a recipe on all its ranks, each rung against numpy."""
-from tests import reference
-from tests.cases import CASES, ROOT, SIZES
 
 import numpy as np
 
+from tests import reference
+from tests.cases import CASES, ROOT, SIZES
+
 OBSERVE = f"{ROOT / 'harness' / 'observe.py'}:observe"
+BYTES_SENT = OBSERVE.replace(":observe", ":bytes_sent")
 GAIN = 2.0  # a power of two, so that scaling a matmul by it rounds nothing
 
 
@@ -45,7 +47,7 @@ def close(found, wanted, factor, *what):
 
 
 def climb(pool, path, name, graph, sizes):
-    """Run the recipe at `path` as the case `name` in a pool and check every rung; AssertionError or PoolError if not."""
+    """Run the recipe at `path` as the case `name` in a pool and climb all rungs; AssertionError or PoolError if not."""
     n, sizes = pool.world_size, SIZES[sizes]
     case = CASES[name](n)
     values, parts = case.values(n, **sizes)
@@ -78,7 +80,17 @@ def check_operations(case, values, graph, seen):
     for rank, result in enumerate(seen):
         wanted = [[(*case.layout[t], values[t].exact.shape) for t in names] for names in case.matmuls]
         Checks.equal(result["matmuls"], wanted, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
+        Checks.equal(result["lazy"], [graph] * len(wanted), f"rank {rank}: matmuls run inside a graph")
+        Checks.equal(result["moves"], moves_of(case, graph), f"rank {rank}: moves (SBP, ranks before and after)")
         Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")
+
+
+def moves_of(case, graph):
+    """In a graph, set_stage moves a stage's input to the stage's ranks before the module's own to_global sees it."""
+    if not (graph and case.stages):
+        return [list(move) for move in case.moves]
+    through = [((sbp, ranks), (sbp, new_ranks), new) for (sbp, ranks), new in case.moves for new_ranks in [new[1]]]
+    return [list(move) for before, between, after in through for move in ((before, between), (between, after))]
 
 
 def check_dependence(case, values, seen):

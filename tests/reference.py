@@ -2,6 +2,7 @@
 
 `Value` carries a bound on the rounding of float32 along with the number, so that no test has a tolerance of its own.
 """
+
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,10 +1,11 @@
 """Every recipe, eager and graph, at every world size that it accepts: values, shards, SBP, placement, operations."""
+
 import numpy as np
 import pytest
 
 from harness.recipe import world_sizes
 from tests.cases import CASES, PROVEN, RECIPES, run_id, runs
-from tests.ladder import OBSERVE, Checks, climb
+from tests.ladder import BYTES_SENT, OBSERVE, Checks, climb
 
 
 @pytest.mark.parametrize("run", runs(), ids=run_id)
@@ -24,6 +25,21 @@ def test_graph_equals_eager_bit_by_bit(pools, name):
             off = np.abs(found["value"] - graph[rank]["tensors"][tensor]["value"])
             allowed = 2 * values[tensor].bound if tensor in case.added else 0
             Checks.that((off <= allowed).all(), rank, tensor, "differ by", off.max())
+
+
+@pytest.mark.parametrize("name, n", sorted({run[:2] for run in runs()}))
+def test_bytes_that_leave_each_rank(pools, name, n):
+    """In eager mode: what the formula says within 2 %, or nothing but control traffic."""
+    path = RECIPES / f"{name}.py"
+    batch, out_features, control = 768, 1024, 20_000
+    out = batch * out_features * 4
+    case = CASES[name](n)
+    arguments = {"batch": batch, "in_features": 64, "out_features": out_features}
+    for rank, found in enumerate(pools(n).call(BYTES_SENT, path=str(path), **arguments)):
+        wanted = case.sent(rank, batch * 64 * 4, out)
+        Checks.that(
+            abs(found - wanted) <= 0.02 * wanted + control * (wanted == 0), f"rank {rank} sent", found, "not", wanted
+        )
 
 
 def test_every_recipe_has_a_case():

@@ -1,0 +1,91 @@
+"""Start whole jobs through launch.sh or OneFlow's own launcher, and look at the processes that they leave."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from tests.cases import ROOT
+
+LAUNCH = str(ROOT / "launch.sh")
+MARK = "COOKBOOK_TEST_JOB"
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "OMP_", "GLOG_"))}
+
+
+class Run:
+    """A job in a session of its own; every process of it carries a mark in its environment, by which it is found.
+
+    variables: what is changed in the environment; None takes a variable away.
+    """
+
+    def __init__(self, *command, cwd=ROOT, **variables):
+        self.mark = uuid.uuid4().hex
+        environment = {**CLEAN, MARK: self.mark, **variables}
+        self.begin = time.monotonic()
+        self.process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=cwd,
+            env={name: value for name, value in environment.items() if value is not None},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, timeout=90):
+        """Wait for the end; sets out, err, code and seconds; returns self. TimeoutExpired, and all killed, if it hangs."""
+        try:
+            self.out, self.err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            for pid in self.alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise
+        self.code, self.seconds = self.process.returncode, time.monotonic() - self.begin
+        return self
+
+    def until(self, text):
+        """Read standard output until a line holds `text`."""
+        for line in self.process.stdout:
+            if text in line:
+                return line
+        raise AssertionError(f"{text!r} never came: {self.process.stderr.read()}")
+
+    def alive(self):
+        """The processes of this job that run (a zombie does not)."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def all_gone(self, within=5):
+        """Whether no process of the job is left after at most `within` seconds."""
+        deadline = time.monotonic() + within
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.alive()
+
+
+def launch(*arguments, **options):
+    """./launch.sh with these arguments, from start to end."""
+    return Run(LAUNCH, *arguments, **options).wait()
+
+
+def official(n, *arguments, **options):
+    """OneFlow's own launcher, which starts a script's ranks, on a port of its own; returns at once."""
+    command = [sys.executable, "-m", "oneflow.distributed.launch", "--nproc_per_node", n, "--master_port", free_port()]
+    return Run(*command, *arguments, **options)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

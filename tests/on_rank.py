@@ -1,0 +1,75 @@
+"""What tests call on the ranks of a pool; it runs there, beside OneFlow."""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import time
+
+import oneflow as flow
+
+from harness import recipe
+
+
+def to_standard_error(parser, message, file=None):
+    """What argparse itself does with a message; the wrapper of a rank hands it to the launcher instead."""
+    sys.stderr.write(message)
+
+
+def main_of(path, arguments, gpus=()):
+    """Run a recipe's main with these arguments as if the host had GPUs of these compute capabilities.
+
+    Returns (exit code, standard output, standard error) of this rank.
+    """
+    module, out, err = recipe.load(path), io.StringIO(), io.StringIO()
+    here = sys.argv, flow.cuda.device_count, flow.cuda.get_device_capability
+    sys.argv = [path, *arguments]
+    message, argparse.ArgumentParser._print_message = argparse.ArgumentParser._print_message, to_standard_error
+    flow.cuda.device_count, flow.cuda.get_device_capability = lambda: len(gpus), lambda gpu: tuple(gpus[gpu])
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            module.main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    finally:
+        sys.argv, flow.cuda.device_count, flow.cuda.get_device_capability = here
+        argparse.ArgumentParser._print_message = message
+    return code, out.getvalue(), err.getvalue()
+
+
+def device_of(path, gpus):
+    """The device that a recipe takes when none is named, on a host with GPUs of these compute capabilities."""
+    module, device_count, capability = recipe.load(path), flow.cuda.device_count, flow.cuda.get_device_capability
+    flow.cuda.device_count, flow.cuda.get_device_capability = lambda: len(gpus), lambda gpu: tuple(gpus[gpu])
+    seen = {}
+
+    def run(**arguments):
+        seen.update(arguments)
+        sys.exit()
+
+    module.run, sys.argv = run, [path]
+    try:
+        module.main()
+    except SystemExit:
+        return seen["device"]
+    finally:
+        flow.cuda.device_count, flow.cuda.get_device_capability = device_count, capability
+
+
+def rank_of():
+    """This rank, after all have met."""
+    flow.comm.barrier()
+    return flow.env.get_rank()
+
+
+def fail(rank, how):
+    """On one rank raise, exit, die or hang; the others wait for it in a collective."""
+    if flow.env.get_rank() == rank:
+        if how == "raise":
+            raise ValueError("boom")
+        if how == "die":
+            os._exit(7)
+        time.sleep(1000)
+    flow.ones(2, placement=flow.placement.all("cpu"), sbp=flow.sbp.partial_sum).numpy()

@@ -1,0 +1,64 @@
+"""Each rung of the proof ladder can fail: a run that is right in all but one thing is refused for that thing."""
+
+import copy
+
+import pytest
+
+from tests.cases import CASES, RECIPES
+from tests.ladder import GAIN, OBSERVE, check_dependence, check_operations, check_tensors
+
+
+def spoil(result, name, **changes):
+    result["tensors"][name].update(changes)
+
+
+# What one rank reports wrongly -> the words of the refusal.
+SPOILT = {
+    "no rank reports a tensor": (lambda r: r["tensors"].pop("w"), "names of the tensors"),
+    "shape": (lambda r: spoil(r, "out", shape=(8, 4)), "out: global shape"),
+    "dtype": (lambda r: spoil(r, "out", dtype="float64"), "out: dtype"),
+    "SBP": (lambda r: spoil(r, "x", sbp="B"), "x: SBP"),
+    "ranks": (lambda r: spoil(r, "x", ranks=[0]), "x: placement"),
+    "device": (lambda r: spoil(r, "x", device="cuda"), "x: placement"),
+    "shard missing": (lambda r: spoil(r, "out", shard=None), "out: holds nothing"),
+    "shard is whole": (lambda r: spoil(r, "x", shard=r["tensors"]["x"]["value"]), "x: shard shape"),
+    "shard of another rank": (lambda r: spoil(r, "x", shard=r["tensors"]["x"]["value"][:2]), "x: shard differs"),
+    "an input off by one bit": (
+        lambda r: spoil(r, "w", shard=r["tensors"]["w"]["shard"] * 1.0000002),
+        "w: shard differs",
+    ),
+    "value": (lambda r: spoil(r, "out", value=r["tensors"]["out"]["value"] + 3e-6), "out: value differs"),
+    "matmul of a replicated input": (lambda r: r["matmuls"][0].__setitem__(0, ("B", [0, 1], (4, 5))), "matmuls"),
+    "no matmul": (lambda r: r["matmuls"].clear(), "matmuls"),
+    "a matmul too many": (lambda r: r["matmuls"].append(r["matmuls"][0]), "matmuls"),
+    "eager in place of graph": (lambda r: r["lazy"].__setitem__(0, False), "inside a graph"),
+    "a move too many": (lambda r: r["moves"].append([("S(0)", [0, 1]), ("B", [0, 1])]), "moves"),
+    "a stage too many": (lambda r: r["stages"].append((0, [0, 1])), "stages"),
+}
+
+
+@pytest.fixture(scope="module")
+def right(pools):
+    return pools(2).call(OBSERVE, path=str(RECIPES / "data_parallel.py"), graph=True)
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_spoilt_run_is_refused(right, what):
+    change, words = SPOILT[what]
+    case, seen = CASES["data_parallel"](2), copy.deepcopy(right)
+    values, parts = case.values(2)
+
+    def check():
+        check_tensors(case, values, parts, seen)
+        check_operations(case, values, True, seen)
+
+    check()
+    change(seen[1])
+    with pytest.raises(AssertionError, match=words):
+        check()
+
+
+def test_output_that_does_not_depend_on_the_ranks_matmuls_is_refused(right):
+    case = CASES["data_parallel"](2)
+    with pytest.raises(AssertionError, match=f"out at gain {GAIN}"):
+        check_dependence(case, case.values(2)[0], right)

@@ -1,0 +1,234 @@
+"""launch.sh: what it prints, how it refuses, and that nothing hangs or is left behind, whatever a rank does."""
+
+import os
+import shutil
+import signal
+import socket
+import time
+
+import pytest
+
+from tests.cases import CASES, RECIPES
+from tests.jobs import LAUNCH, Run, free_port, launch
+
+HEAD = "import os, signal, sys, time\nimport oneflow as flow\nrank = flow.env.get_rank()\nflow.comm.barrier()\n"
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A function that writes a script of a user's, somewhere on disk; its ranks have met once before its lines run."""
+
+    def write(lines, head=HEAD, name="mine.py"):
+        path = tmp_path / name
+        path.write_text(head + lines + "\n")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recipe_copied_alone_into_an_empty_folder_runs(name, tmp_path):
+    shutil.copy(RECIPES / f"{name}.py", tmp_path)
+    job = launch(f"{name}.py", "--graph", cwd=tmp_path)
+    assert (job.code, job.err) == (0, "")
+    assert "equal to the single-device product: largest difference " in job.out.splitlines()[-1]
+    assert job.all_gone()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.py"]
+
+
+def test_lines_come_in_rank_order_marked_and_unmixed():
+    job = launch("-n", 4, "recipes/row_parallel.py")
+    lines = job.out.splitlines()
+    names = ("x", "w", "partial", "out")
+    assert [line.split()[:4] for line in lines[:-1]] == [
+        [f"[{rank}]", "rank", f"{rank}:", name] for rank in range(4) for name in names
+    ]
+    assert lines[0] == "[0] rank 0: x       rows 0-3   columns 0-1    S(1) on ranks [0, 1, 2, 3]"
+    assert lines[14] == "[3] rank 3: partial rows 0-3   columns 0-7    P    on ranks [0, 1, 2, 3]"
+
+
+def test_seed_repeats_a_run_and_another_seed_does_not():
+    one, again, other = (launch("recipes/data_parallel.py", "--seed", seed).out for seed in (5, 5, 7))
+    assert one == again != other
+
+
+def test_script_of_the_user_anywhere_with_its_arguments(script, tmp_path):
+    path = script("import helper\nprint(sys.argv, __name__, os.getcwd(), helper.x, flow.env.get_world_size())")
+    (tmp_path / "helper.py").write_text("x = 'beside'\n")
+    job = launch("-n", 3, path, "-n", "7", "--graph", "a b", cwd="/")
+    assert job.code == 0, job.err
+    expected = f"{[str(path), '-n', '7', '--graph', 'a b']} __main__ / beside 3"
+    assert sorted(job.out.splitlines()) == [f"[{rank}] {expected}" for rank in range(3)]
+
+
+def test_help_of_launch_and_of_a_recipe_is_shown_once():
+    assert "--timeout SECONDS" in launch("--help").out
+    job = launch("recipes/data_parallel.py", "--help")
+    assert job.code == 0
+    assert job.out.count("--graph") == 1
+
+
+# What a rank does to itself -> the exit code of the job and what standard error holds exactly once.
+FAULTS = {
+    "raises": ("if rank == 1: raise ValueError('boom')", 1, "ValueError: boom"),
+    "rank 0 raises": ("if rank == 0: raise ValueError('boom')", 1, "ValueError: boom"),
+    "all raise": ("raise ValueError('boom')", 1, "ValueError: boom"),
+    "exits": ("if rank == 1: sys.exit(3)", 3, "rank 1 of 3 failed: exit code 3"),
+    "exits with a text": ("if rank == 1: sys.exit('no data')", 1, "no data"),
+    "is killed": ("if rank == 1: os.kill(os.getpid(), 9)", 137, "rank 1 of 3 failed: killed by signal 9, SIGKILL"),
+    "rank 0 is killed": (
+        "if rank == 0: os.kill(os.getpid(), 9)",
+        137,
+        "rank 0 of 3 failed: killed by signal 9, SIGKILL",
+    ),
+    "aborts": ("if rank == 1: os.abort()", 134, "rank 1 of 3 failed: killed by signal 6, SIGABRT"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_rank_that_fails_ends_the_job(script, fault):
+    line, code, text = FAULTS[fault]
+    job = launch("-n", 3, script(line + "\nflow.comm.barrier()\ntime.sleep(60)"))
+    assert (job.code, job.err.count(text)) == (code, 1), job.err
+    assert job.seconds < 20
+    assert job.all_gone(within=0.5)
+
+
+def test_traceback_shows_the_users_lines_only(script):
+    path = script("def f():\n    return 1 / 0\nif rank == 1: f()\nflow.comm.barrier()")
+    job = launch("-n", 2, path)
+    assert job.err.splitlines() == [
+        "[1] Traceback (most recent call last):",
+        f'[1]   File "{path}", line 7, in <module>',
+        "[1]     if rank == 1: f()",
+        f'[1]   File "{path}", line 6, in f',
+        "[1]     return 1 / 0",
+        "[1] ZeroDivisionError: division by zero",
+        "launch.sh: rank 1 of 2 failed: exit code 1; every rank is ended",
+    ]
+
+
+def test_children_of_a_rank_end_with_it(script):
+    job = launch("-n", 2, script("os.system('sleep 1000 &')\nif rank == 1: 1 / 0\nflow.comm.barrier()"))
+    assert job.code == 1
+    assert job.all_gone(within=0.5)
+
+
+WAITS = "print('ready', flush=True)\ntime.sleep(1000) if rank else flow.comm.barrier()"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_ending_the_launcher_ends_every_rank(script, number):
+    job = Run(LAUNCH, "-n", 3, script(WAITS))
+    job.until("ready")
+    assert len(job.alive()) == 4
+    os.kill(job.process.pid, number)
+    assert job.all_gone(within=5)
+    job.wait()
+    assert job.code == (-9 if number == signal.SIGKILL else 128 + number)
+
+
+def test_stopped_rank_is_ended_too(script):
+    job = Run(LAUNCH, "-n", 2, script("print('ready', flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)"))
+    job.until("ready")
+    os.kill(job.process.pid, signal.SIGINT)
+    assert job.all_gone(within=5)
+    job.wait()
+
+
+def test_time_limit_shows_where_each_rank_is(script):
+    path = script(
+        "t = flow.ones(2, placement=flow.placement.all('cpu'), sbp=flow.sbp.partial_sum)\nif rank == 0: t.numpy()"
+    )
+    job = launch("-n", 2, "--timeout", 4, path)
+    assert job.code == 124
+    assert "launch.sh: time limit of 4 s reached" in job.err
+    assert f'[0]   File "{path}", line 6' in job.err
+    assert "rank 0 of 2 is running" in job.err and "rank 1 of 2 has run to its end" in job.err
+    assert job.all_gone(within=0.5)
+
+
+def test_reader_that_has_enough(script):
+    path = script("for i in range(10**6): print('line', i)")
+    job = Run("bash", "-c", f"{LAUNCH} -n 2 {path} | head -n 1; exit ${{PIPESTATUS[0]}}").wait()
+    assert (job.out.count("\n"), job.err, job.code) == (1, "", 141)
+    assert job.all_gone()
+
+
+def test_port_of_another_program_is_refused():
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        job = launch("--master_port", port, "recipes/data_parallel.py")
+    assert (job.code, job.err) == (
+        2,
+        f"launch.sh: port {port}: Address already in use; leave out --master_port to get a free one\n",
+    )
+
+
+def test_port_of_another_job_is_refused(script):
+    port = free_port()
+    first = Run(LAUNCH, "-n", 2, "--master_port", port, script(WAITS))
+    first.until("ready")
+    second = launch("--master_port", port, "recipes/data_parallel.py")
+    first.process.terminate()
+    assert second.code == 2 and f"port {port}: Address already in use" in second.err
+    first.wait()
+
+
+def test_jobs_at_once_do_not_disturb_each_other():
+    jobs = [Run(LAUNCH, "recipes/data_parallel.py", "--seed", seed) for seed in range(4)]
+    outputs = [job.wait().out for job in jobs]
+    assert [job.code for job in jobs] == [0] * 4
+    assert all(len(output.splitlines()) == 7 for output in outputs)
+
+
+def test_proxy_in_the_environment_does_no_harm():
+    proxy = "http://127.0.0.1:9"
+    job = launch("recipes/data_parallel.py", http_proxy=proxy, https_proxy=proxy)
+    assert (job.code, job.err) == (0, "")
+
+
+# Bad input -> what the one line on standard error holds. Exit code 2, at once, and no rank was left waiting.
+BAD_INPUT = {
+    "-n 1 recipes/data_parallel.py": "data_parallel.py runs on 2 to 64 ranks, not on 1: type -n 2",
+    "-n 3 recipes/hybrid_parallel.py": "hybrid_parallel.py runs on 4 ranks, not on 3: type -n 4",
+    "-n 5 recipes/hybrid_parallel.py": "hybrid_parallel.py runs on 4 ranks, not on 5: type -n 4",
+    "-n 5 recipes/data_parallel.py": "data_parallel.py: --batch must be 5 or more on 5 ranks: type --batch 5",
+    "-n 2 recipes/single_device.py": "single_device.py runs on 1 rank, not on 2: type -n 1",
+    "-n 0 recipes/data_parallel.py": "-n must be 1 or more, got 0",
+    "-n two recipes/data_parallel.py": "argument -n/--nproc_per_node: invalid int value: 'two'",
+    "--nproc 2 recipes/data_parallel.py": "unrecognized arguments: --nproc; see ./launch.sh --help",
+    "-n 2": "name a Python script, such as recipes/data_parallel.py",
+    "--timeout -1 recipes/data_parallel.py": "--timeout must be a number of seconds, or 0 for no limit, got -1",
+    "--master_port 80 recipes/data_parallel.py": "--master_port must be from 1024 to 65535, got 80",
+    "recipes/data_paralel.py": "recipes/data_paralel.py: no such file; did you mean recipes/data_parallel.py?",
+    "data_parallel": "data_parallel: no such file; did you mean recipes/data_parallel.py?",
+    "recipes": "recipes: no such file; name a Python script, such as recipes/data_parallel.py",
+    "launch.sh": "launch.sh: not a Python script: line",
+    "recipes/data_parallel.py --graf": "data_parallel.py: error: unrecognized arguments: --graf",
+    "recipes/data_parallel.py --device cuda": "needs a GPU for each rank, 2 on this host; OneFlow sees 0: type --device cpu",
+}
+
+
+@pytest.mark.parametrize("line", BAD_INPUT)
+def test_bad_input_is_refused_in_one_line(line):
+    job = launch(*line.split(), CUDA_VISIBLE_DEVICES="")
+    assert job.code == 2
+    assert BAD_INPUT[line] in job.err
+    assert len(job.err.splitlines()) == 1, job.err
+    assert job.out == "" and job.all_gone(within=0.5)
+
+
+def test_no_argument_shows_the_help():
+    job = launch()
+    assert (job.code, job.out) == (2, "") and "./launch.sh [option ...] SCRIPT" in job.err
+
+
+def test_no_launch_stalls_for_ten_seconds(script):
+    """A rank that looks for rank 0 too early sleeps 10 s inside OneFlow; here rank 0 is late on purpose."""
+    path = script("print('met')", head="import os, time\nif os.environ['RANK'] == '0': time.sleep(2)\n" + HEAD)
+    begin = time.monotonic()
+    assert launch("-n", 2, path).code == 0
+    assert time.monotonic() - begin < 9

@@ -1,0 +1,63 @@
+"""The recipes under OneFlow's own launcher, and as plain Python. The jobs run while other tests do: see conftest.py."""
+
+import sys
+
+import pytest
+
+from tests.cases import ROOT
+from tests.jobs import Run, launch, official
+
+PROXY = "http://127.0.0.1:9"
+BROKEN = "raise RuntimeError('This package is a placeholder. Please install oneflow')"
+JOBS = {
+    "eager": lambda: official(2, "recipes/data_parallel.py"),
+    "graph": lambda: official(4, "recipes/hybrid_parallel.py", "--graph"),
+    "refused": lambda: official(2, "recipes/data_parallel.py", "--batch", 1),
+    "proxy": lambda: official(2, "recipes/row_parallel.py", http_proxy=PROXY, https_proxy=PROXY),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(official_jobs):
+    """The jobs above, all ended."""
+    return {name: job.wait() for name, job in official_jobs.items()}
+
+
+@pytest.mark.parametrize("name, n", [("eager", 2), ("graph", 4), ("proxy", 2)])
+def test_recipe_says_that_it_is_right(ended, name, n):
+    job = ended[name]
+    assert job.code == 0, job.err
+    assert "equal to the single-device product: largest difference " in job.out.splitlines()[-1]
+    ranks = [line.split(":")[0] for line in job.out.splitlines() if line.startswith("rank ")]
+    assert ranks == sorted(ranks) and set(ranks) == {f"rank {rank}" for rank in range(n)}
+    assert job.all_gone()
+
+
+def test_what_is_printed_is_the_same_as_through_launch(ended):
+    through_launch = launch("recipes/data_parallel.py").out
+    lines = [line.split("] ", 1)[1] for line in through_launch.splitlines()]
+    assert ended["eager"].out.splitlines()[-len(lines) :] == lines
+
+
+def test_refusal_comes_before_any_rank_blocks(ended):
+    job = ended["refused"]
+    assert job.code != 0
+    assert "data_parallel.py: --batch must be 2 or more on 2 ranks: type --batch 2" in job.err
+    assert job.all_gone()
+
+
+def test_plain_python():
+    job = Run(sys.executable, "recipes/single_device.py", "--graph").wait()
+    assert job.code == 0 and "equal to the single-device product" in job.out
+    job = Run(sys.executable, "recipes/data_parallel.py").wait()
+    assert job.code == 2
+    assert job.err.endswith("data_parallel.py: cannot run on 1 ranks: type -n 2, or --nproc_per_node 2\n")
+
+
+@pytest.mark.parametrize("content", [BROKEN, "raise ImportError('Unable to import Numpy array')"])
+def test_oneflow_that_cannot_be_imported(content, tmp_path):
+    """What Python 3.11 and newer get from pip; numpy 2; missing CUDA libraries."""
+    (tmp_path / "oneflow.py").write_text(content)
+    job = Run(sys.executable, ROOT / "recipes" / "data_parallel.py", cwd=tmp_path, PYTHONPATH=str(tmp_path)).wait()
+    assert job.code == 2
+    assert len(job.err.splitlines()) == 1 and "it needs Python 3.8-3.10 and requirements.txt" in job.err

@@ -1,0 +1,58 @@
+"""The pool of ranks fails where it should, says why, and goes on with fresh ranks."""
+
+import time
+
+import pytest
+
+from harness.pool import Pool, PoolError
+from tests.cases import ROOT
+
+ON_RANK = str(ROOT / "tests" / "on_rank.py")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(3, timeout=5) as pool:
+        yield pool
+
+
+def works(pool):
+    return pool.call(f"{ON_RANK}:rank_of") == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "rank, how, text",
+    [
+        (0, "raise", "ValueError: boom"),
+        (2, "raise", "ValueError: boom"),
+        (0, "die", "exit code 7"),
+        (2, "die", "exit code 7"),
+    ],
+)
+def test_failure_of_one_rank_fails_the_call_and_the_next_one_works(pool, rank, how, text):
+    assert works(pool)
+    starts = pool.starts
+    with pytest.raises(PoolError, match=text) as caught:
+        pool.call(f"{ON_RANK}:fail", rank=rank, how=how)
+    assert caught.value.rank == rank
+    assert works(pool) and pool.starts == starts + 1
+
+
+def test_hanging_rank_fails_the_call_in_time_and_shows_where_it_is(pool):
+    assert works(pool)
+    begin = time.monotonic()
+    with pytest.raises(PoolError, match=r"gave no answer in 5 s(.|\n)*on_rank.py\", line"):
+        pool.call(f"{ON_RANK}:fail", rank=1, how="hang")
+    assert time.monotonic() - begin < 8
+    assert works(pool)
+
+
+def test_ranks_live_on_between_calls(pool):
+    assert works(pool)
+    starts = pool.starts
+    assert works(pool) and works(pool) and pool.starts == starts
+
+
+def test_missing_function_is_an_error_of_the_call(pool):
+    with pytest.raises(PoolError, match="no_such_function"):
+        pool.call(f"{ON_RANK}:no_such_function")

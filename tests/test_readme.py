@@ -1,0 +1,80 @@
+"""The README says what is true, in both languages: its commands and code run, its table is that of the cases."""
+
+import re
+
+import pytest
+
+from tests.cases import CASES, ROOT
+from tests.jobs import LAUNCH, Run, launch
+
+ENGLISH, CHINESE = ROOT / "README.md", ROOT / "docs" / "README.zh-CN.md"
+GLYPHS = {"▤": "S(0)", "▥": "S(1)", "■": "B", "▨": "P"}
+
+
+def blocks(path, language):
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.DOTALL)
+
+
+def tables(path):
+    rows = [line for line in path.read_text().splitlines() if line.startswith("|") and not line.startswith("| ---")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+COMMANDS = [line for block in blocks(ENGLISH, "bash") for line in block.splitlines()]
+ELSEWHERE = ("./launch.sh test", "python -m oneflow.distributed.launch", "./launch.sh -n 2 mine.py")  # other tests
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith(ELSEWHERE)])
+def test_command_runs(command):
+    job = Run("bash", "-c", command).wait()
+    assert job.code == (1 if command.startswith("diff") else 0), job.err
+    assert job.out and not job.err
+
+
+def test_output_is_what_the_first_command_prints():
+    assert launch("recipes/data_parallel.py").out == blocks(ENGLISH, "text")[0]
+
+
+def test_snippet_runs_as_it_stands(tmp_path):
+    [snippet] = blocks(ENGLISH, "python")
+    (tmp_path / "mine.py").write_text(snippet)
+    job = Run(LAUNCH, "-n", 2, "mine.py", cwd=tmp_path).wait()
+    assert sorted(job.out.splitlines()) == blocks(ENGLISH, "text")[1].splitlines(), job.err
+
+
+def test_official_command_is_the_one_that_is_tested():
+    assert "python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_parallel.py" in COMMANDS
+
+
+def test_table_of_recipes_is_that_of_the_cases():
+    rows = {re.search(r"\[(\w+)\.py]", row[0]).group(1): row for row in tables(ENGLISH) if "recipes/" in row[0]}
+    assert list(rows) == list(CASES)
+    for name, row in rows.items():
+        shown = {tensor: GLYPHS[glyph] for tensor, glyph in re.findall(r"(\w+) ([▤▥■▨])", row[1])}
+        case = CASES[name](4)
+        wanted = {t: ("B" if sbp == "local" else sbp) for t, (sbp, _) in case.layout.items() if t in shown}
+        assert shown == wanted and {"x", "w", "out"} <= {tensor.rstrip("01") for tensor in shown}
+        assert (row[2] == "none") == (not case.moves)
+        assert (row[3] == "0") == all(case.sent(rank, 1, 1) == 0 for rank in range(4))
+
+
+def test_both_languages_agree():
+    for language in ("bash", "text", "python"):
+        assert blocks(ENGLISH, language) == blocks(CHINESE, language)
+    english, chinese = tables(ENGLISH), tables(CHINESE)
+    assert [len(row) for row in english] == [len(row) for row in chinese]
+    for one, other in zip(english, chinese):
+        for cell, translated in zip(one, other):
+            code = re.compile(r"`[^`]*`|\w+\.py|[▤▥■▨@=→]|\d[\d.]*")
+            if "✎" not in cell:
+                assert code.findall(cell.replace("](", "](../")) == code.findall(translated.replace("](", "](../")), (
+                    cell,
+                    translated,
+                )
+    assert ENGLISH.read_text().count("\n## ") == CHINESE.read_text().count("\n## ")
+
+
+@pytest.mark.parametrize("path", [ENGLISH, CHINESE], ids=["English", "Chinese"])
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"]\(([^)]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), target

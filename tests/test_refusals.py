@@ -1,0 +1,62 @@
+"""What a recipe refuses by itself, on every rank at once, also under a launcher that is not ours."""
+
+import pytest
+
+from tests.cases import CASES, RECIPES, ROOT
+
+ON_RANK = str(ROOT / "tests" / "on_rank.py")
+SUPPORTED, HOPPER = (8, 0), (9, 0)
+NO_CODE = "OneFlow 0.9 has code for GPUs of compute capability 6.0 to 8.9 only: type --device cpu"
+
+# (recipe, ranks, arguments, compute capabilities of the GPUs) -> what the one line says behind the recipe's name.
+REFUSED = [
+    ("data_parallel", 1, "", (), "cannot run on 1 ranks: type -n 2, or --nproc_per_node 2"),
+    ("single_device", 2, "", (), "cannot run on 2 ranks: type -n 1, or --nproc_per_node 1"),
+    ("hybrid_parallel", 1, "", (), "cannot run on 1 ranks: type -n 4, or --nproc_per_node 4"),
+    ("hybrid_parallel", 3, "", (), "cannot run on 3 ranks: type -n 4, or --nproc_per_node 4"),
+    ("data_parallel", 2, "--batch 1", (), "--batch must be 2 or more on 2 ranks: type --batch 2"),
+    ("data_parallel", 2, "--in-features 0", (), "--in-features must be 1 or more on 2 ranks: type --in-features 1"),
+    ("data_parallel", 2, "--seed -1", (), "--seed must be 0 or more on 2 ranks: type --seed 0"),
+    ("data_parallel", 2, "--batch x", (), "error: argument --batch: invalid int value: 'x'"),
+    ("data_parallel", 2, "--graf", (), "error: unrecognized arguments: --graf"),
+    (
+        "data_parallel",
+        2,
+        "--device tpu",
+        (),
+        "error: argument --device: invalid choice: 'tpu' (choose from 'cpu', 'cuda')",
+    ),
+    ("model_parallel", 3, "--out-features 2", (), "--out-features must be 3 or more on 3 ranks: type --out-features 3"),
+    ("row_parallel", 4, "--in-features 3", (), "--in-features must be 4 or more on 4 ranks: type --in-features 4"),
+    ("pipeline_parallel", 2, "--batch 0", (), "--batch must be 1 or more on 2 ranks: type --batch 1"),
+    ("hybrid_parallel", 4, "--batch 1", (), "--batch must be 2 or more on 4 ranks: type --batch 2"),
+    ("data_parallel", 2, "--device cuda", (SUPPORTED,), "OneFlow sees 1: type --device cpu"),
+    ("data_parallel", 2, "--device cuda", (HOPPER, HOPPER), NO_CODE),
+    ("data_parallel", 2, "--device cuda", (SUPPORTED, (12, 0)), NO_CODE),
+    ("data_parallel", 2, "--device cuda", ((5, 2), (5, 2)), NO_CODE),
+]
+REFUSED += [(name, 4, "--device cuda", (), "4 on this host; OneFlow sees 0: type --device cpu") for name in CASES][2:]
+
+
+@pytest.mark.parametrize("name, n, arguments, gpus, text", REFUSED)
+def test_recipe_refuses_in_one_line_on_every_rank(pools, name, n, arguments, gpus, text):
+    path = str(RECIPES / f"{name}.py")
+    for code, out, err in pools(n).call(f"{ON_RANK}:main_of", path=path, arguments=arguments.split(), gpus=gpus):
+        assert (code, out) == (2, "")
+        assert err.startswith(f"{name}.py: ") and err.endswith(f"{text}\n") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("n, arguments", [(2, "--batch 2"), (3, "--batch 3"), (4, "--batch 4")])
+def test_smallest_size_that_is_not_refused_runs(pools, n, arguments):
+    path = str(RECIPES / "data_parallel.py")
+    for code, _, err in pools(n).call(f"{ON_RANK}:main_of", path=path, arguments=arguments.split()):
+        assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "gpus, device",
+    [((), "cpu"), ((SUPPORTED,), "cpu"), ((SUPPORTED, (8, 9)), "cuda"), ((HOPPER, HOPPER), "cpu")],
+)
+def test_gpus_are_taken_only_where_each_rank_has_one_that_works(pools, gpus, device):
+    path = str(RECIPES / "data_parallel.py")
+    assert pools(2).call(f"{ON_RANK}:device_of", path=path, gpus=gpus) == [device] * 2
