@@ -81,7 +81,7 @@ def traced(gain=1.0):
 def quiet_wchar():
     """The bytes that this process has written so far, once all ranks are here and what they sent is on its way."""
     flow.comm.barrier()
-    time.sleep(0.15)
+    time.sleep(0.1)
     with open("/proc/self/io") as counters:
         return int(dict(line.split(": ") for line in counters)["wchar"])
 

@@ -5,6 +5,7 @@ case that raises, dies or hangs fails by itself, as PoolError with the rank's tr
 """
 
 import pickle
+import selectors
 import signal
 import socket
 import struct
@@ -15,7 +16,7 @@ from pathlib import Path
 from harness.ranks import Ranks, is_consequence
 
 WORKER = str(Path(__file__).with_name("worker.py"))
-GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
+GRACE = 1.0  # seconds that the other ranks get to answer once one has failed
 
 
 class PoolError(Exception):
@@ -67,6 +68,7 @@ class Pool:
     def close(self):
         """End the ranks, if any run."""
         if self.ranks:
+            self.selector.close()
             for connection in self.connections:
                 connection.close()
             self.ranks.end(grace=0)
@@ -88,11 +90,10 @@ class Pool:
                 send(connection, (function, arguments))
             deadline = time.monotonic() + self.timeout
             while len(answers) < self.world_size and time.monotonic() < deadline:
-                for rank, connection in enumerate(self.connections):
-                    if rank not in answers and self._readable(connection):
-                        answers[rank] = receive(connection)
-                        if "error" in answers[rank]:
-                            deadline = min(deadline, time.monotonic() + GRACE)
+                for key, _ in self.selector.select(max(0, deadline - time.monotonic())):
+                    answer = answers[key.data] = receive(key.fileobj)
+                    if "error" in answer:
+                        deadline = min(deadline, time.monotonic() + GRACE)
         except (EOFError, OSError):  # a rank is gone: its end of the socket is closed
             time.sleep(0.1)
         failed = [rank for rank, answer in answers.items() if "error" in answer]
@@ -104,7 +105,7 @@ class Pool:
 
     def _start(self):
         pairs = [socket.socketpair() for _ in range(self.world_size)]
-        self.logs = [tempfile.TemporaryFile() for _ in range(self.world_size)]
+        self.logs = [tempfile.TemporaryFile() for _ in range(self.world_size)]  # noqa: SIM115
         self.ranks = Ranks(
             [WORKER],
             self.world_size,
@@ -115,19 +116,10 @@ class Pool:
         for _, theirs in pairs:
             theirs.close()
         self.connections = [ours for ours, _ in pairs]
+        self.selector = selectors.DefaultSelector()
+        for rank, connection in enumerate(self.connections):
+            self.selector.register(connection, selectors.EVENT_READ, rank)
         self.starts += 1
-
-    def _readable(self, connection):
-        connection.settimeout(0.005)
-        try:
-            return bool(connection.recv(1, socket.MSG_PEEK)) or self._gone()
-        except socket.timeout:
-            return False
-        finally:
-            connection.settimeout(60)
-
-    def _gone(self):
-        raise EOFError
 
     def _error(self, function, answers, failed):
         codes = {rank: process.poll() for rank, process in enumerate(self.ranks.processes)}

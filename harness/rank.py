@@ -1,8 +1,8 @@
 """What runs inside every rank: `python harness/rank.py SCRIPT [ARG ...]` runs SCRIPT as `__main__`, protected.
 
 OneFlow 0.9.0 leaves a job hanging when one rank alone raises or exits with an error, so this wrapper ends such a rank
-at once. It also waits for rank 0 before OneFlow is imported (a rank that comes too early sleeps for 10 s), marks each line
-of output with the rank, and dies with its parent. It imports neither OneFlow nor anything else of ours.
+at once. It also waits for rank 0 before OneFlow is imported (a rank that comes too early sleeps for 10 s), marks each
+line of output with the rank, and dies with its parent. It imports neither OneFlow nor anything else of ours.
 """
 
 import argparse

@@ -19,7 +19,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_finish(session):
-    """OneFlow's own launcher may sleep for 10 s at the start, so its jobs begin first and run beside the other tests."""
+    """OneFlow's own launcher may sleep for 10 s at the start, so its jobs begin first and run beside other tests."""
     wanted = any("official_jobs" in getattr(item, "fixturenames", ()) for item in session.items)
     session.official_jobs = {}
     if wanted and not session.config.option.collectonly:

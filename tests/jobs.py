@@ -25,6 +25,7 @@ class Run:
 
     def __init__(self, *command, cwd=ROOT, **variables):
         self.mark = uuid.uuid4().hex
+        self.cwd = Path(cwd)
         environment = {**CLEAN, MARK: self.mark, **variables}
         self.begin = time.monotonic()
         self.process = subprocess.Popen(
@@ -39,7 +40,7 @@ class Run:
         )
 
     def wait(self, timeout=90):
-        """Wait for the end; sets out, err, code and seconds; returns self. TimeoutExpired, and all killed, if it hangs."""
+        """Wait for the end, set out, err, code and seconds, return self. TimeoutExpired, all killed, if it hangs."""
         try:
             self.out, self.err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

@@ -42,28 +42,27 @@ def wheels(tmp_path_factory):
     return folder
 
 
+class Clone:
+    """A fresh clone with small requirements, whose launch.sh runs on a script that only says hello."""
+
+    def __init__(self, folder, wheels):
+        self.path = folder / "a clone"
+        self.wheels = wheels
+        shutil.copytree(ROOT / "harness", self.path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "launch.sh", self.path)
+        pins = "".join(f"{name}=={version}\n" for name, version in PINS.items())
+        (self.path / "requirements.txt").write_text(pins)
+        (self.path / "hello.py").write_text("print('hello')\n")
+
+    def start(self, command=("./launch.sh", "-n", "1", "hello.py"), **changes):
+        """Begin a run; changes are made to the environment, where None takes a variable away."""
+        variables = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels), "PIP_CONFIG_FILE": os.devnull}
+        return Run(*command, cwd=self.path, **{**variables, "PYTHON": sys.executable, **changes})
+
+
 @pytest.fixture
-def checkout(tmp_path, wheels):
-    """A fresh clone with small requirements: a function that runs its launch.sh on a script that only says hello."""
-    clone = tmp_path / "a clone"
-    shutil.copytree(ROOT / "harness", clone / "harness", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "launch.sh", clone)
-    (clone / "requirements.txt").write_text("".join(f"{name}=={version}\n" for name, version in PINS.items()))
-    (clone / "hello.py").write_text("print('hello')\n")
-    variables = {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(wheels),
-        "PIP_CONFIG_FILE": os.devnull,
-        "PYTHON": sys.executable,
-    }
-
-    def start(**changes):
-        changed = {**variables, **changes}
-        command = changed.pop("command", [clone / "launch.sh", "-n", "1", "hello.py"])
-        return Run(*command, cwd=clone, **changed)
-
-    start.path = clone
-    return start
+def clone(tmp_path, wheels):
+    return Clone(tmp_path, wheels)
 
 
 def only_tools(folder, *more):
@@ -88,89 +87,152 @@ def whole(clone):
     return subprocess.run(["bash", "-c", test, "bash", str(clone)]).returncode == 0
 
 
-def test_first_run_sets_up_the_second_does_not_and_damage_heals(checkout):
-    first = checkout().wait()
+def test_half_made_is_begun_anew_then_starts_at_once_and_damage_is_seen(clone):
+    killed = clone.start()
+    deadline = time.monotonic() + 30
+    while not (clone.path / ".venv" / "bin").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for pid in killed.alive():
+        os.kill(pid, signal.SIGKILL)
+    killed.wait()
+    assert (clone.path / ".venv").exists() and not whole(clone.path)
+    first = clone.start().wait()
     assert (first.code, first.out.splitlines()[-1]) == (0, "hello"), first.err
     assert "setting up .venv with" in first.err and "about 1.8 GB to download" in first.err
-    second = checkout().wait()
+    second = clone.start().wait()
     assert (second.code, second.out, second.err) == (0, "hello\n", "")
 
-    venv = checkout.path / ".venv"
+    venv = clone.path / ".venv"
     [packages] = venv.glob("lib/python3*/site-packages")
     (packages / "mine.py").write_text("")  # what a user adds is no damage
-    assert whole(checkout.path)
+    assert whole(clone.path)
     damages = {
         "a library cut short": (packages / "oneflow" / "_library.so", lambda path: path.write_text("x")),
         "a package removed": (packages / "numpy" / "__init__.py", Path.unlink),
         "pip's record of a version": (next(packages.glob("numpy-*.dist-info")) / "RECORD", Path.unlink),
         "set-up not finished": (venv / "made", Path.unlink),
-        "other requirements": (checkout.path / "requirements.txt", lambda path: path.write_text("oneflow==0.9.1\n")),
+        "other requirements": (clone.path / "requirements.txt", lambda path: path.write_text("oneflow==0.9.1\n")),
         "a Python that is gone": (venv / "bin" / "python", lambda path: (path.unlink(), path.symlink_to("/gone"))),
     }
     for what, (path, damage) in damages.items():
         if path.is_symlink():
             target = os.readlink(path)
             damage(path)
-            assert not whole(checkout.path), what
+            assert not whole(clone.path), what
             path.unlink()
             path.symlink_to(target)
         else:
             content = path.read_bytes()
             damage(path)
-            assert not whole(checkout.path), what
+            assert not whole(clone.path), what
             path.write_bytes(content)
-        assert whole(checkout.path), what
-
-    (packages / "numpy" / "__init__.py").unlink()
-    healed = checkout().wait()
-    assert (healed.code, healed.out.splitlines()[-1]) == (0, "hello") and "setting up .venv" in healed.err
-    assert whole(checkout.path)
+        assert whole(clone.path), what
 
 
-def test_set_up_that_was_killed_is_begun_anew(checkout):
-    job = checkout()
-    deadline = time.monotonic() + 30
-    while not (checkout.path / ".venv" / "bin").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for pid in job.alive():
-        os.kill(pid, signal.SIGKILL)
-    job.wait()
-    assert (checkout.path / ".venv").exists() and not whole(checkout.path)
-    again = checkout().wait()
-    assert (again.code, again.out.splitlines()[-1]) == (0, "hello"), again.err
+def without_python(folder):
+    """What to change in the environment so that no Python will be found that would do."""
+    newer = program(folder / "python3", "echo is CPython 3.12.1")
+    (folder / "home").mkdir()
+    path = only_tools(folder / "bin", newer)
+    return {"PATH": path, "HOME": str(folder / "home"), "PYTHON": None, "PYENV_ROOT": None, "CONDA_PREFIX": None}
 
 
-def test_two_first_runs_at_once(checkout):
-    jobs = [checkout(), checkout()]
-    errors = "".join(job.wait().err for job in jobs)
+def no_network(folder, wheels):
+    index = "http://127.0.0.1:9/simple"
+    return Clone(folder, wheels).start(PIP_NO_INDEX=None, PIP_FIND_LINKS=None, PIP_INDEX_URL=index, PIP_RETRIES="0")
+
+
+def no_such_package(folder, wheels):
+    clone = Clone(folder, wheels)
+    (clone.path / "requirements.txt").write_text("oneflow==0.9.0\nno-such-package==1.0\n")
+    return clone.start()
+
+
+def disk_that_fills_up(folder, wheels):
+    """A small disk of its own, in a mount namespace, and a df that promises more than there is."""
+    for name, version in PINS.items():
+        wheel(folder, name, version, {f"{name}/__init__.py": "", f"{name}/_library.so": "x" * (90 << 20)})
+    path = only_tools(folder / "bin")
+    promise(folder / "bin", kilobytes=8_000_000)
+    for tool in ("cp", "mount", "unshare"):
+        (folder / "bin" / tool).symlink_to(shutil.which(tool))
+    disk, clone = folder / "disk", Clone(folder, folder)
+    disk.mkdir()
+    inside = f"""mount -t tmpfs -o size=100m tmpfs "{disk}" && cp -r "{clone.path}/." "{disk}" && cd "{disk}" || exit 1
+        ./launch.sh -n 1 hello.py; code=$?; test ! -e .venv || echo LEFT; exit $code"""
+    return clone.start(["unshare", "--map-root-user", "--mount", "bash", "-c", inside], PATH=path)
+
+
+def promise(folder, kilobytes):
+    """A df that says that so much is free."""
+    (folder / "df").unlink()
+    program(folder / "df", f"echo Filesystem 1024-blocks Used Available; echo disk 9000000 1000 {kilobytes}")
+
+
+def two_first_runs(folder, wheels):
+    clone = Clone(folder, wheels)
+    second.append(clone.start())
+    return clone.start()
+
+
+second = []  # the other of two_first_runs
+SLOW = [two_first_runs, no_network, no_such_package, disk_that_fills_up]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, wheels):
+    """The set-ups that take seconds, run side by side."""
+    jobs = {start: start(tmp_path_factory.mktemp("slow"), wheels) for start in SLOW}
+    return {start: job.wait() for start, job in jobs.items()}
+
+
+def found_python(clone, changes):
+    """The Python that launch.sh would take, and what it says meanwhile."""
+    command = 'here=$PWD; source harness/environment.sh; find_python; echo "$python"'
+    job = clone.start(["bash", "-euo", "pipefail", "-c", command], **changes).wait()
+    assert job.code == 0, job.err
+    return job.out.strip(), job.err
+
+
+def test_python_behind_one_that_does_not_run(clone, tmp_path):
+    changes = without_python(tmp_path)
+    program(tmp_path / "bin" / "python3.10", "echo 'pyenv: not active' >&2; exit 127")
+    good = tmp_path / "home" / ".pyenv" / "versions" / "3.10.99" / "bin"
+    good.mkdir(parents=True)
+    program(good / "python3", f'exec "{sys.executable}" "$@"')
+    assert found_python(clone, changes) == (str(good / "python3"), "")
+
+
+def test_python_from_uv_where_there_is_none(clone, tmp_path):
+    changes = without_python(tmp_path)
+    program(tmp_path / "bin" / "uv", f'[[ "$1 $2" == "python find" ]] && echo "{sys.executable}"; exit 0')
+    asked = "launch.sh: no Python 3.8, 3.9 or 3.10 here; asking uv for one\n"
+    assert found_python(clone, changes) == (sys.executable, asked)
+
+
+def test_two_first_runs_at_once(ended):
+    jobs = [ended[two_first_runs], second.pop().wait()]
+    errors = "".join(job.err for job in jobs)
     assert [(job.code, job.out.splitlines()[-1]) for job in jobs] == [(0, "hello")] * 2, errors
     assert errors.count("setting up .venv with") == 1
     assert errors.count("another launch.sh is setting up .venv; waiting for it") == 1
 
 
-def test_python_is_found_behind_one_that_does_not_run(checkout, tmp_path):
-    path = only_tools(tmp_path / "bin", program(tmp_path / "python3.10", "echo 'pyenv: not active' >&2; exit 127"))
-    home = tmp_path / "home"
-    good = home / ".pyenv" / "versions" / "3.10.99" / "bin"
-    good.mkdir(parents=True)
-    program(good / "python3", f'exec "{sys.executable}" "$@"')
-    job = checkout(PATH=path, HOME=str(home), PYTHON=None, PYENV_ROOT=None).wait()
-    assert (job.code, job.out.splitlines()[-1]) == (0, "hello"), job.err
-    assert f"with {good / 'python3'} (3." in job.err
+@pytest.mark.parametrize(
+    "start, text",
+    [
+        (no_network, "no package index was reached: check the network"),
+        (no_such_package, "pip failed: No matching distribution found for no-such-package==1.0"),
+        (disk_that_fills_up, "the disk is full: set-up needs 6 GB at "),
+    ],
+)
+def test_set_up_that_cannot_end_well_leaves_nothing(ended, start, text):
+    refused(ended[start], text)
+    assert not (ended[start].cwd / ".venv").exists()
 
 
-@pytest.fixture
-def no_python(tmp_path):
-    """An environment without any Python that would do."""
-    newer = program(tmp_path / "python3", "echo is CPython 3.12.1")
-    home = tmp_path / "home"
-    home.mkdir()
-    path = only_tools(tmp_path / "bin", newer)
-    return {"PATH": path, "HOME": str(home), "PYTHON": None, "PYENV_ROOT": None, "CONDA_PREFIX": None}
-
-
-def test_no_python_says_what_to_do(checkout, no_python):
-    job = checkout(**no_python).wait()
+def test_no_python_says_what_to_do(clone, tmp_path):
+    job = clone.start(**without_python(tmp_path)).wait()
     assert (job.code, job.out) == (2, "")
     lines = job.err.splitlines()
     assert lines[0] == (
@@ -181,14 +243,6 @@ def test_no_python_says_what_to_do(checkout, no_python):
     assert any(line.endswith("/bin/python3: is CPython 3.12.1") for line in lines)
 
 
-def test_uv_is_asked_for_a_python_where_there_is_none(checkout, no_python, tmp_path):
-    answer = f'[[ "$1 $2" == "python find" ]] && echo "{sys.executable}"; exit 0'
-    program(Path(no_python["PATH"]) / "uv", answer)
-    job = checkout(**no_python).wait()
-    assert (job.code, job.out.splitlines()[-1]) == (0, "hello"), job.err
-    assert "asking uv for one" in job.err
-
-
 def refused(job, text):
     assert (job.code, job.out) == (2, ""), job.err
     assert [line for line in job.err.splitlines() if line.startswith("launch.sh: ")][-1].count(text) == 1, job.err
@@ -196,10 +250,10 @@ def refused(job, text):
     assert job.all_gone(within=1)
 
 
-def test_named_python_that_will_not_do(checkout, tmp_path):
+def test_named_python_that_will_not_do(clone, tmp_path):
     newer = program(tmp_path / "python3.12", "echo is CPython 3.12.1")
-    refused(checkout(PYTHON=str(newer)).wait(), f"PYTHON={newer} is CPython 3.12.1; name a Python 3.8, 3.9 or 3.10")
-    refused(checkout(PYTHON="/no/such").wait(), "PYTHON=/no/such: no such program")
+    refused(clone.start(PYTHON=str(newer)).wait(), f"PYTHON={newer} is CPython 3.12.1; name a Python 3.8, 3.9 or 3.10")
+    refused(clone.start(PYTHON="/no/such").wait(), "PYTHON=/no/such: no such program")
 
 
 def test_judgement_of_the_newer_pythons_of_this_machine():
@@ -214,49 +268,17 @@ def test_judgement_of_the_newer_pythons_of_this_machine():
                 assert verdict.startswith(f"is CPython {version}."), python
 
 
-def test_other_system(checkout, tmp_path):
+def test_other_system(clone, tmp_path):
     path = only_tools(tmp_path / "bin")
     (tmp_path / "bin" / "uname").unlink()
     program(tmp_path / "bin" / "uname", "[[ $1 == -s ]] && echo Darwin || echo arm64")
-    refused(checkout(PATH=path).wait(), "OneFlow 0.9.0 exists for Linux on x86_64 only; this is Darwin arm64")
+    refused(clone.start(PATH=path).wait(), "OneFlow 0.9.0 exists for Linux on x86_64 only; this is Darwin arm64")
 
 
-def test_no_network(checkout):
-    job = checkout(PIP_NO_INDEX=None, PIP_FIND_LINKS=None, PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="0")
-    refused(job.wait(), "no package index was reached: check the network")
-    assert not (checkout.path / ".venv").exists()
-
-
-def test_package_that_does_not_exist(checkout):
-    (checkout.path / "requirements.txt").write_text("oneflow==0.9.0\nno-such-package==1.0\n")
-    refused(checkout().wait(), "pip failed: No matching distribution found for no-such-package==1.0")
-
-
-def test_too_little_room_is_known_before_the_download(checkout, tmp_path):
+def test_too_little_room_is_known_before_the_download(clone, tmp_path):
     path = only_tools(tmp_path / "bin")
-    (tmp_path / "bin" / "df").unlink()
-    program(tmp_path / "bin" / "df", "echo Filesystem 1024-blocks Used Available; echo disk 9000000 8000000 1024000")
-    refused(checkout(PATH=path).wait(), "set-up needs 6 GB at ")
-
-
-def test_disk_that_fills_up_during_set_up(checkout, tmp_path):
-    """On a small disk of its own, in a mount namespace; df is made to promise more than there is."""
-    big = tmp_path / "big"
-    big.mkdir()
-    for name, version in PINS.items():
-        wheel(big, name, version, {f"{name}/__init__.py": "", f"{name}/_library.so": "x" * (90 << 20)})
-    path = only_tools(tmp_path / "bin")
-    (tmp_path / "bin" / "df").unlink()
-    program(tmp_path / "bin" / "df", "echo Filesystem 1024-blocks Used Available; echo disk 9000000 1000 8000000")
-    for tool in ("cp", "mount", "unshare"):
-        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    inside = f"""mount -t tmpfs -o size=100m tmpfs "{disk}" && cp -r "{checkout.path}/." "{disk}" && cd "{disk}" || exit 1
-        ./launch.sh -n 1 hello.py; code=$?; test ! -e .venv || echo LEFT; exit $code"""
-    command = ["unshare", "--map-root-user", "--mount", "bash", "-c", inside]
-    job = checkout(command=command, PATH=path, PIP_FIND_LINKS=str(big)).wait()
-    refused(job, "the disk is full: set-up needs 6 GB at ")
+    promise(tmp_path / "bin", kilobytes=1_024_000)
+    refused(clone.start(PATH=path).wait(), "set-up needs 6 GB at ")
 
 
 def test_requirements_name_everything_that_is_installed():

@@ -47,55 +47,47 @@ def test_lines_come_in_rank_order_marked_and_unmixed():
     assert lines[14] == "[3] rank 3: partial rows 0-3   columns 0-7    P    on ranks [0, 1, 2, 3]"
 
 
-def test_seed_repeats_a_run_and_another_seed_does_not():
-    one, again, other = (launch("recipes/data_parallel.py", "--seed", seed).out for seed in (5, 5, 7))
-    assert one == again != other
-
-
 def test_script_of_the_user_anywhere_with_its_arguments(script, tmp_path):
     path = script("import helper\nprint(sys.argv, __name__, os.getcwd(), helper.x, flow.env.get_world_size())")
     (tmp_path / "helper.py").write_text("x = 'beside'\n")
-    job = launch("-n", 3, path, "-n", "7", "--graph", "a b", cwd="/")
+    job = launch("-n", 2, path, "-n", "7", "--graph", "a b", cwd="/")
     assert job.code == 0, job.err
-    expected = f"{[str(path), '-n', '7', '--graph', 'a b']} __main__ / beside 3"
-    assert sorted(job.out.splitlines()) == [f"[{rank}] {expected}" for rank in range(3)]
+    expected = f"{[str(path), '-n', '7', '--graph', 'a b']} __main__ / beside 2"
+    assert sorted(job.out.splitlines()) == [f"[{rank}] {expected}" for rank in range(2)]
 
 
-def test_help_of_launch_and_of_a_recipe_is_shown_once():
-    assert "--timeout SECONDS" in launch("--help").out
-    job = launch("recipes/data_parallel.py", "--help")
-    assert job.code == 0
-    assert job.out.count("--graph") == 1
+def test_help():
+    job = launch("--help")
+    assert (job.code, job.err) == (0, "") and "--timeout SECONDS" in job.out
 
 
 # What a rank does to itself -> the exit code of the job and what standard error holds exactly once.
 FAULTS = {
-    "raises": ("if rank == 1: raise ValueError('boom')", 1, "ValueError: boom"),
     "rank 0 raises": ("if rank == 0: raise ValueError('boom')", 1, "ValueError: boom"),
     "all raise": ("raise ValueError('boom')", 1, "ValueError: boom"),
-    "exits": ("if rank == 1: sys.exit(3)", 3, "rank 1 of 3 failed: exit code 3"),
+    "exits": ("if rank == 1: sys.exit(3)", 3, "rank 1 of 2 failed: exit code 3"),
     "exits with a text": ("if rank == 1: sys.exit('no data')", 1, "no data"),
-    "is killed": ("if rank == 1: os.kill(os.getpid(), 9)", 137, "rank 1 of 3 failed: killed by signal 9, SIGKILL"),
+    "is killed": ("if rank == 1: os.kill(os.getpid(), 9)", 137, "rank 1 of 2 failed: killed by signal 9, SIGKILL"),
     "rank 0 is killed": (
         "if rank == 0: os.kill(os.getpid(), 9)",
         137,
-        "rank 0 of 3 failed: killed by signal 9, SIGKILL",
+        "rank 0 of 2 failed: killed by signal 9, SIGKILL",
     ),
-    "aborts": ("if rank == 1: os.abort()", 134, "rank 1 of 3 failed: killed by signal 6, SIGABRT"),
+    "aborts": ("if rank == 1: os.abort()", 134, "rank 1 of 2 failed: killed by signal 6, SIGABRT"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_rank_that_fails_ends_the_job(script, fault):
     line, code, text = FAULTS[fault]
-    job = launch("-n", 3, script(line + "\nflow.comm.barrier()\ntime.sleep(60)"))
+    job = launch("-n", 2, script(line + "\nflow.comm.barrier()\ntime.sleep(60)"))
     assert (job.code, job.err.count(text)) == (code, 1), job.err
     assert job.seconds < 20
     assert job.all_gone(within=0.5)
 
 
-def test_traceback_shows_the_users_lines_only(script):
-    path = script("def f():\n    return 1 / 0\nif rank == 1: f()\nflow.comm.barrier()")
+def test_traceback_shows_the_users_lines_only_and_children_of_ranks_end_too(script):
+    path = script("def f():\n    return 1 / 0\nif rank == 1: f()\nos.system('sleep 1000 &'); flow.comm.barrier()")
     job = launch("-n", 2, path)
     assert job.err.splitlines() == [
         "[1] Traceback (most recent call last):",
@@ -106,11 +98,6 @@ def test_traceback_shows_the_users_lines_only(script):
         "[1] ZeroDivisionError: division by zero",
         "launch.sh: rank 1 of 2 failed: exit code 1; every rank is ended",
     ]
-
-
-def test_children_of_a_rank_end_with_it(script):
-    job = launch("-n", 2, script("os.system('sleep 1000 &')\nif rank == 1: 1 / 0\nflow.comm.barrier()"))
-    assert job.code == 1
     assert job.all_gone(within=0.5)
 
 
@@ -119,9 +106,9 @@ WAITS = "print('ready', flush=True)\ntime.sleep(1000) if rank else flow.comm.bar
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_ending_the_launcher_ends_every_rank(script, number):
-    job = Run(LAUNCH, "-n", 3, script(WAITS))
+    job = Run(LAUNCH, "-n", 2, script(WAITS))
     job.until("ready")
-    assert len(job.alive()) == 4
+    assert len(job.alive()) == 3
     os.kill(job.process.pid, number)
     assert job.all_gone(within=5)
     job.wait()
@@ -140,9 +127,9 @@ def test_time_limit_shows_where_each_rank_is(script):
     path = script(
         "t = flow.ones(2, placement=flow.placement.all('cpu'), sbp=flow.sbp.partial_sum)\nif rank == 0: t.numpy()"
     )
-    job = launch("-n", 2, "--timeout", 4, path)
+    job = launch("-n", 2, "--timeout", 3, path)
     assert job.code == 124
-    assert "launch.sh: time limit of 4 s reached" in job.err
+    assert "launch.sh: time limit of 3 s reached" in job.err
     assert f'[0]   File "{path}", line 6' in job.err
     assert "rank 0 of 2 is running" in job.err and "rank 1 of 2 has run to its end" in job.err
     assert job.all_gone(within=0.5)
@@ -178,9 +165,9 @@ def test_port_of_another_job_is_refused(script):
 
 
 def test_jobs_at_once_do_not_disturb_each_other():
-    jobs = [Run(LAUNCH, "recipes/data_parallel.py", "--seed", seed) for seed in range(4)]
+    jobs = [Run(LAUNCH, "recipes/data_parallel.py", "--seed", seed) for seed in range(3)]
     outputs = [job.wait().out for job in jobs]
-    assert [job.code for job in jobs] == [0] * 4
+    assert [job.code for job in jobs] == [0] * 3
     assert all(len(output.splitlines()) == 7 for output in outputs)
 
 
@@ -195,7 +182,6 @@ BAD_INPUT = {
     "-n 1 recipes/data_parallel.py": "data_parallel.py runs on 2 to 64 ranks, not on 1: type -n 2",
     "-n 3 recipes/hybrid_parallel.py": "hybrid_parallel.py runs on 4 ranks, not on 3: type -n 4",
     "-n 5 recipes/hybrid_parallel.py": "hybrid_parallel.py runs on 4 ranks, not on 5: type -n 4",
-    "-n 5 recipes/data_parallel.py": "data_parallel.py: --batch must be 5 or more on 5 ranks: type --batch 5",
     "-n 2 recipes/single_device.py": "single_device.py runs on 1 rank, not on 2: type -n 1",
     "-n 0 recipes/data_parallel.py": "-n must be 1 or more, got 0",
     "-n two recipes/data_parallel.py": "argument -n/--nproc_per_node: invalid int value: 'two'",
@@ -208,7 +194,7 @@ BAD_INPUT = {
     "recipes": "recipes: no such file; name a Python script, such as recipes/data_parallel.py",
     "launch.sh": "launch.sh: not a Python script: line",
     "recipes/data_parallel.py --graf": "data_parallel.py: error: unrecognized arguments: --graf",
-    "recipes/data_parallel.py --device cuda": "needs a GPU for each rank, 2 on this host; OneFlow sees 0: type --device cpu",
+    "recipes/data_parallel.py --device cuda": "2 on this host; OneFlow sees 0: type --device cpu",
 }
 
 
@@ -228,7 +214,7 @@ def test_no_argument_shows_the_help():
 
 def test_no_launch_stalls_for_ten_seconds(script):
     """A rank that looks for rank 0 too early sleeps 10 s inside OneFlow; here rank 0 is late on purpose."""
-    path = script("print('met')", head="import os, time\nif os.environ['RANK'] == '0': time.sleep(2)\n" + HEAD)
+    path = script("print('met')", head="import os, time\nif os.environ['RANK'] == '0': time.sleep(1)\n" + HEAD)
     begin = time.monotonic()
     assert launch("-n", 2, path).code == 0
     assert time.monotonic() - begin < 9

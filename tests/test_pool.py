@@ -12,21 +12,21 @@ ON_RANK = str(ROOT / "tests" / "on_rank.py")
 
 @pytest.fixture(scope="module")
 def pool():
-    with Pool(3, timeout=5) as pool:
+    with Pool(2, timeout=30) as pool:
         yield pool
 
 
 def works(pool):
-    return pool.call(f"{ON_RANK}:rank_of") == [0, 1, 2]
+    return pool.call(f"{ON_RANK}:rank_of") == [0, 1]
 
 
 @pytest.mark.parametrize(
     "rank, how, text",
     [
         (0, "raise", "ValueError: boom"),
-        (2, "raise", "ValueError: boom"),
+        (1, "raise", "ValueError: boom"),
         (0, "die", "exit code 7"),
-        (2, "die", "exit code 7"),
+        (1, "die", "exit code 7"),
     ],
 )
 def test_failure_of_one_rank_fails_the_call_and_the_next_one_works(pool, rank, how, text):
@@ -40,10 +40,11 @@ def test_failure_of_one_rank_fails_the_call_and_the_next_one_works(pool, rank, h
 
 def test_hanging_rank_fails_the_call_in_time_and_shows_where_it_is(pool):
     assert works(pool)
-    begin = time.monotonic()
-    with pytest.raises(PoolError, match=r"gave no answer in 5 s(.|\n)*on_rank.py\", line"):
+    begin, pool.timeout = time.monotonic(), 2
+    with pytest.raises(PoolError, match=r"gave no answer in 2 s(.|\n)*on_rank.py\", line"):
         pool.call(f"{ON_RANK}:fail", rank=1, how="hang")
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 5
+    pool.timeout = 30
     assert works(pool)
 
 

@@ -53,6 +53,14 @@ def test_smallest_size_that_is_not_refused_runs(pools, n, arguments):
         assert (code, err) == (0, "")
 
 
+def test_seed_repeats_a_run_and_another_seed_does_not(pools):
+    path = str(RECIPES / "data_parallel.py")
+    one, again, other = (
+        pools(2).call(f"{ON_RANK}:main_of", path=path, arguments=["--seed", seed]) for seed in ("5", "5", "7")
+    )
+    assert one == again != other and one[0][1].splitlines()[-1] != other[0][1].splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "gpus, device",
     [((), "cpu"), ((SUPPORTED,), "cpu"), ((SUPPORTED, (8, 9)), "cuda"), ((HOPPER, HOPPER), "cpu")],
