@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import selectors
 import signal
 import sys
@@ -15,6 +16,7 @@ from harness.ranks import PortTaken, Ranks, is_consequence
 
 BAD_INPUT = 2
 TIME_LIMIT_REACHED = 124
+FATAL = re.compile(rb"F\d{8} ")  # how glog begins the line of an error that ends the process
 NOISE = (b"libibverbs not available",)  # OneFlow says so on every host without InfiniBand
 
 
@@ -72,6 +74,7 @@ class Job:
         self.world_size = options.nproc_per_node
         self.reports = {}  # rank -> what its wrapper said of its end
         self.rest = {}  # rank -> the part of a line of standard error that has no end yet
+        self.last_words = {}  # rank -> what it wrote from OneFlow's fatal error on
         self.selector = selectors.DefaultSelector()
 
     def run(self):
@@ -136,7 +139,9 @@ class Job:
         *lines, self.rest[rank] = (self.rest.get(rank, b"") + data).split(b"\n")
         mark = b"[%d] " % rank if self.world_size > 1 else b""
         for line in lines:
-            if not line.startswith(NOISE):
+            if rank in self.last_words or FATAL.match(line):  # it may only follow from the death of another rank
+                self.last_words.setdefault(rank, []).append(mark + line + b"\n")
+            elif not line.startswith(NOISE):
                 sys.stderr.buffer.write(mark + line + b"\n")
         sys.stderr.buffer.flush()
 
@@ -154,6 +159,7 @@ class Job:
         if code == BAD_INPUT and text:  # the same on every rank, so without a mark
             print(text, file=sys.stderr)
             return BAD_INPUT
+        sys.stderr.buffer.writelines(self.last_words.pop(rank, []))
         for line in text.splitlines():
             self.show(rank, line.encode() + b"\n")
         cause = f"exit code {code}" if code > 0 else f"killed by signal {-code}, {signal.Signals(-code).name}"

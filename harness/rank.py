@@ -1,7 +1,7 @@
 """What runs inside every rank: `python harness/rank.py SCRIPT [ARG ...]` runs SCRIPT as `__main__`, protected.
 
 OneFlow 0.9.0 leaves a job hanging when one rank alone raises or exits with an error, so this wrapper ends such a rank
-at once. It also waits for rank 0 before OneFlow is imported (a rank that comes too early sleeps for 10 s), marks each
+at once. It also waits for rank 0 before OneFlow looks for it (a rank that comes too early sleeps for 10 s), marks each
 line of output with the rank, and dies with its parent. It imports neither OneFlow nor anything else of ours.
 """
 
@@ -30,10 +30,13 @@ def die_with_parent():
 
 
 class WaitForRank0:
-    """An import hook: whoever imports OneFlow first waits until rank 0 listens on MASTER_ADDR:MASTER_PORT."""
+    """An import hook: the import of OneFlow waits until rank 0 listens on MASTER_ADDR:MASTER_PORT.
+
+    It waits at the module that OneFlow 0.9.0 imports just before it looks for rank 0, three quarters into its import.
+    """
 
     def find_spec(self, name, path=None, target=None):
-        if name == "oneflow":
+        if name == "oneflow.framework.env_util":
             sys.meta_path.remove(self)
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             while True:

@@ -1,7 +1,7 @@
 import pytest
 
 from harness.pool import Pool
-from tests import test_official
+from tests import test_official, test_set_up
 from tests.ladder import Checks
 
 
@@ -18,15 +18,11 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"{Checks.count} checks against numpy and the declared layouts")
 
 
-def pytest_collection_finish(session):
-    """OneFlow's own launcher may sleep for 10 s at the start, so its jobs begin first and run beside other tests."""
-    wanted = any("official_jobs" in getattr(item, "fixturenames", ()) for item in session.items)
-    session.official_jobs = {}
-    if wanted and not session.config.option.collectonly:
-        session.official_jobs = {name: start() for name, start in test_official.JOBS.items()}
-
-
-@pytest.fixture(scope="session")
-def official_jobs(request):
-    """The jobs of test_official.py, by name, already begun."""
-    return request.session.official_jobs
+@pytest.fixture(scope="session", autouse=True)
+def early(request, tmp_path_factory):
+    """Whole jobs by name, begun before the first test: they mostly wait, so other tests run beside them."""
+    jobs = {}
+    for module in (test_official, test_set_up):
+        if any(item.module is module for item in request.session.items):
+            jobs.update(module.early_jobs(tmp_path_factory))
+    return jobs

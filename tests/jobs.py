@@ -41,6 +41,8 @@ class Run:
 
     def wait(self, timeout=90):
         """Wait for the end, set out, err, code and seconds, return self. TimeoutExpired, all killed, if it hangs."""
+        if self.process.returncode is not None:
+            return self
         try:
             self.out, self.err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

@@ -73,6 +73,11 @@ FAULTS = {
         137,
         "rank 0 of 2 failed: killed by signal 9, SIGKILL",
     ),
+    "OneFlow aborts": (
+        "if rank == 1: flow.placement('cpu', [0, 0])",
+        134,
+        "Check failed",
+    ),
     "aborts": ("if rank == 1: os.abort()", 134, "rank 1 of 2 failed: killed by signal 6, SIGABRT"),
 }
 

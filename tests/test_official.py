@@ -1,4 +1,4 @@
-"""The recipes under OneFlow's own launcher, and as plain Python. The jobs run while other tests do: see conftest.py."""
+"""The recipes under OneFlow's own launcher, and as plain Python. They run while other tests do: see conftest.py."""
 
 import re
 import sys
@@ -10,23 +10,21 @@ from tests.jobs import Run, official
 
 PROXY = "http://127.0.0.1:9"
 BROKEN = "raise RuntimeError('This package is a placeholder. Please install oneflow')"
-JOBS = {
-    "eager": lambda: official(2, "recipes/data_parallel.py"),
-    "graph": lambda: official(4, "recipes/hybrid_parallel.py", "--graph"),
-    "refused": lambda: official(2, "recipes/data_parallel.py", "--batch", 1),
-    "proxy": lambda: official(2, "recipes/row_parallel.py", http_proxy=PROXY, https_proxy=PROXY),
-}
 
 
-@pytest.fixture(scope="module")
-def ended(official_jobs):
-    """The jobs above, all ended."""
-    return {name: job.wait() for name, job in official_jobs.items()}
+def early_jobs(tmp_path_factory):
+    """OneFlow's own launcher may sleep for 10 s at the start."""
+    return {
+        "eager": official(2, "recipes/data_parallel.py"),
+        "graph": official(4, "recipes/hybrid_parallel.py", "--graph"),
+        "refused": official(2, "recipes/data_parallel.py", "--batch", 1),
+        "proxy": official(2, "recipes/row_parallel.py", http_proxy=PROXY, https_proxy=PROXY),
+    }
 
 
 @pytest.mark.parametrize("name, n", [("eager", 2), ("graph", 4), ("proxy", 2)])
-def test_recipe_says_that_it_is_right(ended, name, n):
-    job = ended[name]
+def test_recipe_says_that_it_is_right(early, name, n):
+    job = early[name].wait()
     assert job.code == 0, job.err
     assert "equal to the single-device product: largest difference " in job.out.splitlines()[-1]
     ranks = [line.split(":")[0] for line in job.out.splitlines() if line.startswith("rank ")]
@@ -34,14 +32,14 @@ def test_recipe_says_that_it_is_right(ended, name, n):
     assert job.all_gone()
 
 
-def test_what_is_printed_is_the_same_as_through_launch(ended):
+def test_what_is_printed_is_the_same_as_through_launch(early):
     shown = re.search(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL).group(1)
     lines = [line.split("] ", 1)[1] for line in shown.splitlines()]
-    assert ended["eager"].out.splitlines()[-len(lines) :] == lines
+    assert early["eager"].wait().out.splitlines()[-len(lines) :] == lines
 
 
-def test_refusal_comes_before_any_rank_blocks(ended):
-    job = ended["refused"]
+def test_refusal_comes_before_any_rank_blocks(early):
+    job = early["refused"].wait()
     assert job.code != 0
     assert "data_parallel.py: --batch must be 2 or more on 2 ranks: type --batch 2" in job.err
     assert job.all_gone()

@@ -34,9 +34,7 @@ def wheel(folder, name, version, files):
         archive.writestr(f"{info}/RECORD", "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"]))
 
 
-@pytest.fixture(scope="session")
-def wheels(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheels")
+def make_wheels(folder):
     for name, version in PINS.items():
         wheel(folder, name, version, {f"{name}/__init__.py": "", f"{name}/_library.so": "x" * 1000})
     return folder
@@ -61,8 +59,8 @@ class Clone:
 
 
 @pytest.fixture
-def clone(tmp_path, wheels):
-    return Clone(tmp_path, wheels)
+def clone(tmp_path):
+    return Clone(tmp_path, make_wheels(tmp_path))
 
 
 def only_tools(folder, *more):
@@ -169,21 +167,15 @@ def promise(folder, kilobytes):
     program(folder / "df", f"echo Filesystem 1024-blocks Used Available; echo disk 9000000 1000 {kilobytes}")
 
 
-def two_first_runs(folder, wheels):
-    clone = Clone(folder, wheels)
-    second.append(clone.start())
-    return clone.start()
-
-
-second = []  # the other of two_first_runs
-SLOW = [two_first_runs, no_network, no_such_package, disk_that_fills_up]
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory, wheels):
-    """The set-ups that take seconds, run side by side."""
-    jobs = {start: start(tmp_path_factory.mktemp("slow"), wheels) for start in SLOW}
-    return {start: job.wait() for start, job in jobs.items()}
+def early_jobs(tmp_path_factory):
+    """Set-ups take seconds, on one core each."""
+    wheels = make_wheels(tmp_path_factory.mktemp("wheels"))
+    jobs = {
+        start.__name__: start(tmp_path_factory.mktemp("early"), wheels)
+        for start in (no_network, no_such_package, disk_that_fills_up)
+    }
+    clone = Clone(tmp_path_factory.mktemp("two"), wheels)
+    return {**jobs, "one of two": clone.start(), "the other of two": clone.start()}
 
 
 def found_python(clone, changes):
@@ -210,8 +202,8 @@ def test_python_from_uv_where_there_is_none(clone, tmp_path):
     assert found_python(clone, changes) == (sys.executable, asked)
 
 
-def test_two_first_runs_at_once(ended):
-    jobs = [ended[two_first_runs], second.pop().wait()]
+def test_two_first_runs_at_once(early):
+    jobs = [early["one of two"].wait(), early["the other of two"].wait()]
     errors = "".join(job.err for job in jobs)
     assert [(job.code, job.out.splitlines()[-1]) for job in jobs] == [(0, "hello")] * 2, errors
     assert errors.count("setting up .venv with") == 1
@@ -221,14 +213,14 @@ def test_two_first_runs_at_once(ended):
 @pytest.mark.parametrize(
     "start, text",
     [
-        (no_network, "no package index was reached: check the network"),
-        (no_such_package, "pip failed: No matching distribution found for no-such-package==1.0"),
-        (disk_that_fills_up, "the disk is full: set-up needs 6 GB at "),
+        ("no_network", "no package index was reached: check the network"),
+        ("no_such_package", "pip failed: No matching distribution found for no-such-package==1.0"),
+        ("disk_that_fills_up", "the disk is full: set-up needs 6 GB at "),
     ],
 )
-def test_set_up_that_cannot_end_well_leaves_nothing(ended, start, text):
-    refused(ended[start], text)
-    assert not (ended[start].cwd / ".venv").exists()
+def test_set_up_that_cannot_end_well_leaves_nothing(early, start, text):
+    refused(early[start].wait(), text)
+    assert not (early[start].cwd / ".venv").exists()
 
 
 def test_no_python_says_what_to_do(clone, tmp_path):

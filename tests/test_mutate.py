@@ -1,0 +1,25 @@
+"""The command that breaks recipes on purpose finds the places to break, and tells red from green."""
+
+from tests import mutate
+from tests.cases import CASES, RECIPES
+
+
+def test_every_recipe_is_broken_in_every_layout_it_states():
+    for name in CASES:
+        source = (RECIPES / f"{name}.py").read_text()
+        changes = [(line, change) for line, change, _ in mutate.mutants(source)]
+        lesson = source[: source.index(mutate.END)]
+        stated = sum(lesson.count(word) for word in ("flow.sbp.broadcast", "flow.sbp.split("))
+        assert sum(change.startswith("flow.sbp.") for _, change in changes) == 3 * stated
+        assert sum(change.startswith("flow.placement(") for _, change in changes) >= 4 * lesson.count("flow.placement(")
+        assert sum("set_stage" in change.split(" -> ")[0] for _, change in changes) == 5 * lesson.count("set_stage")
+        assert all(source != changed for _, _, changed in mutate.mutants(source))
+
+
+def test_red_is_told_from_green(pools, tmp_path):
+    name, path = "data_parallel", tmp_path / "data_parallel.py"
+    source = (RECIPES / "data_parallel.py").read_text()
+    path.write_text(source)
+    assert mutate.first_red(pools, path, name) is None
+    path.write_text(source.replace("sbp=flow.sbp.split(0)", "sbp=flow.sbp.broadcast"))
+    assert mutate.first_red(pools, path, name) == "2 ranks, eager: rank 0: x: SBP is B and must be S(0)"
