@@ -1,0 +1,8 @@
+"""The least that a parallel job can do: one all-reduce of one number."""
+
+import oneflow as flow
+
+ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
+total = flow.ones(1, placement=ranks, sbp=flow.sbp.partial_sum).numpy()
+if flow.env.get_rank() == 0:
+    print(total)
