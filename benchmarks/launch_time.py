@@ -20,7 +20,7 @@ STALL = 8.0  # seconds; a stalled rank sleeps for 10
 def seconds(command):
     """Wall time of a command that must succeed and print 1."""
     begin = time.perf_counter()
-    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     elapsed = time.perf_counter() - begin
     if done.returncode or "1." not in done.stdout:
         sys.exit(f"{' '.join(map(str, command))} failed with {done.returncode}:\n{done.stderr[-2000:]}")
@@ -50,9 +50,8 @@ def main():
             pairs = [(ours(ranks), torchrun(options.peer, ranks)) for _ in range(options.pairs)]
             one, other = (statistics.median(column) for column in zip(*pairs))
             ratio = statistics.median(a / b for a, b in pairs)
-            print(
-                f"{ranks} ranks: launch.sh {one:.2f} s, torchrun {other:.2f} s, median of {len(pairs)} ratios {ratio:.2f}"
-            )
+            medians = f"launch.sh {one:.2f} s, torchrun {other:.2f} s"
+            print(f"{ranks} ranks: {medians}, median of {len(pairs)} ratios {ratio:.2f}")
     times = sorted(ours(4) for _ in range(options.launches))
     if times:
         stalls = sum(time > STALL for time in times)
