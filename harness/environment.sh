@@ -29,8 +29,8 @@ environment_is_whole() {
 candidates() {
     local name root
     for name in python3.10 python3.9 python3.8 python3 python; do type -ap "$name" || true; done
-    for root in "${PYENV_ROOT:-$HOME/.pyenv}"/versions "${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/uv/python}" \
-        "$HOME"/{mini,ana,mini}{conda3,forge3}{,/envs} /opt/{conda,miniconda3,anaconda3}{,/envs} "${CONDA_PREFIX:-/nowhere}"; do
+    for root in "${PYENV_ROOT:-${HOME-}/.pyenv}"/versions "${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-${HOME-}/.local/share}/uv/python}" \
+        "${HOME-}"/{mini,ana,mini}{conda3,forge3}{,/envs} /opt/{conda,miniconda3,anaconda3}{,/envs} "${CONDA_PREFIX:-/nowhere}"; do
         for name in "$root"/{,*3.10*/,*3.9*/,*3.8*/,*/}bin/python3; do
             if [[ -x $name ]]; then printf '%s\n' "$name"; fi
         done

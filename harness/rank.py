@@ -55,6 +55,7 @@ class MarkedLines(io.TextIOBase):
         self.stream, self.mark, self.rest = stream, mark, ""
 
     encoding = property(lambda self: self.stream.encoding)
+    buffer = property(lambda self: self.stream.buffer)  # for who writes bytes: they go out without a mark
 
     def writable(self):
         return True
