@@ -120,12 +120,16 @@ make_environment() {
     say "setting up .venv with $python ($version), once: about 1.8 GB to download, 3.9 GB on disk"
     # shellcheck disable=SC2064 # the path of today
     trap "rm -rf '$venv'" EXIT
+    trap 'kill "${pip-}" 2>/dev/null; wait; say "set-up was interrupted; run this again"; exit 130' INT TERM HUP
     "$python" -m venv "$venv" >&2 || refuse "$python -m venv failed; see above"
     log=$venv/set-up.log
     mkdir "$venv/tmp" # pip downloads 1 GB wheels into TMPDIR, and /tmp is often small
-    # pip's own output stays on the terminal, where it draws progress bars; the log is for diagnose.
-    if ! TMPDIR=$venv/tmp PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install \
-        -r "$here/requirements.txt" --log "$log" >&2; then
+    # pip's own output stays on the terminal, where it draws progress bars; the log is for diagnose. It runs in the
+    # background, because bash heeds a signal only once a command in the foreground has ended.
+    TMPDIR=$venv/tmp PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install \
+        -r "$here/requirements.txt" --log "$log" >&2 &
+    pip=$!
+    if ! wait "$pip"; then
         reason=$(diagnose "$log")
         refuse "$reason"
     fi
@@ -133,7 +137,7 @@ make_environment() {
     "$venv/bin/python" -c 'import oneflow' >"$log" 2>&1 || refuse "OneFlow does not start: $(tail -n 1 "$log")"
     { cksum <"$here/requirements.txt" && (cd "$venv" && vital_files | sizes); } >"$venv/made.part"
     mv "$venv/made.part" "$venv/made"
-    trap - EXIT
+    trap - EXIT INT TERM HUP
     say "ready: .venv took $SECONDS s"
 }
 

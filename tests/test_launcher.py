@@ -48,9 +48,8 @@ def test_lines_come_in_rank_order_marked_and_unmixed():
 
 
 def test_script_of_the_user_anywhere_with_its_arguments(script, tmp_path):
-    path = script(
-        "import helper\nsys.stdout.buffer.write(b'')\nprint(sys.argv, __name__, os.getcwd(), helper.x, flow.env.get_world_size())"
-    )
+    shown = "sys.argv, __name__, os.getcwd(), helper.x, flow.env.get_world_size()"
+    path = script(f"import helper\nsys.stdout.buffer.write(b'')\nprint({shown})")
     (tmp_path / "helper.py").write_text("x = 'beside'\n")
     job = launch("-n", 2, path, "-n", "7", "--graph", "a b", cwd="/")
     assert job.code == 0, job.err

@@ -87,10 +87,18 @@ def whole(clone):
 
 
 def test_half_made_is_begun_anew_then_starts_at_once_and_damage_is_seen(clone):
-    killed = clone.start()
-    deadline = time.monotonic() + 30
-    while not (clone.path / ".venv" / "bin").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    def begun(what):
+        job, deadline = clone.start(), time.monotonic() + 30
+        while not (clone.path / ".venv" / what).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return job
+
+    interrupted = begun("tmp")  # pip runs
+    interrupted.process.terminate()
+    assert interrupted.all_gone(within=5)
+    assert interrupted.wait().code == 130 and "set-up was interrupted; run this again" in interrupted.err
+    assert not (clone.path / ".venv").exists()
+    killed = begun("bin")
     for pid in killed.alive():
         os.kill(pid, signal.SIGKILL)
     killed.wait()
