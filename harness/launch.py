@@ -73,6 +73,7 @@ class Job:
         self.options = options
         self.world_size = options.nproc_per_node
         self.reports = {}  # rank -> what its wrapper said of its end
+        self.notes = {}  # rank -> that as bytes, as far as they have come
         self.rest = {}  # rank -> the part of a line of standard error that has no end yet
         self.last_words = {}  # rank -> what it wrote from OneFlow's fatal error on
         self.selector = selectors.DefaultSelector()
@@ -104,12 +105,15 @@ class Job:
             self.take_output(0.02)
             codes = {rank: process.returncode for rank, process in enumerate(ranks.processes) if rank not in running}
             failed = [rank for rank in codes if codes[rank]]
-            if failed:
+            if failed or not running:
                 self.take_output(0)
+                for rank, rest in self.rest.items():
+                    if rest:  # a last line without an end
+                        self.show(rank, b"\n")
+            if failed:
                 first = min(failed, key=lambda rank: (self.time_of_end(rank), is_consequence(codes[rank])))
                 return self.tell_failure(first, codes)
             if not running:
-                self.take_output(0)
                 return 0
         if caught:
             say(f"{signal.Signals(caught[0]).name}: ending {len(ranks.running())} ranks")
@@ -146,8 +150,10 @@ class Job:
         sys.stderr.buffer.flush()
 
     def note(self, rank, data):
-        """Keep what a rank's wrapper says of its end (one line, which fits into the pipe as a whole)."""
-        self.reports[rank] = json.loads(data)
+        """Keep what a rank's wrapper says of its end, a line of JSON."""
+        self.notes[rank] = self.notes.get(rank, b"") + data
+        if self.notes[rank].endswith(b"\n"):
+            self.reports[rank] = json.loads(self.notes[rank])
 
     def time_of_end(self, rank):
         return self.reports.get(rank, {}).get("time", float("inf"))
@@ -191,3 +197,5 @@ def main(arguments):
     except (BadInput, PortTaken) as error:
         say(str(error))
         return BAD_INPUT
+    except BrokenPipeError:  # nobody reads our standard error any more
+        return BROKEN_PIPE

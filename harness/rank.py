@@ -94,7 +94,7 @@ class Report:
 
     def send(self, text="", **facts):
         if self.descriptor >= 0:
-            facts.update(time=time.time(), text=text[-32000:])  # within what a pipe holds, so the write never blocks
+            facts.update(time=time.time(), text=text[-32000:])
             os.write(self.descriptor, (json.dumps(facts) + "\n").encode())
         elif text:
             print(text, file=sys.stderr)

@@ -57,6 +57,11 @@ def test_script_of_the_user_anywhere_with_its_arguments(script, tmp_path):
     assert sorted(job.out.splitlines()) == [f"[{rank}] {expected}" for rank in range(2)]
 
 
+def test_last_line_of_standard_error_without_an_end_is_shown(script):
+    job = launch("-n", 2, script("if rank == 1: sys.stderr.write('almost')"))
+    assert (job.code, job.err) == (0, "[1] almost\n")
+
+
 def test_help():
     job = launch("--help")
     assert (job.code, job.err) == (0, "") and "--timeout SECONDS" in job.out
@@ -67,6 +72,7 @@ FAULTS = {
     "rank 0 raises": ("if rank == 0: raise ValueError('boom')", 1, "ValueError: boom"),
     "all raise": ("raise ValueError('boom')", 1, "ValueError: boom"),
     "exits": ("if rank == 1: sys.exit(3)", 3, "rank 1 of 2 failed: exit code 3"),
+    "raises a long text": ("if rank == 1: raise ValueError('\\u00e9' * 100000 + 'boom')", 1, "boom"),
     "exits with a text": ("if rank == 1: sys.exit('no data')", 1, "no data"),
     "is killed": ("if rank == 1: os.kill(os.getpid(), 9)", 137, "rank 1 of 2 failed: killed by signal 9, SIGKILL"),
     "rank 0 is killed": (
