@@ -110,22 +110,19 @@ def held(tensor):
 
 def refusal(args):
     """Why this run cannot start, or None; known to every rank before any waits for another."""
-    world_size, nodes, gpus = flow.env.get_world_size(), flow.env.get_node_size(), flow.cuda.device_count()
+    world_size, gpus = flow.env.get_world_size(), range(flow.cuda.device_count())
     if world_size not in WORLD_SIZES:
         return f"cannot run on {world_size} ranks: type -n {WORLD_SIZES[0]}, or --nproc_per_node {WORLD_SIZES[0]}"
-    for name in "batch", "in_features", "out_features", "seed":
+    for name in "seed", "batch", "in_features", "out_features":
         least = max(int(name != "seed"), int(world_size * LEAST_PER_RANK.get(name, 0)))
         if getattr(args, name) < least:
-            option = "--" + name.replace("_", "-")
+            option = f"--{name.replace('_', '-')}"
             return f"{option} must be {least} or more on {world_size} ranks: type {option} {least}"
-    no_cuda = None
-    if gpus < world_size // nodes:
-        no_cuda = f"--device cuda needs a GPU for each rank, {world_size // nodes} on this host; OneFlow sees {gpus}"
-    elif not all((6, 0) <= flow.cuda.get_device_capability(gpu) < (9, 0) for gpu in range(gpus)):
-        no_cuda = "OneFlow 0.9 has code for GPUs of compute capability 6.0 to 8.9 only"
-    if args.device == "cuda" and no_cuda:
-        return f"{no_cuda}: type --device cpu"
-    args.device = args.device or ("cpu" if no_cuda else "cuda")
+    usable = [gpu for gpu in gpus if (6, 0) <= flow.cuda.get_device_capability(gpu) < (9, 0)]
+    enough = len(usable) == len(gpus) >= world_size // flow.env.get_node_size()
+    if args.device == "cuda" and not enough:
+        return f"each rank needs a GPU of compute capability 6.0 to 8.9, got {len(usable)}: type --device cpu"
+    args.device = args.device or ("cuda" if enough else "cpu")
     return None
 
 
@@ -142,11 +139,10 @@ def main():
 
     tensors = run(**vars(args))
     for rank in range(flow.env.get_world_size()):
-        flow.comm.barrier()
         if rank == flow.env.get_rank():
             for name, tensor in tensors.items():
                 print(f"rank {rank}: {name:8}{held(tensor)}", flush=True)
-    flow.comm.barrier()
+        flow.comm.barrier()
 
     values = {name: tensor.numpy().astype(np.float64) for name, tensor in tensors.items()}  # collective: all ranks
     expected = single_device(values)

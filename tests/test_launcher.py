@@ -206,7 +206,7 @@ BAD_INPUT = {
     "recipes": "recipes: no such file; name a Python script, such as recipes/data_parallel.py",
     "launch.sh": "launch.sh: not a Python script: line",
     "recipes/data_parallel.py --graf": "data_parallel.py: error: unrecognized arguments: --graf",
-    "recipes/data_parallel.py --device cuda": "2 on this host; OneFlow sees 0: type --device cpu",
+    "recipes/data_parallel.py --device cuda": "each rank needs a GPU of compute capability 6.0 to 8.9, got 0",
 }
 
 

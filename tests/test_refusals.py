@@ -6,7 +6,7 @@ from tests.cases import CASES, RECIPES, ROOT
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 SUPPORTED, HOPPER = (8, 0), (9, 0)
-NO_CODE = "OneFlow 0.9 has code for GPUs of compute capability 6.0 to 8.9 only: type --device cpu"
+NO_GPU = "each rank needs a GPU of compute capability 6.0 to 8.9, got {}: type --device cpu"
 
 # (recipe, ranks, arguments, compute capabilities of the GPUs) -> what the one line says behind the recipe's name.
 REFUSED = [
@@ -30,12 +30,12 @@ REFUSED = [
     ("row_parallel", 4, "--in-features 3", (), "--in-features must be 4 or more on 4 ranks: type --in-features 4"),
     ("pipeline_parallel", 2, "--batch 0", (), "--batch must be 1 or more on 2 ranks: type --batch 1"),
     ("hybrid_parallel", 4, "--batch 1", (), "--batch must be 2 or more on 4 ranks: type --batch 2"),
-    ("data_parallel", 2, "--device cuda", (SUPPORTED,), "OneFlow sees 1: type --device cpu"),
-    ("data_parallel", 2, "--device cuda", (HOPPER, HOPPER), NO_CODE),
-    ("data_parallel", 2, "--device cuda", (SUPPORTED, (12, 0)), NO_CODE),
-    ("data_parallel", 2, "--device cuda", ((5, 2), (5, 2)), NO_CODE),
+    ("data_parallel", 2, "--device cuda", (SUPPORTED,), NO_GPU.format(1)),
+    ("data_parallel", 2, "--device cuda", (HOPPER, HOPPER), NO_GPU.format(0)),
+    ("data_parallel", 2, "--device cuda", (SUPPORTED, (12, 0)), NO_GPU.format(1)),
+    ("data_parallel", 2, "--device cuda", ((5, 2), (5, 2)), NO_GPU.format(0)),
 ]
-REFUSED += [(name, 4, "--device cuda", (), "4 on this host; OneFlow sees 0: type --device cpu") for name in CASES][2:]
+REFUSED += [(name, 4, "--device cuda", (), NO_GPU.format(0)) for name in CASES][1:]
 
 
 @pytest.mark.parametrize("name, n, arguments, gpus, text", REFUSED)
