@@ -9,7 +9,7 @@ sys.path[0] = str(ROOT)  # in place of harness/ itself, which Python puts there
 
 from harness import launch  # noqa: E402
 
-COMMANDS = {
+COMMANDS = {  # those of launch.COMMANDS
     "test": [sys.executable, "-m", "pytest", f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"],
     "mutate": [sys.executable, str(ROOT / "tests" / "mutate.py")],
 }

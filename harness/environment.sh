@@ -20,9 +20,9 @@ environment_is_whole() {
     [[ -x $venv/bin/python && -f $venv/made ]] || return 1
     local recorded
     recorded=$(<"$venv/made")
-    [[ ${recorded%%$'\n'*} == "$(cksum <"$here/requirements.txt")" ]] || return 1
-    cmp -s <(tail -n +2 "$venv/made") \
-        <(cd "$venv" && tail -n +2 made | cut -d ' ' -f 2- | tr '\n' '\0' | sizes 2>/dev/null)
+    [[ $recorded == "$(cksum <"$here/requirements.txt")"$'\n'* ]] || return 1
+    recorded=${recorded#*$'\n'}
+    [[ $recorded == "$(cd "$venv" && cut -d ' ' -f 2- <<<"$recorded" | tr '\n' '\0' | sizes 2>/dev/null)" ]]
 }
 
 # Prints every Python that might do, the most likely first; whether it runs is seen later.

@@ -1,6 +1,7 @@
 """The launcher of one host: starts the ranks of a script, shows their output, and ends them all together."""
 
 import argparse
+import difflib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from harness import recipe
 from harness.rank import BROKEN_PIPE
 from harness.ranks import PortTaken, Ranks, is_consequence
 
+COMMANDS = ("test", "mutate")  # what launch.sh does besides running a script
 BAD_INPUT = 2
 TIME_LIMIT_REACHED = 124
 FATAL = re.compile(rb"F\d{8} ")  # how glog begins the line of an error that ends the process
@@ -44,6 +46,9 @@ def checked(arguments):
     script = Path(options.script)
     if not script.is_file():
         close = recipe.near(script)
+        command = difflib.get_close_matches(options.script, COMMANDS, n=1)
+        if command and not close:
+            raise BadInput(f"{script}: no such file; did you mean ./launch.sh {command[0]}?")
         hint = f"did you mean {close}?" if close else "name a Python script, such as recipes/data_parallel.py"
         raise BadInput(f"{script}: no such file; {hint}")
     try:

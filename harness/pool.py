@@ -16,7 +16,7 @@ from pathlib import Path
 from harness.ranks import Ranks, is_consequence
 
 WORKER = str(Path(__file__).with_name("worker.py"))
-GRACE = 1.0  # seconds that the other ranks get to answer once one has failed
+GRACE = 0.5  # seconds that the other ranks get to answer once one has failed
 
 
 class PoolError(Exception):

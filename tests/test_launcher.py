@@ -203,6 +203,7 @@ BAD_INPUT = {
     "--master_port 80 recipes/data_parallel.py": "--master_port must be from 1024 to 65535, got 80",
     "recipes/data_paralel.py": "recipes/data_paralel.py: no such file; did you mean recipes/data_parallel.py?",
     "data_parallel": "data_parallel: no such file; did you mean recipes/data_parallel.py?",
+    "tset": "tset: no such file; did you mean ./launch.sh test?",
     "recipes": "recipes: no such file; name a Python script, such as recipes/data_parallel.py",
     "launch.sh": "launch.sh: not a Python script: line",
     "recipes/data_parallel.py --graf": "data_parallel.py: error: unrecognized arguments: --graf",

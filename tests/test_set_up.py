@@ -16,8 +16,9 @@ from packaging.requirements import Requirement
 from tests.cases import ROOT
 from tests.jobs import Run
 
+NO_NAMESPACE = 77  # exit code
 PINS = {"oneflow": "0.9.0", "numpy": "1.24.4"}
-TOOLS = "awk bash cat cksum cmp cut df dirname env find flock grep head mkdir mv readlink rm sed sort stat tail"
+TOOLS = "awk bash cat cksum cut df dirname env find flock grep head mkdir mv readlink rm sed sort stat tail"
 TOOLS += " timeout tr uname xargs"
 
 
@@ -165,9 +166,13 @@ def disk_that_fills_up(folder, wheels):
         (folder / "bin" / tool).symlink_to(shutil.which(tool))
     disk, clone = folder / "disk", Clone(folder, folder)
     disk.mkdir()
-    inside = f"""mount -t tmpfs -o size=100m tmpfs "{disk}" && cp -r "{clone.path}/." "{disk}" && cd "{disk}" || exit 1
+    inside = f"""mount -t tmpfs -o size=100m tmpfs "{disk}" || exit {NO_NAMESPACE}
+        cp -r "{clone.path}/." "{disk}" && cd "{disk}" || exit 1
         ./launch.sh -n 1 hello.py; code=$?; test ! -e .venv || echo LEFT; exit $code"""
-    return clone.start(["unshare", "--map-root-user", "--mount", "bash", "-c", inside], PATH=path)
+    unshare = (
+        f"unshare --map-root-user --mount bash -c 'exit 0' && exec unshare --map-root-user --mount bash -c '{inside}'"
+    )
+    return clone.start(["bash", "-c", f"{unshare}; exit {NO_NAMESPACE}"], PATH=path)
 
 
 def promise(folder, kilobytes):
@@ -228,7 +233,10 @@ def test_two_first_runs_at_once(early):
     ],
 )
 def test_set_up_that_cannot_end_well_leaves_nothing(early, start, text):
-    refused(early[start].wait(), text)
+    job = early[start].wait()
+    if job.code == NO_NAMESPACE:
+        pytest.skip("a disk of its own needs a mount namespace, which this machine does not give")
+    refused(job, text)
     assert not (early[start].cwd / ".venv").exists()
 
 
