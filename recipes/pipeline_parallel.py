@@ -1,6 +1,6 @@
 """Pipeline parallelism: one layer on each rank, and the activations travel from rank to rank.
 
-    x1 = x0 @ w0, out1 = x1 @ w1      rank 0      rank 1      SBP
+    out0 = x0 @ w0, out1 = x1 @ w1    rank 0      rank 1      SBP
     x0    (4, 5)                      whole       nothing     B
     w0    (5, 8)                      whole       nothing     B
     out0  (4, 8)                      whole       nothing     B
@@ -68,7 +68,7 @@ class PipelineParallelGraph(flow.nn.Graph):
 
 
 def run(graph=False, device="cpu", seed=0, batch=4, in_features=5, out_features=8):
-    """One forward pass, eager or in a graph; returns its global tensors by name."""
+    """One forward pass in float32; returns by name x0, w0, out0, x1, ...; the widths are in, out, 3, out, 3, ..."""
     rng, world_size = np.random.default_rng(seed), flow.env.get_world_size()
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     widths = [in_features] + [(out_features, 3)[k % 2] for k in range(world_size)]

@@ -17,9 +17,11 @@ def test_every_recipe_is_broken_in_every_layout_it_states():
 
 
 def test_red_is_told_from_green(pools, tmp_path):
-    name, path = "data_parallel", tmp_path / "data_parallel.py"
-    source = (RECIPES / "data_parallel.py").read_text()
+    source, path = (RECIPES / "single_device.py").read_text(), tmp_path / "single_device.py"
     path.write_text(source)
-    assert mutate.first_red(pools, path, name) is None
+    assert mutate.first_red(pools, path, "single_device") is None
+    path.write_text(source.replace("flow.matmul(x, self.w)", "flow.matmul(x, -self.w)"))
+    assert mutate.first_red(pools, path, "single_device").startswith("1 ranks, eager: rank 0: out: shard differs")
+    source, path = (RECIPES / "data_parallel.py").read_text(), tmp_path / "data_parallel.py"
     path.write_text(source.replace("sbp=flow.sbp.split(0)", "sbp=flow.sbp.broadcast"))
-    assert mutate.first_red(pools, path, name) == "2 ranks, eager: rank 0: x: SBP is B and must be S(0)"
+    assert mutate.first_red(pools, path, "data_parallel") == "2 ranks, eager: rank 0: x: SBP is B and must be S(0)"
