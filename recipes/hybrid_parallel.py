@@ -67,7 +67,7 @@ class HybridParallelGraph(flow.nn.Graph):
 
 
 def run(graph=False, device="cpu", seed=0, batch=4, in_features=5, out_features=8):
-    """One forward pass in float32; returns by name x0 (batch, in), w0 (in, out), out0, x1 (batch, out), w1 (out, 3), out1."""
+    """One forward pass in float32; returns x0 (batch, in), w0 (in, out), out0, x1 (batch, out), w1 (out, 3), out1."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     w0 = rng.standard_normal((in_features, out_features), dtype=np.float32)
