@@ -26,10 +26,16 @@ class BadInput(Exception):
     """What is wrong with the command line and what to type instead, in one line."""
 
 
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are BadInput."""
+
+    def error(self, message):
+        raise BadInput(f"{message}; see ./launch.sh --help")
+
+
 def parser():
     """The options of launch.sh; their help stands in launch.sh itself, which can show it before Python is set up."""
-    options = argparse.ArgumentParser(prog="launch.sh", add_help=False, allow_abbrev=False)
-    options.error = lambda message: (_ for _ in ()).throw(BadInput(f"{message}; see ./launch.sh --help"))
+    options = Parser(prog="launch.sh", add_help=False, allow_abbrev=False)
     options.add_argument("-n", "--nproc_per_node", type=int)
     options.add_argument("--master_port", type=int, default=0)
     options.add_argument("--timeout", type=float, default=600.0)
@@ -55,15 +61,15 @@ def checked(arguments):
         sizes = recipe.world_sizes(script)
     except SyntaxError as error:
         raise BadInput(f"{script}: not a Python script: line {error.lineno}: {error.msg}") from None
-    except (OSError, ValueError, TypeError) as error:
-        raise BadInput(str(error)) from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{script}: {error}") from None
     if options.nproc_per_node is None:
         options.nproc_per_node = sizes[0] if sizes else 2
     if options.nproc_per_node < 1:
         raise BadInput(f"-n must be 1 or more, got {options.nproc_per_node}")
     if sizes and options.nproc_per_node not in sizes:
-        accepted = f"{sizes[0]} to {sizes[-1]} ranks" if len(sizes) > 1 else f"{sizes[0]} rank{'s'[: sizes[0] > 1]}"
-        raise BadInput(f"{script.name} runs on {accepted}, not on {options.nproc_per_node}: type -n {sizes[0]}")
+        accepted = f"{sizes[0]} to {sizes[-1]}" if isinstance(sizes, range) else " or ".join(map(str, sizes))
+        raise BadInput(f"{script.name} runs on {accepted} ranks, not on {options.nproc_per_node}: type -n {sizes[0]}")
     if not options.timeout >= 0:
         raise BadInput(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
     if options.master_port and not 1024 <= options.master_port <= 65535:

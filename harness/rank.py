@@ -108,11 +108,19 @@ def traceback_of(error):
     return "".join(traceback.format_exception(type(error), error, entry)).rstrip()
 
 
-def run(script, report):
+def run(script):
     """Run a script as `python script` would; returns its exit code and the text that belongs to it."""
     messages = []
-    # Every rank refuses the same bad option, so its text goes into the report, of which the launcher shows one.
-    argparse.ArgumentParser._print_message = lambda parser, message, file=None: messages.append(message)
+    print_message = argparse.ArgumentParser._print_message
+
+    def keep(parser, message, file=None):
+        """Every rank refuses the same bad option, so the text goes into the report, of which the launcher shows one."""
+        if file in (None, sys.stdout, sys.stderr):
+            messages.append(message)
+        else:
+            print_message(parser, message, file)
+
+    argparse.ArgumentParser._print_message = keep
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as stop:
@@ -141,7 +149,7 @@ def main():
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
-    code, text = run(script, report)
+    code, text = run(script)
     sys.stdout.finish()
     sys.stderr.flush()
     report.send(text, code=code)

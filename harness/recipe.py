@@ -18,13 +18,16 @@ def world_sizes(path):
     for node in tree.body:
         if isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == ["WORLD_SIZES"]:
             value = node.value
-            if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "range" and not value.keywords:
-                sizes = range(*(ast.literal_eval(argument) for argument in value.args))
-            else:
-                sizes = tuple(ast.literal_eval(value))
-            if not sizes or not all(isinstance(size, int) and size > 0 for size in (sizes[0], sizes[-1])):
-                raise ValueError(f"{path}: WORLD_SIZES must be range(first, last + 1) or a tuple of numbers of ranks")
-            return sizes
+            try:
+                if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "range" and not value.keywords:
+                    sizes = range(*(ast.literal_eval(argument) for argument in value.args))
+                else:
+                    sizes = tuple(ast.literal_eval(value))
+                if all(isinstance(size, int) and size > 0 for size in (sizes[0], *sizes[1:])):
+                    return sizes
+            except (IndexError, TypeError, ValueError):
+                pass
+            raise ValueError("WORLD_SIZES must be range(first, last + 1) or a tuple of numbers of ranks")
     return None
 
 

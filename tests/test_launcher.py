@@ -194,7 +194,7 @@ BAD_INPUT = {
     "-n 1 recipes/data_parallel.py": "data_parallel.py runs on 2 to 64 ranks, not on 1: type -n 2",
     "-n 3 recipes/hybrid_parallel.py": "hybrid_parallel.py runs on 4 ranks, not on 3: type -n 4",
     "-n 5 recipes/hybrid_parallel.py": "hybrid_parallel.py runs on 4 ranks, not on 5: type -n 4",
-    "-n 2 recipes/single_device.py": "single_device.py runs on 1 rank, not on 2: type -n 1",
+    "-n 2 recipes/single_device.py": "single_device.py runs on 1 ranks, not on 2: type -n 1",
     "-n 0 recipes/data_parallel.py": "-n must be 1 or more, got 0",
     "-n two recipes/data_parallel.py": "argument -n/--nproc_per_node: invalid int value: 'two'",
     "--nproc 2 recipes/data_parallel.py": "unrecognized arguments: --nproc; see ./launch.sh --help",
@@ -218,6 +218,21 @@ def test_bad_input_is_refused_in_one_line(line):
     assert BAD_INPUT[line] in job.err
     assert len(job.err.splitlines()) == 1, job.err
     assert job.out == "" and job.all_gone(within=0.5)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("WORLD_SIZES = (2, 4)", "mine.py runs on 2 or 4 ranks, not on 3: type -n 2"),
+        ("WORLD_SIZES = ()", "mine.py: WORLD_SIZES must be range(first, last + 1) or a tuple of numbers of ranks"),
+        ("WORLD_SIZES = range(0, 3)", "mine.py: WORLD_SIZES must be range(first, last + 1) or a tuple"),
+        ("WORLD_SIZES = sizes()", "mine.py: WORLD_SIZES must be range(first, last + 1) or a tuple"),
+        ("x = '\0'", "mine.py: "),
+    ],
+)
+def test_script_whose_world_sizes_do_not_fit(script, text, words):
+    job = launch("-n", 3, script(text, head=""))
+    assert (job.code, job.out) == (2, "") and words in job.err and len(job.err.splitlines()) == 1, job.err
 
 
 def test_no_argument_shows_the_help():
