@@ -1,7 +1,6 @@
 """What a recipe's entry really did on this rank: its tensors and shards, its matmuls, moves and stages."""
 
 import contextlib
-import time
 
 import oneflow as flow
 
@@ -31,7 +30,7 @@ def held(tensor):
     """
     sbp, device, ranks = where(tensor)
     shard = tensor.to_local() if tensor.is_global else tensor
-    outside = tensor.is_global and flow.env.get_rank() not in ranks
+    outside = tensor.is_global and flow.env.get_rank() not in tensor.placement.ranks
     return {
         "shape": tuple(tensor.shape),
         "dtype": str(tensor.dtype).split(".")[-1],
@@ -44,6 +43,24 @@ def held(tensor):
 
 
 @contextlib.contextmanager
+def replaced(functions):
+    """While it lasts, each (owner, name) of this dict is another function."""
+    before = {place: getattr(*place) for place in functions}
+    try:
+        for (owner, name), function in functions.items():
+            setattr(owner, name, function)
+        yield
+    finally:
+        for (owner, name), function in before.items():
+            setattr(owner, name, function)
+
+
+# Every name by which a script can reach OneFlow's matmul: `@`, the method, the function, and that of nn.Linear.
+MATMULS = [(flow, "matmul"), (flow.Tensor, "__matmul__"), (flow.Tensor, "matmul"), (flow._C, "matmul")]
+TO_GLOBAL = (flow.Tensor, "to_global")
+
+
+@contextlib.contextmanager
 def traced(gain=1.0):
     """Record what the ranks do, in a graph while it is built; each matmul's product is scaled by `gain`.
 
@@ -51,8 +68,7 @@ def traced(gain=1.0):
     "moves": [(SBP and ranks before and after each to_global)], "stages": [(number, ranks) of each set_stage]}.
     """
     seen = {"matmuls": [], "lazy": [], "moves": [], "stages": []}
-    matmul, operator, method = flow.matmul, flow.Tensor.__matmul__, flow.Tensor.matmul
-    to_global, set_stage = flow.Tensor.to_global, flow.nn.graph.GraphModule.set_stage
+    matmul, to_global, set_stage = flow.matmul, flow.Tensor.to_global, flow.nn.graph.GraphModule.set_stage
 
     def recording_matmul(x, w, *arguments, **named):
         product = matmul(x, w, *arguments, **named)
@@ -69,44 +85,9 @@ def traced(gain=1.0):
         seen["stages"].append((number, placement.ranks.tolist()))
         return set_stage(module, number, placement)
 
-    flow.matmul = flow.Tensor.__matmul__ = flow.Tensor.matmul = recording_matmul
-    flow.Tensor.to_global, flow.nn.graph.GraphModule.set_stage = recording_to_global, recording_set_stage
-    try:
+    places = {**dict.fromkeys(MATMULS, recording_matmul), TO_GLOBAL: recording_to_global}
+    with replaced({**places, (flow.nn.graph.GraphModule, "set_stage"): recording_set_stage}):
         yield seen
-    finally:
-        flow.matmul, flow.Tensor.__matmul__, flow.Tensor.matmul = matmul, operator, method
-        flow.Tensor.to_global, flow.nn.graph.GraphModule.set_stage = to_global, set_stage
-
-
-def quiet_wchar():
-    """The bytes that this process has written so far, once all ranks are here and what they sent is on its way."""
-    flow.comm.barrier()
-    time.sleep(0.1)
-    with open("/proc/self/io") as counters:
-        return int(dict(line.split(": ") for line in counters)["wchar"])
-
-
-def bytes_sent(path, **arguments):
-    """The bytes that this rank sends while the recipe at `path` runs eagerly, from its first matmul or move on."""
-    module = recipe.load(path)
-    kept.append(module)
-    begin = []
-    matmul, to_global = flow.matmul, flow.Tensor.to_global
-
-    def counted(function):
-        def call(*arguments, **named):
-            if not begin:
-                begin.append(quiet_wchar())
-            return function(*arguments, **named)
-
-        return call
-
-    flow.matmul, flow.Tensor.to_global = counted(matmul), counted(to_global)
-    try:
-        kept.append(module.run(**arguments))
-        return quiet_wchar() - begin[0]
-    finally:
-        flow.matmul, flow.Tensor.to_global = matmul, to_global
 
 
 def observe(path, gain=1.0, **arguments):

@@ -13,6 +13,7 @@ Source: A. Krizhevsky, "One weird trick for parallelizing convolutional neural n
 """
 
 import argparse
+import inspect
 import os
 import sys
 
@@ -26,7 +27,7 @@ except (ImportError, RuntimeError) as error:  # RuntimeError: the empty placehol
     sys.exit(2)
 
 WORLD_SIZES = range(2, 65)
-LEAST_PER_RANK = {"batch": 1}  # fewer would leave a rank an empty shard, on which OneFlow aborts
+FITS = {"batch": lambda size, ranks: size >= ranks}  # an empty shard would abort OneFlow
 
 
 class DataParallel(flow.nn.Module):
@@ -68,17 +69,24 @@ def single_device(values):
 
 # The lesson ends here. What follows stands in every recipe: what a rank holds, when a run is refused, the options.
 def held(tensor):
-    """The block of a global tensor that this rank holds, in words."""
-    ranks, rank, sbp = tensor.placement.ranks.tolist(), flow.env.get_rank(), tensor.sbp[0]
-    names = {flow.sbp.broadcast: "B", flow.sbp.partial_sum: "P", flow.sbp.split(0): "S(0)", flow.sbp.split(1): "S(1)"}
-    if rank not in ranks:
-        return f"nothing                   {names[sbp]:4} on ranks {ranks}"
-    parts = [len(ranks) if sbp == flow.sbp.split(dim) else 1 for dim in range(tensor.ndim)]
-    blocks = [np.array_split(np.arange(size), n)[ranks.index(rank) % n] for size, n in zip(tensor.shape, parts)]
-    if [len(block) for block in blocks] != list(tensor.to_local().shape):
-        raise RuntimeError(f"rank {rank} holds {tuple(tensor.to_local().shape)}: check LOCAL_RANK and MASTER_PORT")
-    rows, columns = (f"{block[0]}-{block[-1]}" for block in blocks)
-    return f"rows {rows:5} columns {columns:5}  {names[sbp]:4} on ranks {ranks}"
+    """The block of a tensor that this rank holds, in words."""
+    blocks, rank = [np.arange(size) for size in tensor.shape], flow.env.get_rank()
+    where = "" if tensor.is_global else f"local, on {tensor.device}"
+    if tensor.is_global:
+        names = {flow.sbp.broadcast: "B", flow.sbp.partial_sum: "P"}
+        names.update({flow.sbp.split(dim): f"S({dim})" for dim in range(tensor.ndim)})
+        ranks = tensor.placement.ranks
+        where = f"{', '.join(names[sbp] for sbp in tensor.sbp):4} on ranks {ranks.tolist()}"
+        if rank not in ranks:
+            return f"nothing                   {where}"
+        for sbp, n, position in zip(tensor.sbp, ranks.shape, np.argwhere(ranks == rank)[0]):
+            if names[sbp].startswith("S"):
+                dim = int(names[sbp][2])
+                blocks[dim] = np.array_split(blocks[dim], n)[position]
+        if [len(block) for block in blocks] != list(tensor.to_local().shape):
+            raise RuntimeError(f"rank {rank} holds {tuple(tensor.to_local().shape)}: check LOCAL_RANK and MASTER_PORT")
+    words = [f"{word} {f'{block[0]}-{block[-1]}':5}" for word, block in zip(("rows", "columns"), blocks)]
+    return f"{' '.join(words)}  {where}"
 
 
 def refusal(args):
@@ -86,11 +94,16 @@ def refusal(args):
     world_size, gpus = flow.env.get_world_size(), range(flow.cuda.device_count())
     if world_size not in WORLD_SIZES:
         return f"cannot run on {world_size} ranks: type -n {WORLD_SIZES[0]}, or --nproc_per_node {WORLD_SIZES[0]}"
-    for name in "seed", "batch", "in_features", "out_features":
-        least = max(int(name != "seed"), int(world_size * LEAST_PER_RANK.get(name, 0)))
-        if getattr(args, name) < least:
-            option = f"--{name.replace('_', '-')}"
-            return f"{option} must be {least} or more on {world_size} ranks: type {option} {least}"
+    for name, value in vars(args).items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, list) and not (set(value) <= set(range(world_size)) and len(set(value)) == len(value)):
+            return f"{option} takes ranks from 0 to {world_size - 1}, each once: type {option} 0"
+        if type(value) is int:
+            fit = max(value, int(name != "seed"))
+            while name in FITS and not FITS[name](fit, world_size):
+                fit += 1
+            if fit != value:
+                return f"{option} {value} does not fit on {world_size} ranks: type {option} {fit}"
     usable = [gpu for gpu in gpus if (6, 0) <= flow.cuda.get_device_capability(gpu) < (9, 0)]
     enough = len(usable) == len(gpus) >= world_size // flow.env.get_node_size()
     if args.device == "cuda" and not enough:
@@ -103,18 +116,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if each rank has a supported GPU")
-    for option, default in ("--seed", 0), ("--batch", 4), ("--in-features", 5), ("--out-features", 8):
-        parser.add_argument(option, type=int, default=default, help="default: %(default)s")
+    for name, parameter in list(inspect.signature(run).parameters.items())[2:]:
+        many = "+" if isinstance(parameter.default, tuple) else None
+        option, default = f"--{name.replace('_', '-')}", parameter.default
+        parser.add_argument(option, type=int, nargs=many, default=default, help="default: %(default)s")
     args = parser.parse_args()
     reason = refusal(args)
     if reason:
         parser.exit(2, f"{parser.prog}: {reason}\n")
 
     tensors = run(**vars(args))
+    width = max(8, *(len(name) + 2 for name in tensors))
     for rank in range(flow.env.get_world_size()):
         if rank == flow.env.get_rank():
             for name, tensor in tensors.items():
-                print(f"rank {rank}: {name:8}{held(tensor)}", flush=True)
+                print(f"rank {rank}: {name:{width}}{held(tensor)}", flush=True)
         flow.comm.barrier()
 
     values = {name: tensor.numpy().astype(np.float64) for name, tensor in tensors.items()}  # collective: all ranks
@@ -122,7 +138,7 @@ def main():
     error = max(np.abs(values[name] - expected[name]).max() / np.abs(expected[name]).max() for name in expected)
     equal = error < 1e-6  # float32 rounds each product and sum by up to 6e-8
     if flow.env.get_rank() == 0:
-        print(f"{'equal to' if equal else 'DIFFERS FROM'} the single-device product: largest difference {error:.1e}")
+        print(f"{'equal to' if equal else 'DIFFERS FROM'} the single-device values: largest difference {error:.1e}")
     sys.exit(0 if equal else 1)
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.pool import Pool, PoolError  # noqa: E402
 from harness.recipe import world_sizes  # noqa: E402
-from tests.cases import CASES, PROVEN, RECIPES, SIZES  # noqa: E402
+from tests.cases import CASES, PROVEN, RECIPES, sizes_of  # noqa: E402
 from tests.ladder import climb  # noqa: E402
 
 END = "# The lesson ends here."
@@ -133,7 +133,7 @@ def replacements(node, text):
 def first_red(pools, path, name):
     """Why the changed recipe fails, in one line, or None if every case of the recipe still passes."""
     for n in (n for n in PROVEN if n in world_sizes(path)):
-        for sizes in SIZES:
+        for sizes in sizes_of(name, n):
             for graph in (False, True):
                 try:
                     climb(pools(n), path, name, graph, sizes)

@@ -18,10 +18,19 @@ class Value:
     bound: np.ndarray
 
     @staticmethod
+    def known(exact):
+        """A value that float32 holds without rounding."""
+        return Value(np.asarray(exact, dtype=np.float64), np.zeros(np.shape(exact)))
+
+    @staticmethod
+    def unknown(*shape):
+        """A value that OneFlow draws at random: only that all ranks agree on it can be asserted."""
+        return Value(np.full(shape, np.nan), np.zeros(shape))
+
+    @staticmethod
     def drawn(rng, *shape):
         """An input: float32 from the start, so without rounding."""
-        exact = rng.standard_normal(shape, dtype=np.float32).astype(np.float64)
-        return Value(exact, np.zeros(shape))
+        return Value.known(rng.standard_normal(shape, dtype=np.float32))
 
     def __matmul__(self, other):
         """N. Higham, Accuracy and Stability of Numerical Algorithms, section 3.5: |error| <= k u |a| |b|, any order."""
@@ -32,6 +41,10 @@ class Value:
 
     def __getitem__(self, index):
         return Value(self.exact[index], self.bound[index])
+
+    @property
+    def T(self):
+        return Value(self.exact.T, self.bound.T)
 
 
 def split(shape, dim, position, parts):
@@ -65,4 +78,28 @@ def layers(stages, seed=0, batch=4, in_features=5, out_features=8):
         w = Value.drawn(rng, *shape)
         values.update({f"x{k}": x, f"w{k}": w, f"out{k}": x @ w})
         x = x @ w
-    return values, {}
+    return values
+
+
+def conversions(source, seed=0, rows=4, columns=6, world_size=None):
+    """x, the parts whose sum it is, one for each of the ranks `source`, and what a P made of a split x holds there."""
+    rng = np.random.default_rng(seed)
+    parts = rng.integers(-9, 10, (world_size, rows, columns)).astype(np.float64)[list(source)]
+    x, zeros = parts.sum(axis=0), np.zeros((rows, columns))
+    padded = {}
+    for dim in (0, 1):
+        padded[dim] = [zeros.copy() for _ in source]
+        for position, part in enumerate(padded[dim]):
+            cut = split(x.shape, dim, position, len(source))
+            part[cut] = x[cut]
+    first = [x] + [zeros] * (len(source) - 1)
+    return tuple([Value.known(part) for part in blocks] for blocks in ([x], parts, padded[0], padded[1], first))
+
+
+def mesh(seed=0, batch=4, in_features=4, out_features=8):
+    """x, w, out = x @ w, partial = out.T @ x, and the two parts of that sum: one from each half of the batch."""
+    rng = np.random.default_rng(seed)
+    x, w = Value.drawn(rng, batch, in_features), Value.drawn(rng, in_features, out_features)
+    out = x @ w
+    halves = [split(x.exact.shape, 0, position, 2) for position in (0, 1)]
+    return x, w, out, out.T @ x, [out[half].T @ x[half] for half in halves]

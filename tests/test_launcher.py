@@ -31,7 +31,7 @@ def test_recipe_copied_alone_into_an_empty_folder_runs(name, tmp_path):
     shutil.copy(RECIPES / f"{name}.py", tmp_path)
     job = launch(f"{name}.py", "--graph", cwd=tmp_path)
     assert (job.code, job.err) == (0, "")
-    assert "equal to the single-device product: largest difference " in job.out.splitlines()[-1]
+    assert "equal to the single-device values: largest difference " in job.out.splitlines()[-1]
     assert job.all_gone()
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}.py"]
 

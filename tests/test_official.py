@@ -32,7 +32,7 @@ def test_recipe_says_that_it_is_right(early, name, n):
     job = early[name].wait()
     assert job.code == 0, job.err
     lines = of_the_recipe(job.out)
-    assert lines[-1].startswith("equal to the single-device product: largest difference ")
+    assert lines[-1].startswith("equal to the single-device values: largest difference ")
     ranks = [line.split(":")[0] for line in lines[:-1]]
     assert ranks == sorted(ranks) and set(ranks) == {f"rank {rank}" for rank in range(n)}
     assert job.all_gone()
@@ -47,13 +47,13 @@ def test_what_is_printed_is_the_same_as_through_launch(early):
 def test_refusal_comes_before_any_rank_blocks(early):
     job = early["refused"].wait()
     assert job.code != 0
-    assert "data_parallel.py: --batch must be 2 or more on 2 ranks: type --batch 2" in job.err
+    assert "data_parallel.py: --batch 1 does not fit on 2 ranks: type --batch 2" in job.err
     assert job.all_gone()
 
 
 def test_plain_python():
     job = Run(sys.executable, "recipes/single_device.py", "--graph").wait()
-    assert job.code == 0 and "equal to the single-device product" in job.out
+    assert job.code == 0 and "equal to the single-device values" in job.out
     job = Run(sys.executable, "recipes/data_parallel.py").wait()
     assert job.code == 2
     assert job.err.endswith("data_parallel.py: cannot run on 1 ranks: type -n 2, or --nproc_per_node 2\n")

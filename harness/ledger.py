@@ -1,0 +1,231 @@
+"""The ledger: which steps of a recipe made this rank send bytes, how many, and how many the formula says.
+
+Bytes are counted in the `wchar` of /proc/self/io, which grows with all that the process writes, its sockets included.
+"""
+
+import inspect
+import linecache
+import time
+
+import oneflow as flow
+
+from harness import recipe
+from harness.observe import MATMULS, TO_GLOBAL, kept, replaced, where
+
+ITEM_SIZES = {3: 8, 4: 1, 6: 8, 7: 1, 9: 2}  # bytes of OneFlow's data types, by its number for each; 4 for all others
+
+
+def wchar():
+    """The bytes that this process has written so far."""
+    with open("/proc/self/io") as counters:
+        return int(dict(line.split(": ") for line in counters)["wchar"])
+
+
+def quiet_wchar():
+    """The same once every rank has done all that it was told and what it sent is on its way."""
+    flow._oneflow_internal.eager.Sync()
+    flow.comm.barrier()
+    before, same = wchar(), 0
+    while same < 2:
+        time.sleep(0.01)
+        now = wchar()
+        before, same = now, same + 1 if now == before else 0
+    return now
+
+
+def tensors_in(values):
+    """All tensors in nested lists, tuples and dicts."""
+    if isinstance(values, flow.Tensor):
+        return [values]
+    inner = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
+    return [tensor for value in inner for tensor in tensors_in(value)]
+
+
+def sent_by(function):
+    """What a call returns, and the bytes that this rank sent for it. Collective: every rank makes the same call."""
+    before = quiet_wchar()
+    result = function()
+    for tensor in tensors_in(result):  # a graph runs on when its call has returned; its results are there at the end
+        if not tensor.is_global or flow.env.get_rank() in tensor.placement.ranks:
+            (tensor.to_local() if tensor.is_global else tensor).detach().numpy()
+    return result, quiet_wchar() - before
+
+
+def described(tensor):
+    """A tensor without its content."""
+    sbp, device, ranks = where(tensor)
+    item = tensor.element_size()
+    return {"sbp": sbp, "device": device, "ranks": ranks, "shape": tuple(tensor.shape), "item": item, "id": id(tensor)}
+
+
+class Ledger:
+    """Measures the calls that go through `step`; those inside another one belong to it."""
+
+    def __init__(self, path):
+        self.path, self.steps, self.inside, self.kept = str(path), [], False, []
+
+    def step(self, what, function):
+        def call(*arguments, **named):
+            tensors = tensors_in([arguments, named])
+            if self.inside or any(tensor.is_lazy for tensor in tensors):
+                return function(*arguments, **named)
+            self.inside = True
+            try:
+                result, sent = sent_by(lambda: function(*arguments, **named))
+            finally:
+                self.inside = False
+            self.note(what, sent, tensors, tensors_in(result))
+            return result
+
+        return call
+
+    def note(self, what, sent, inputs, outputs, **more):
+        self.kept += inputs + outputs  # so that no other tensor gets the id of one of them
+        inputs, outputs = ([described(tensor) for tensor in tensors] for tensors in (inputs, outputs))
+        self.steps.append({"what": what, "sent": sent, "inputs": inputs, "outputs": outputs, **self.line(), **more})
+
+    def line(self):
+        """Where in the script we are: number and text of the line; number 0 outside of it."""
+        frame = inspect.currentframe()
+        while frame and frame.f_code.co_filename != self.path:
+            frame = frame.f_back
+        number = frame.f_lineno if frame else 0
+        return {"line": number, "text": linecache.getline(self.path, number).strip()}
+
+    def graph_call(self, call):
+        """The first call of a graph builds it, so what is measured is one more call with the same inputs."""
+        measured = []
+
+        def graph(self_, *arguments, **named):
+            result = call(self_, *arguments, **named)
+            if self_ not in measured and not self.inside:
+                measured.append(self_)
+                self.inside = True
+                try:
+                    _, sent = sent_by(lambda: call(self_, *arguments, **named))
+                finally:
+                    self.inside = False
+                inputs = tensors_in([arguments, named])
+                what = f"a call of {type(self_).__name__}"
+                self.note(what, sent, inputs, tensors_in(result), boxings=boxings_of(self_))
+            return result
+
+        return graph
+
+
+def boxings_of(graph):
+    """The moves in a graph that OneFlow has compiled: each edge whose ends differ in SBP or placement, once.
+
+    A list of {"producer", "consumer": names of ops, "shape", "item", "old", "new": (SBP, ranks)}.
+    """
+    job = graph._full_job_proto
+    signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
+    blobs = job.helper.lbn2logical_blob_desc
+    ranks = {}
+    for group in job.placement.placement_group:
+        conf = group.parallel_conf
+        members = [int(name.split(":")[0][1:]) for name in conf.device_name]
+        dims = list(conf.hierarchy.dim)
+        width = dims[-1]
+        members = [members[i : i + width] for i in range(0, len(members), width)] if len(dims) > 1 else members
+        ranks.update(dict.fromkeys(group.op_set.op_name, members))
+
+    def sbp_of(op, name):
+        nd_sbp = signatures[op].bn_in_op2nd_sbp[name].sbp_parallel
+        kinds = [(one.WhichOneof("parallel_type"), one) for one in nd_sbp]
+        short = {"broadcast_parallel": "B", "partial_sum_parallel": "P"}
+        return ", ".join(short.get(kind) or f"S({one.split_parallel.axis})" for kind, one in kinds)
+
+    found = {}
+    for op in job.net.op:
+        kind = op.WhichOneof("op_type")
+        if kind == "user_conf":
+            edges = [(f"{key}_{i}", lbn) for key, lbns in op.user_conf.input.items() for i, lbn in enumerate(lbns.s)]
+        else:
+            edges = [("in", getattr(op.output_conf, "in"))] if kind == "output_conf" else []
+        for bn, lbn in edges:
+            producer, out = lbn.split("/")
+            if bn not in signatures[op.name].bn_in_op2nd_sbp or out not in signatures[producer].bn_in_op2nd_sbp:
+                continue
+            old, new = (sbp_of(producer, out), ranks[producer]), (sbp_of(op.name, bn), ranks[op.name])
+            if old != new:
+                blob = blobs[lbn]
+                shape, item = tuple(blob.shape.dim), ITEM_SIZES.get(blob.data_type, 4)
+                edge = {"producer": producer, "consumer": op.name, "shape": shape, "item": item, "old": old, "new": new}
+                found.setdefault((lbn, str(new)), edge)  # OneFlow moves it once for all who want it there
+    return list(found.values())
+
+
+def measure(path, **arguments):
+    """Run the recipe at `path` on this rank; returns {"tensors": {name: described}, "steps": [...], "outside": bytes}.
+
+    "outside" is what this rank sent between the steps, such as making tensors and building graphs. Collective.
+    """
+    module = recipe.load(path)
+    ledger = Ledger(path)
+    kept.append(module)
+    before = {name: getattr(*name) for name in [*MATMULS, TO_GLOBAL]}
+    places = {name: ledger.step("matmul", before[name]) for name in MATMULS}
+    places[TO_GLOBAL] = ledger.step("to_global", before[TO_GLOBAL])
+    places[flow.nn.Graph, "__call__"] = ledger.graph_call(flow.nn.Graph.__call__)
+    with replaced(places):
+        tensors, sent = sent_by(lambda: module.run(**arguments))
+    kept.append((tensors, ledger.kept))
+    steps = ledger.steps
+    outside = sent - sum(step["sent"] for step in steps)
+    return {
+        "tensors": {name: described(tensor) for name, tensor in tensors.items()},
+        "steps": steps,
+        "outside": outside,
+    }
+
+
+SBPS = {"B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.split(1), "P": flow.sbp.partial_sum}
+
+
+def conversions(shape, source, target, graph):
+    """Measure to_global from each SBP on the ranks `source` to each on the ranks `target`, for a tensor of this shape.
+
+    Returns {(old SBP, new SBP): bytes that this rank sent}. Collective.
+    """
+    ranks, new_ranks = flow.placement("cpu", source), flow.placement("cpu", target)
+    sent = {}
+    for old in SBPS:
+        x = flow.ones(*shape, placement=ranks, sbp=SBPS[old])
+        for new in SBPS:
+            sent[old, new] = one_call(lambda x, new=new: x.to_global(placement=new_ranks, sbp=SBPS[new]), graph, x)[1]
+    return sent
+
+
+def signatures(x_shape, w_shape, graph):
+    """Measure matmul in each pair of SBPs, on all ranks.
+
+    Returns {(SBP of x, of w): (SBP of the product, bytes that this rank sent)}. Collective.
+    """
+    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
+    x, w = ({name: flow.ones(*shape, placement=ranks, sbp=SBPS[name]) for name in SBPS} for shape in (x_shape, w_shape))
+    return {(i, j): one_call(flow.matmul, graph, x[i], w[j]) for i in SBPS for j in SBPS}
+
+
+class OneCall(flow.nn.Graph):
+    """A function as a graph."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def build(self, *tensors):
+        return self.function(*tensors)
+
+
+def one_call(function, graph, *tensors):
+    """The SBP of what a function of global tensors returns, and the bytes that this rank sends for one call of it.
+
+    graph: whether the function runs in an nn.Graph, which is built before.
+    """
+    if graph:
+        function = OneCall(function)
+        kept.append(function)
+        function(*tensors)
+    result, sent = sent_by(lambda: function(*tensors))
+    return where(result)[0], sent
