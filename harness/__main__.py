@@ -20,6 +20,14 @@ def main():
     if arguments and arguments[0] in COMMANDS:
         os.chdir(ROOT)
         os.execv(sys.executable, COMMANDS[arguments[0]] + arguments[1:])
+    if arguments and arguments[0] in ("show", "bytes"):
+        from harness import show
+
+        return show.main(*arguments[:1], arguments[1:])
+    if arguments == ["docs"]:
+        from harness import pages
+
+        return pages.main()
     return launch.main(arguments)
 
 

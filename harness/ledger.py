@@ -3,6 +3,7 @@
 Bytes are counted in the `wchar` of /proc/self/io, which grows with all that the process writes, its sockets included.
 """
 
+import argparse
 import inspect
 import linecache
 import time
@@ -22,7 +23,10 @@ def wchar():
 
 
 def quiet_wchar():
-    """The same once every rank has done all that it was told and what it sent is on its way."""
+    """The same once every rank has done all that it was told and what it sent is on its way.
+
+    No rank goes on before all have read, for what one rank sends makes others send, whatever their scripts are doing.
+    """
     flow._oneflow_internal.eager.Sync()
     flow.comm.barrier()
     before, same = wchar(), 0
@@ -30,6 +34,7 @@ def quiet_wchar():
         time.sleep(0.01)
         now = wchar()
         before, same = now, same + 1 if now == before else 0
+    flow.comm.barrier()
     return now
 
 
@@ -93,21 +98,22 @@ class Ledger:
         return {"line": number, "text": linecache.getline(self.path, number).strip()}
 
     def graph_call(self, call):
-        """The first call of a graph builds it, so what is measured is one more call with the same inputs."""
+        """A graph's first call builds it; here it is built before, so that what is measured is the call alone."""
         measured = []
 
         def graph(self_, *arguments, **named):
-            result = call(self_, *arguments, **named)
-            if self_ not in measured and not self.inside:
-                measured.append(self_)
-                self.inside = True
-                try:
-                    _, sent = sent_by(lambda: call(self_, *arguments, **named))
-                finally:
-                    self.inside = False
-                inputs = tensors_in([arguments, named])
-                what = f"a call of {type(self_).__name__}"
-                self.note(what, sent, inputs, tensors_in(result), boxings=boxings_of(self_))
+            if self.inside or self_ in measured:
+                return call(self_, *arguments, **named)
+            measured.append(self_)
+            self.inside = True
+            try:
+                if not self_._is_compiled:
+                    self_._compile(*arguments, **named)
+                result, sent = sent_by(lambda: call(self_, *arguments, **named))
+            finally:
+                self.inside = False
+            what, inputs = f"a call of {type(self_).__name__}", tensors_in([arguments, named])
+            self.note(what, sent, inputs, tensors_in(result), boxings=boxings_of(self_))
             return result
 
         return graph
@@ -152,16 +158,23 @@ def boxings_of(graph):
                 blob = blobs[lbn]
                 shape, item = tuple(blob.shape.dim), ITEM_SIZES.get(blob.data_type, 4)
                 edge = {"producer": producer, "consumer": op.name, "shape": shape, "item": item, "old": old, "new": new}
-                found.setdefault((lbn, str(new)), edge)  # OneFlow moves it once for all who want it there
+                there = ("B", new[1]) if len(new[1]) == 1 else new  # one rank has it all, whatever the SBP
+                found.setdefault((lbn, str(there)), edge)  # OneFlow moves it once for all who want it there
     return list(found.values())
 
 
 def measure(path, **arguments):
     """Run the recipe at `path` on this rank; returns {"tensors": {name: described}, "steps": [...], "outside": bytes}.
 
-    "outside" is what this rank sent between the steps, such as making tensors and building graphs. Collective.
+    "outside" is what this rank sent between the steps, such as making tensors and building graphs. Where the recipe
+    refuses the arguments, or does not return tensors by name: {"refusal": why}. Collective.
     """
     module = recipe.load(path)
+    if hasattr(module, "refusal"):
+        defaults = {name: parameter.default for name, parameter in inspect.signature(module.run).parameters.items()}
+        refusal = module.refusal(argparse.Namespace(**{**defaults, **arguments}))
+        if refusal:
+            return {"refusal": refusal}
     ledger = Ledger(path)
     kept.append(module)
     before = {name: getattr(*name) for name in [*MATMULS, TO_GLOBAL]}
@@ -170,6 +183,8 @@ def measure(path, **arguments):
     places[flow.nn.Graph, "__call__"] = ledger.graph_call(flow.nn.Graph.__call__)
     with replaced(places):
         tensors, sent = sent_by(lambda: module.run(**arguments))
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, flow.Tensor) for tensor in tensors.values()):
+        return {"refusal": f"its function run must return a dict of tensors by name, and returned {tensors!r:.80}"}
     kept.append((tensors, ledger.kept))
     steps = ledger.steps
     outside = sent - sum(step["sent"] for step in steps)
@@ -226,6 +241,6 @@ def one_call(function, graph, *tensors):
     if graph:
         function = OneCall(function)
         kept.append(function)
-        function(*tensors)
+        function._compile(*tensors)
     result, sent = sent_by(lambda: function(*tensors))
     return where(result)[0], sent

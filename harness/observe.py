@@ -65,10 +65,12 @@ def traced(gain=1.0):
     """Record what the ranks do, in a graph while it is built; each matmul's product is scaled by `gain`.
 
     Yields {"matmuls": [(SBP, ranks and shape of x, of w and of the product)], "lazy": [whether in a graph, by matmul],
-    "moves": [(SBP and ranks before and after each to_global)], "stages": [(number, ranks) of each set_stage]}.
+    "moves": [(SBP and ranks before and after each to_global)], "stages": [(number, ranks) of each set_stage],
+    "calls": [the class of each nn.Graph that is called]}.
     """
-    seen = {"matmuls": [], "lazy": [], "moves": [], "stages": []}
+    seen = {"matmuls": [], "lazy": [], "moves": [], "stages": [], "calls": []}
     matmul, to_global, set_stage = flow.matmul, flow.Tensor.to_global, flow.nn.graph.GraphModule.set_stage
+    call = flow.nn.Graph.__call__
 
     def recording_matmul(x, w, *arguments, **named):
         product = matmul(x, w, *arguments, **named)
@@ -85,8 +87,15 @@ def traced(gain=1.0):
         seen["stages"].append((number, placement.ranks.tolist()))
         return set_stage(module, number, placement)
 
+    def recording_call(graph, *arguments, **named):
+        seen["calls"].append(type(graph).__name__)
+        return call(graph, *arguments, **named)
+
     places = {**dict.fromkeys(MATMULS, recording_matmul), TO_GLOBAL: recording_to_global}
-    with replaced({**places, (flow.nn.graph.GraphModule, "set_stage"): recording_set_stage}):
+    places.update(
+        {(flow.nn.graph.GraphModule, "set_stage"): recording_set_stage, (flow.nn.Graph, "__call__"): recording_call}
+    )
+    with replaced(places):
         yield seen
 
 

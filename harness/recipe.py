@@ -6,7 +6,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+HARNESS = Path(__file__).resolve().parent
+RECIPES = HARNESS.parent / "recipes"
 
 
 def world_sizes(path):
@@ -29,6 +30,26 @@ def world_sizes(path):
                 pass
             raise ValueError("WORLD_SIZES must be range(first, last + 1) or a tuple of numbers of ranks")
     return None
+
+
+def entry(path):
+    """The parameters of a script's function `run`, name -> default, read without running it.
+
+    Raises ValueError, saying what to add, if there is no such function or one of its parameters has no plain default.
+    """
+    for node in ast.parse(Path(path).read_bytes(), filename=str(path)).body:
+        if isinstance(node, ast.FunctionDef) and node.name == "run":
+            names = [argument.arg for argument in node.args.args + node.args.kwonlyargs]
+            missing = len(node.args.args) - len(node.args.defaults)
+            defaults = [None] * missing + list(node.args.defaults) + node.args.kw_defaults
+            for name, default in zip(names, defaults):
+                if default is None:
+                    raise ValueError(f"its function run must have a default for each parameter: give {name} one")
+            try:
+                return {name: ast.literal_eval(default) for name, default in zip(names, defaults)}
+            except ValueError:
+                raise ValueError("the defaults of its function run must be numbers, texts, True or False") from None
+    raise ValueError('it has no entry: add a function such as `def run(graph=False): ...; return {"x": x, "out": out}`')
 
 
 def load(path):

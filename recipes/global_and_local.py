@@ -60,7 +60,8 @@ class GlobalAndLocalGraph(flow.nn.Graph):
 def run(graph=False, device="cpu", seed=0, rows=4, columns=6):
     """Returns the tensors of the table by name, and the local mine, block and read; mine is (rows, columns)."""
     flow.manual_seed(seed)
-    mine = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns) + rows * columns * flow.env.get_rank()
+    first_element = rows * columns * flow.env.get_rank()
+    mine = np.arange(first_element, first_element + rows * columns, dtype=np.float32).reshape(rows, columns)
     mine = flow.tensor(mine, device=device)
 
     ranks = flow.placement(device, list(range(flow.env.get_world_size())))
@@ -147,7 +148,7 @@ def main():
         parser.exit(2, f"{parser.prog}: {reason}\n")
 
     tensors = run(**vars(args))
-    width = max(8, *(len(name) + 2 for name in tensors))
+    width = max(8, *(len(name) + 1 for name in tensors))
     for rank in range(flow.env.get_world_size()):
         if rank == flow.env.get_rank():
             for name, tensor in tensors.items():

@@ -18,7 +18,7 @@
 
 Moves: nothing for the six legal signatures, which name only the SBP of out. In the other ten OneFlow moves an input
        without a word, as the table says where x and w are of one size; of two ways it takes the one for the smaller
-       input, so that x (4, 4) @ w (4, 12) in S(0) and S(0) is P. Write the `to_global` yourself and you know.
+       input, so that x of 4 x 4 @ w of 4 x 12, both S(0), is P. Write the `to_global` yourself and you know.
 Run:   ./launch.sh recipes/matmul_signatures.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/matmul_signatures.py [--graph]
 Use it to find which SBPs go together: split a dimension of out, or the contracting one on both sides, or nothing.
@@ -138,7 +138,7 @@ def main():
         parser.exit(2, f"{parser.prog}: {reason}\n")
 
     tensors = run(**vars(args))
-    width = max(8, *(len(name) + 2 for name in tensors))
+    width = max(8, *(len(name) + 1 for name in tensors))
     for rank in range(flow.env.get_world_size()):
         if rank == flow.env.get_rank():
             for name, tensor in tensors.items():

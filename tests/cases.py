@@ -28,7 +28,7 @@ class Case:
     stages: list = field(default_factory=list)  # (number, ranks) that the graph sets
     moved: dict = field(default_factory=dict)  # name -> name of the tensor that it is, moved
     added: tuple = ()  # outputs that an all-reduce adds up, in an order that eager and graph mode do not share
-    drawn: int = 0  # how many of the tensors the docstring draws; 0 means all
+    drawn: tuple = ()  # the tensors that the docstring draws, if not all
 
 
 def single_device(n, **sizes):
@@ -108,7 +108,7 @@ def cross_placement(n, source=(), target=(), **sizes):
     layout = {sbp: (sbp, source) for sbp in SBPS}
     layout.update({f"{old} -> {new}": (new, target) for old in SBPS for new in SBPS})
     moves = [(("local", []), ("P", source))] + [((old, source), (new, target)) for old in SBPS for new in SBPS]
-    return Case(layout, {name: x for name in layout}, parts={"P": parts}, moves=moves, drawn=4)
+    return Case(layout, {name: x for name in layout}, parts={"P": parts}, moves=moves, drawn=SBPS)
 
 
 # x, w -> out in equal sizes, and where x is three times larger or w: what OneFlow moves depends on it.
@@ -138,7 +138,7 @@ def matmul_signatures(n, seed=0, batch=4, in_features=4, out_features=4):
         [(f"x {x}", f"w {w}", f"{x} @ {w}") for x in SBPS for w in SBPS],
         parts,
         added=tuple(f"{x} @ {w}" for x in SBPS for w in SBPS if "P" in (x, w, signatures[x, w])),
-        drawn=8,
+        drawn=tuple(f"{name} {sbp}" for name in "xw" for sbp in SBPS),
     )
 
 
@@ -190,8 +190,7 @@ def global_and_local(n, seed=0, rows=4, columns=6):
             (("P", ranks), ("P", ranks)),
             (("P", ranks), ("B", ranks)),
         ],  # numpy()
-        moved={},
-        drawn=8,
+        drawn=tuple(sbps),
     )
 
 

@@ -99,6 +99,7 @@ def check_operations(case, graph, seen):
         Checks.equal(result["matmuls"], shapes, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
         Checks.equal(result["lazy"], [graph] * len(shapes), f"rank {rank}: matmuls run inside a graph")
         Checks.equal(result["moves"], moves_of(case, graph), f"rank {rank}: moves (SBP, ranks before and after)")
+        Checks.equal(len(result["calls"]), int(graph), f"rank {rank}: number of calls of a graph")
         Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")
 
 

@@ -73,3 +73,20 @@ def fail(rank, how):
             os._exit(7)
         time.sleep(1000)
     flow.ones(2, placement=flow.placement.all("cpu"), sbp=flow.sbp.partial_sum).numpy()
+
+
+def width_of_split_linear():
+    """The outputs of a layer made for 12 on each rank: taken to S(0) at once, and by way of B."""
+    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
+    at_once = flow.nn.Linear(8, 12, bias=False).to_global(ranks, flow.sbp.split(0))
+    by_way_of_b = (
+        flow.nn.Linear(8, 12, bias=False).to_global(ranks, flow.sbp.broadcast).to_global(sbp=flow.sbp.split(0))
+    )
+    return at_once.weight.shape[0], by_way_of_b.weight.shape[0]
+
+
+def read_on_rank_0(how):
+    """What a script must not do: a collective on one rank only."""
+    x = flow.ones(2, placement=flow.placement("cpu", [0, 1]), sbp=flow.sbp.partial_sum)
+    if flow.env.get_rank() == 0:
+        {"print": lambda: str(x), "numpy": x.numpy, "item": lambda: x.sum().item()}[how]()

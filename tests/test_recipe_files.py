@@ -4,10 +4,12 @@ import ast
 import re
 import sys
 
+import numpy as np
 import pytest
 
+from harness import atlas, picture, theory
 from harness.recipe import world_sizes
-from tests.cases import CASES, RECIPES
+from tests.cases import CASES, RECIPES, SIGNATURES
 from tests.reference import split
 
 FRAME = "# The lesson ends here."
@@ -18,27 +20,55 @@ def source(name):
     return (RECIPES / f"{name}.py").read_text()
 
 
+def docstring(name):
+    return ast.get_docstring(ast.parse(source(name)))
+
+
 def drawing(name):
-    """The rows of the table in a docstring: (tensor, shape, one cell for each rank, SBP)."""
-    for line in ast.get_docstring(ast.parse(source(name))).splitlines():
-        row = re.match(r" +(\w+) +\((\d+), (\d+)\) +(\S.*)", line)
+    """The rows of the table in a docstring: (tensor, shape, one cell for each rank and the SBP)."""
+    for line in docstring(name).splitlines():
+        row = re.match(r" +(\S.*?) +\((\d+), (\d+)\) +(\S.*)", line)
         if row:
             cells = re.split(r"  +", row.group(4).strip())
-            yield row.group(1), (int(row.group(2)), int(row.group(3))), cells
+            yield (
+                row.group(1).split(" ")[0] if " = " in line else row.group(1),
+                tuple(map(int, row.groups()[1:3])),
+                cells,
+            )
 
 
 def block(shape, sbp, ranks, rank):
     """What a rank holds, in the words of the docstrings."""
     if sbp == "local":
         return "whole, a local tensor"
-    if rank not in ranks:
+    where = np.argwhere(np.array(ranks) == rank)
+    if not len(where):
         return "nothing"
-    if sbp == "B":
+    cut = [slice(0, size) for size in shape]
+    for one, position, n in zip(sbp.split(", "), where[0], np.shape(ranks)):
+        if one.startswith("S"):
+            dim = int(one[2:-1])
+            cut[dim] = split(shape, dim, position, n)[dim]
+    spans = [f"{part.start}-{part.stop - 1}" if part.stop - part.start > 1 else f"{part.start}" for part in cut]
+    split_dims = [dim for dim in (0, 1) if f"S({dim})" in sbp]
+    if not split_dims:
         return "whole"
-    dim = int(sbp[2:-1])
-    part = split(shape, dim, ranks.index(rank), len(ranks))[dim]
-    word = ("row", "column")[dim]
-    return f"{word} {part.start}" if part.stop - part.start == 1 else f"{word}s {part.start}-{part.stop - 1}"
+    if len(split_dims) == 2:
+        return ", ".join(spans)
+    word = ("row", "column")[split_dims[0]]
+    return f"{word}{'s' if '-' in spans[split_dims[0]] else ''} {spans[split_dims[0]]}"
+
+
+def partial_sum(name, tensor, n, shape, ranks, rank):
+    """What a rank's part of a partial sum is, in the words of the docstrings."""
+    if rank not in np.array(ranks):
+        return "nothing"
+    if name == "row_parallel":
+        inner = split((5,), 0, rank, n)[0]
+        return f"x[:, {inner.start}:{inner.stop}] @ w[{inner.start}:{inner.stop}]"
+    if name == "matmul_signatures":
+        return "whole" if rank == 0 else "zeros"
+    return "its mine" if name == "global_and_local" else f"parts[{rank}]"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -46,17 +76,64 @@ def test_drawing_in_the_docstring_is_the_layout(name):
     n = world_sizes(RECIPES / f"{name}.py")[0]
     case = CASES[name](n)
     rows = list(drawing(name))
-    assert [tensor for tensor, _, _ in rows] == list(case.layout)[: case.drawn or None]
+    assert [tensor for tensor, _, _ in rows] == list(case.drawn or case.layout)
     for tensor, shape, cells in rows:
         sbp, ranks = case.layout[tensor]
         assert shape == case.values[tensor].exact.shape
         if sbp != "local":
             assert cells.pop() == sbp
-        if sbp == "P":
-            inner = [split((5,), 0, rank, n)[0] for rank in range(n)]
-            assert cells == [f"x[:, {s.start}:{s.stop}] @ w[{s.start}:{s.stop}]" for s in inner]
-        else:
-            assert cells == [block(shape, sbp, ranks, rank) for rank in range(n)]
+        whole_sum = sbp == "P"
+        for rank in range(n):
+            wanted = partial_sum(name, tensor, n, shape, ranks, rank) if whole_sum else block(shape, sbp, ranks, rank)
+            assert cells[rank] == wanted
+        assert len(cells) == n
+
+
+def lookup(name):
+    """The rows of the table of pairs in a docstring: first word -> the cells behind it."""
+    rows = [
+        re.split(r"  +", line.strip()) for line in docstring(name).splitlines() if re.match(" +[BSP][(01), S]* ", line)
+    ]
+    return {row[0]: row[1:] for row in rows if len(row) > 3 and not re.match(r"\(\d+, \d+\)", row[1])}
+
+
+def test_table_of_conversions_names_the_collectives_and_what_costs_more():
+    layouts = {sbp: theory.Layout(sbp, [0, 1]) for sbp in atlas.SBPS}
+    assert lookup("sbp_conversions") == {
+        old: [
+            theory.collective(layouts[old], layouts[new])
+            + (" *" if any((mode, "same", old, new) in atlas.DEVIATIONS for mode in atlas.MODES) else "")
+            for new in atlas.SBPS
+        ]
+        for old in atlas.SBPS
+    }
+
+
+def test_table_of_placements_gives_the_formulas():
+    def formula(old, new):
+        return atlas.formula_in_words("disjoint", old, new).replace("+", " + ").replace("-", " - ")
+
+    rows = lookup("cross_placement")
+    assert list(rows) == ["B", "S(0), S(1)", "P"]
+    assert rows == {old: [formula(old.split(",")[0], new) for new in ("B", "S(0)", "P")] for old in rows}
+    deviating = {
+        f"{old} -> {new} {words}"
+        for (mode, which, old, new), (_, words, _) in atlas.DEVIATIONS.items()
+        if (mode, which) == ("eager", "disjoint")
+    }
+    assert deviating == {"B -> B 1 + 2(p2-1)", "P -> B p1 p2", "P -> P 1 + 2(p1-1)"}  # 2 p2 - 1, p1 p2, 2 p1 - 1 there
+    assert "B -> B 2 p2 - 1, P -> B p1 p2, P -> P 2 p1 - 1" in docstring("cross_placement")
+
+
+def test_table_of_signatures_names_the_product_and_what_moves():
+    inputs = {sbp: {"sbp": sbp, "ranks": [0, 1], "shape": (4, 4), "item": 4} for sbp in atlas.SBPS}
+    for i, (x, cells) in enumerate(lookup("matmul_signatures").items()):
+        for j, (w, cell) in enumerate(zip(atlas.SBPS, cells)):
+            out = SIGNATURES["equal"][i][j]
+            moved = picture.rebox([inputs[x], inputs[w]], {"sbp": out})
+            words = [f"{name} to {one.new[0]}" for name, one in moved]
+            assert cell.replace("x or w to B", "w to B") == ", ".join([out, *words]), (x, w)
+    assert list(lookup("matmul_signatures")) == list(atlas.SBPS)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -80,13 +157,7 @@ def test_recipe_imports_nothing_of_ours(name):
 
 
 def test_recipes_share_one_frame():
-    frames = {name: source(name).split(FRAME)[1] for name in CASES}
-    local = "def held(tensor):", "def refusal(args):"
-    without_held = {
-        name: re.sub(f"{re.escape(local[0])}.*?{re.escape(local[1])}", "", frames[name], flags=re.S) for name in frames
-    }
-    assert len(set(without_held.values())) == 1
-    assert len({frames[name] for name in frames if name != "single_device"}) == 1
+    assert len({source(name).split(FRAME)[1] for name in CASES}) == 1
     heads = {source(name).split("import argparse")[1].split("WORLD_SIZES")[0] for name in CASES}
     assert len(heads) == 1
 

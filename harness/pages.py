@@ -1,0 +1,291 @@
+"""`launch.sh docs`: make docs/sbp-atlas.md, the pictures and the README's table of boxing costs from fresh runs."""
+
+import re
+import sys
+from pathlib import Path
+
+from harness import atlas, draw, picture, recipe, theory
+from harness.atlas import MATMULS, MODES, PAIRS
+from harness.pool import Pool
+
+ROOT = Path(__file__).resolve().parent.parent
+ATLAS, PICTURES = ROOT / "docs" / "sbp-atlas.md", ROOT / "docs" / "pictures"
+READMES = {"en": ROOT / "README.md", "zh": ROOT / "docs" / "README.zh-CN.md"}
+BEGIN, END = "<!-- boxing costs: ./launch.sh docs makes this table -->", "<!-- end of the table -->"
+HEADLINE = [  # each kind of conversion once: S(0) and S(1) differ only where both stand here
+    ("B", "B"),
+    ("B", "S(0)"),
+    ("B", "P"),
+    ("S(0)", "S(0)"),
+    ("S(0)", "S(1)"),
+    ("S(0)", "B"),
+    ("S(1)", "B"),
+    ("S(0)", "P"),
+    ("P", "P"),
+    ("P", "S(0)"),
+    ("P", "S(1)"),
+    ("P", "B"),
+]
+COLUMNS = {
+    "en": ["from → to", "collective", "same p ranks", "eager", "graph", "p1 → p2 other ranks", "eager", "graph"],
+    "zh": ["从 → 到", "集合通信", "同样的 p 个 rank", "eager", "graph", "p1 → 另外 p2 个 rank", "eager", "graph"],
+}
+SIZES = {"batch": 720, "in_features": 720, "out_features": 1440, "rows": 720, "columns": 1440}  # of what is drawn
+
+
+def units(number):
+    """A measured multiple of the tensor, two decimals; 0 means control traffic at most."""
+    return f"{number:.2f}" if number >= 0.02 else "0"
+
+
+def table(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
+
+
+def mark(text, deviates):
+    return f"**{text}**" if deviates else text
+
+
+def totals(found, placements, mode, pair):
+    """What a conversion sent on 2, 3 and 4 ranks; bold where it is not what theory says."""
+    cells = []
+    for source, target in placements.values():
+        sent = sum(found["conversions"][tuple(source), tuple(target), mode][pair])
+        cells.append(mark(units(sent), atlas.deviation(mode, source, target, *pair)))
+    return " · ".join(cells)
+
+
+def headline(found, language):
+    """The paper's table of boxing costs with a measured column for each mode beside each formula."""
+    rows = []
+    for old, new in HEADLINE:
+        row = [f"{old} → {new}", theory.collective(theory.Layout(old, [0, 1]), theory.Layout(new, [0, 1]))]
+        for which, placements in (("same", atlas.SAME), ("disjoint", atlas.DISJOINT)):
+            row += [atlas.formula_in_words(which, old, new)]
+            row += [totals(found, placements, mode, (old, new)) for mode in MODES]
+        rows.append(row)
+    return table(COLUMNS[language], rows)
+
+
+def readme(found, language):
+    """The README with its table made anew."""
+    before, rest = READMES[language].read_text().split(BEGIN)
+    return f"{before}{BEGIN}\n\n{headline(found, language)}\n{END}{rest.split(END)[1]}"
+
+
+def by_rank(sent):
+    return " ".join(units(one) for one in sent)
+
+
+def same_ranks(found):
+    rows = []
+    for old, new in PAIRS:
+        one = theory.collective(theory.Layout(old, [0, 1]), theory.Layout(new, [0, 1]))
+        row = [f"{old} → {new}", one, atlas.formula_in_words("same", old, new)]
+        rows.append(row + [totals(found, atlas.SAME, mode, (old, new)) for mode in MODES])
+    return table(["from → to", "collective", "formula", "eager, p = 2 · 3 · 4", "graph, p = 2 · 3 · 4"], rows)
+
+
+def other_ranks(found, source, target):
+    """Each rank's bytes for one pair of placements."""
+    rows = []
+    for old, new in PAIRS:
+        one = atlas.formula(source, target, old, new)
+        total = "0" if not one.total else f"{one.total:.3g}"
+        row = [f"{old} → {new}", one.collective, total]
+        for mode in MODES:
+            sent = found["conversions"][tuple(source), tuple(target), mode][old, new]
+            off = abs(sum(sent) - one.total) > 0.02 * one.total + 0.02
+            row += [mark(by_rank(sent), off)]
+        rows.append(row)
+    return table(["from → to", "kind", "formula, in all", "eager, by rank", "graph, by rank"], rows)
+
+
+def deviations():
+    """What OneFlow 0.9.0 does besides the formulas, one line for each reason."""
+    lines = {}
+    for (mode, which, old, new), (_, formula, why) in atlas.DEVIATIONS.items():
+        lines.setdefault((mode, which, formula, why), []).append(f"{old} → {new}")
+    where = {"same": "on the same ranks", "disjoint": "to other ranks"}
+    words = [
+        f"- {' and '.join(pairs)}, {mode}, {where[which]}: {formula}. The bytes fit this: {why}."
+        for (mode, which, formula, why), pairs in lines.items()
+    ]
+    return "\n".join(words) + "\n"
+
+
+def signatures(found):
+    rows = []
+    for x, w in PAIRS:
+        row = [f"{x} @ {w}", found["signatures"][2, "equal", "eager"][x, w][0]]
+        row.append(moved(found, "equal", x, w))
+        for mode in MODES:
+            size = 4 * 720 * 720
+            cells = [sum(found["signatures"][n, "equal", mode][x, w][1]) / size for n in atlas.SAME]
+            row.append(" · ".join(map(units, cells)))
+        for which in ("large x", "large w"):
+            row.append(f"{found['signatures'][2, which, 'eager'][x, w][0]}; {moved(found, which, x, w)}")
+        rows.append(row)
+    header = ["x @ w", "out", "what OneFlow moves", "eager, p = 2 · 3 · 4", "graph, p = 2 · 3 · 4"]
+    return table([*header, "x 3 times as large", "w 3 times as large"], rows)
+
+
+def moved(found, which, x, w):
+    """What was moved for a matmul, told from the SBP of its result."""
+    out = found["signatures"][2, which, "eager"][x, w][0]
+    inputs = [{"sbp": sbp, "ranks": [0, 1], "shape": shape, "item": 4} for sbp, shape in zip((x, w), MATMULS[which])]
+    return picture.in_words(picture.rebox(inputs, {"sbp": out})).replace("->", "→")
+
+
+def mesh(results):
+    """The moves of two_d_sbp.py on its mesh, measured."""
+    rows = []
+    for item in picture.drawing(results["eager"]):
+        if isinstance(item, picture.Move):
+            theirs = by_rank([item.by_rank[rank] / item.size for rank in range(4)]) if item.by_rank else "0 0 0 0"
+            rows.append(
+                [item.what, item.change or "", item.collective, theirs, by_rank([s / item.size for s in item.sent])]
+            )
+    return table(["step", "from → to", "collective", "formula, by rank", "eager, by rank"], rows)
+
+
+def graph_total(results):
+    """One line on what the graph of a recipe sent, against the formula."""
+    [call] = [item for item in picture.drawing(results["graph"]) if isinstance(item, picture.Move) and item.sent]
+    return f"{sum(call.sent) / call.formula:.2f}"
+
+
+PAGE = """# SBP atlas
+
+What happens between two layouts of a tensor: which collective runs and how many bytes leave the ranks, in theory and
+measured. `./launch.sh docs` makes this page from runs on CPU ranks of one machine, and a test makes it again and fails
+if it differs by more than 2 %. All numbers are multiples of the tensor's size T, of a float32 tensor of {shape}
+(T = {megabytes} MB); 0 means at most OneFlow's own messages, some kilobytes. **Bold** is what differs from theory.
+
+Theory is table 2 of J. Yuan et al., "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch",
+arXiv:2110.15032, the same as in OneFlow's `core/framework/sbp_infer_util.cpp`; [theory.py](../harness/theory.py) counts
+it from the blocks that the ranks hold. To measure a layout of yours: `./launch.sh bytes mine.py`.
+
+## The same ranks
+
+p ranks hold the tensor before and after; each of them sends 1/p of what the table says. What each holds, on 2 ranks:
+
+![sbp_conversions.py](pictures/sbp_conversions.svg)
+
+{same}
+What differs from theory on OneFlow 0.9.0:
+
+{deviations}
+Of a P that came from B or S the ranks hold, each in full shape: from B the whole on the first rank, zeros on the others;
+from S in eager mode each its own block, zeros around it; from S in a graph the same as from B.
+
+## Other ranks
+
+The p1 ranks that hold the tensor before are none of the p2 ranks that hold it after.
+
+![cross_placement.py](pictures/cross_placement.svg)
+
+{disjoint}
+## Overlapping ranks
+
+The paper has no formula for placements that share some ranks. The column counts what it would take if each rank got just
+what it lacks of its new block, and a P were reduce-scattered among the new ranks first.
+
+{overlapping}
+## Matmul signatures
+
+A matmul has six legal signatures of x, w and out. For the other ten pairs OneFlow moves an input first, without a word:
+the bytes show it. Which one depends on the sizes, so the last two columns name out, and the move, for a larger x or w.
+Numbers are multiples of x where x and w are of one size, 720 x 720; all ranks together.
+
+![matmul_signatures.py](pictures/matmul_signatures.svg)
+
+{signatures}
+Where eager is more than graph, what moves comes from or goes to S(1), at the price of one more all-to-all, as above.
+S(1) @ B and B @ S(0) could run as S(1) @ S(0) with a local slice and no byte; OneFlow 0.9.0 pays an all-to-all instead.
+
+## A mesh of 2 x 2 ranks
+
+On a mesh a tensor has one SBP for each axis, and a collective runs along one axis, between the ranks of each line.
+
+![two_d_sbp.py](pictures/two_d_sbp.svg)
+
+{mesh}
+In a graph these moves together send {mesh_graph} of what the formulas say: there S(1) costs no all-to-all.
+"""
+
+
+def page(found, runs):
+    whole = 4 * atlas.SHAPE[0] * atlas.SHAPE[1] / 1e6
+    others = [*atlas.DISJOINT.values()], [pair for pairs in atlas.OVERLAPPING.values() for pair in pairs]
+    tables = ["".join(f"### {a} → {b}\n\n{other_ranks(found, a, b)}\n" for a, b in group) for group in others]
+    return PAGE.format(
+        shape=" x ".join(map(str, atlas.SHAPE)),
+        megabytes=f"{whole:.1f}",
+        same=same_ranks(found),
+        deviations=deviations(),
+        disjoint=tables[0],
+        overlapping=tables[1],
+        signatures=signatures(found),
+        mesh=mesh(runs["two_d_sbp"]),
+        mesh_graph=graph_total(runs["two_d_sbp"]),
+    )
+
+
+def measured():
+    """All that the pages need, measured on pools of its own."""
+    pools = {}
+    try:
+        return tuple(part(lambda n: pools.setdefault(n, Pool(n))) for part in (recipe_runs, atlas.measured))[::-1]
+    finally:
+        for one in pools.values():
+            one.close()
+
+
+def recipe_runs(pools):
+    """The ledger of every recipe at sizes that are worth measuring, on its own number of ranks, by name and mode."""
+    runs = {}
+    for path in sorted(recipe.RECIPES.glob("*.py")):
+        given = {name: SIZES[name] for name in recipe.entry(path) if name in SIZES}
+        if path.stem == "matmul_signatures":
+            given["out_features"] = given["in_features"]
+        pool = pools(recipe.world_sizes(path)[0])
+        ledger = str(recipe.HARNESS / "ledger.py") + ":measure"
+        runs[path.stem] = {mode: pool.call(ledger, path=str(path), graph=mode == "graph", **given) for mode in MODES}
+    return runs
+
+
+def made(found, runs):
+    """Every file that is made, as path -> text."""
+    files = {ATLAS: page(found, runs), **{path: readme(found, language) for language, path in READMES.items()}}
+    for name, results in runs.items():
+        files[PICTURES / f"{name}.svg"] = draw.as_svg(picture.drawing(results["eager"]), f"{name}.py")
+    return files
+
+
+def differs(old, new):
+    """The first place where two texts differ, numbers with two decimals by more than 2 %; None if there is none."""
+    number = re.compile(r"\d+\.\d\d\b")
+    for line, (one, other) in enumerate(zip(old.splitlines() + [""], new.splitlines() + [""]), 1):
+        pairs = list(zip(number.findall(one), number.findall(other)))
+        near = all(abs(float(a) - float(b)) <= 0.02 * float(a) + 0.011 for a, b in pairs)
+        if number.sub("#", one) != number.sub("#", other) or not near:
+            return f"line {line}: {one!r} is now {other!r}"
+    return None if old.count("\n") == new.count("\n") else "the number of lines"
+
+
+def main():
+    print("measuring every conversion, every matmul signature and every recipe: 2 minutes", flush=True)
+    files = made(*measured())
+    PICTURES.mkdir(exist_ok=True)
+    for path, text in files.items():
+        old = path.read_text() if path.exists() else ""
+        if differs(old, text):
+            path.write_text(text)
+        print(f"{path.relative_to(ROOT)}: {'made anew' if differs(old, text) else 'as it was'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""`launch.sh show` and `launch.sh bytes`: run a script's entry on all ranks, measured, and draw or list what moved."""
+
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness import draw, recipe
+from harness.launch import BAD_INPUT, BadInput, Parser, checked, say
+from harness.picture import Move, drawing
+from harness.pool import Pool, PoolError
+
+MEASURE = str(recipe.HARNESS / "ledger.py") + ":measure"
+CONTROL = 1e6  # bytes of a tensor below which OneFlow's own messages show beside its content
+
+
+def arguments_of(script, arguments):
+    """What the command line says for the parameters of the script's entry. Raises BadInput."""
+    try:
+        parameters = recipe.entry(script)
+    except ValueError as error:
+        raise BadInput(f"{script}: {error}") from None
+    parser = Parser(prog=str(script), add_help=False, allow_abbrev=False)
+    for name, default in parameters.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(default, bool):
+            parser.add_argument(option, action="store_true", default=default)
+        elif isinstance(default, tuple):
+            parser.add_argument(option, type=type(default[0]) if default else int, nargs="+", default=default)
+        elif isinstance(default, (int, float, str)):
+            parser.add_argument(option, type=type(default), default=default)
+    try:
+        return vars(parser.parse_args(arguments))
+    except BadInput as error:
+        known = " ".join(f"--{name.replace('_', '-')}" for name in parameters) or "none"
+        raise BadInput(f"{script}: {str(error).split(';')[0]}; the parameters of its run are {known}") from None
+
+
+def measured(command, arguments):
+    """(the options, the items to draw, bytes that each rank sent outside the steps). Raises BadInput, PoolError."""
+    options = checked(arguments)
+    given = arguments_of(options.script, options.arguments)
+    with Pool(options.nproc_per_node, options.timeout or 1e9) as pool:
+        results = pool.call(MEASURE, path=str(Path(options.script).resolve()), **given)
+    refusal = results[0].get("refusal")
+    if refusal:
+        raise BadInput(f"{options.script}: {refusal}")
+    return options, drawing(results), [result["outside"] for result in results]
+
+
+def main(command, arguments):
+    """Run `launch.sh show` or `launch.sh bytes` with these arguments; returns the exit code."""
+    try:
+        options, items, outside = measured(command, arguments)
+    except BadInput as error:
+        say(str(error))
+        return BAD_INPUT
+    except PoolError as error:
+        say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if sys.stdout.isatty():
+        FORMS[command](Console(highlight=False), options, items, outside)
+    else:  # by default wide enough for any table, and no spaces at the end of lines
+        console = Console(highlight=False, width=int(os.environ.get("COLUMNS", 160)))
+        with console.capture() as captured:
+            FORMS[command](console, options, items, outside)
+        print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    return 0
+
+
+def title(options):
+    return f"{options.script} {' '.join(options.arguments)}".strip() + f" on {options.nproc_per_node} ranks"
+
+
+def show(console, options, items, outside):
+    console.print(Text(title(options), "bold"))
+    draw.on_terminal(console, items)
+    hint(console, items)
+
+
+def hint(console, items):
+    moves = [item for item in items if isinstance(item, Move) and item.formula]
+    if any(move.size < CONTROL for move in moves):
+        console.print(
+            Text(
+                "\nTensors under 1 MB: OneFlow's own messages show beside their content. Give larger sizes, as options "
+                "of the script, to compare with the formulas.",
+                "dim",
+            )
+        )
+
+
+def list_bytes(console, options, items, outside):
+    moves = [item for item in items if isinstance(item, Move)]
+    table = Table(title=f"bytes that leave each rank: {title(options)}", title_justify="left", expand=False)
+    for name in ("line", "step", "collective"):
+        table.add_column(name, overflow="fold")
+    for name in (*(f"rank {rank}" for rank in range(len(outside))), "all ranks", "formula", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for move in moves:
+        table.add_row(*row(move, len(outside)))
+    table.add_section() if hasattr(table, "add_section") else None
+    making = [f"{sent:,}" for sent in outside]
+    table.add_row("", "between the steps: making tensors, building graphs", "", *making, f"{sum(outside):,}", "", "")
+    console.print(table)
+    hint(console, items)
+
+
+def row(move, world_size):
+    line = str(move.line) if move.line else ""
+    change = f" ({move.change})" if move.change and move.change != move.collective else ""
+    formula = "" if move.formula is None else f"{move.formula:,.0f}"
+    if move.sent is None:  # a boxing in a graph, which is measured as a whole
+        return [line, f"  {move.what}{change}", move.collective, *[""] * world_size, "", formula, ""]
+    total = sum(move.sent)
+    ratio = f"{total / move.formula:.3f}" if move.formula and move.size >= CONTROL else ""
+    return [
+        line,
+        move.what + change,
+        move.collective,
+        *(f"{sent:,}" for sent in move.sent),
+        f"{total:,}",
+        formula,
+        ratio,
+    ]
+
+
+FORMS = {"show": show, "bytes": list_bytes}

@@ -1,0 +1,145 @@
+"""What moves, in bytes: theory against the paper's formulas, OneFlow against theory, the pages against a fresh run."""
+
+import pytest
+
+from harness import atlas, pages, picture, theory
+from harness.recipe import entry, world_sizes
+from tests.cases import CASES, PROVEN, RECIPES, SIGNATURES
+from tests.ladder import Checks
+
+LEDGER = str(pages.recipe.HARNESS / "ledger.py")
+CONTROL = 40_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together
+
+
+@pytest.fixture(scope="session")
+def found(pools):
+    return atlas.measured(pools)
+
+
+@pytest.fixture(scope="session")
+def runs(pools):
+    return pages.recipe_runs(pools)
+
+
+def near(sent, wanted, *what):
+    """Within 2 % of the formula at 1 MB and above; below that, and where it is nothing, but for control traffic."""
+    Checks.that(abs(sent - wanted) <= 0.02 * wanted + CONTROL * (wanted < 1e6), *what, "sent", sent, "not", wanted)
+
+
+@pytest.mark.parametrize("which, ranks", [("same", atlas.SAME), ("disjoint", atlas.DISJOINT)])
+def test_theory_is_that_of_the_paper(which, ranks):
+    for old, new in atlas.PAIRS:
+        for source, target in [*ranks.values(), *(([0, 1, 2], [3, 4, 5, 6]) for _ in [0] if which == "disjoint")]:
+            p = {"p": len(source), "p1": len(source), "p2": len(target)}
+            formula = atlas.formula_in_words(which, old, new).replace("2(", "2*(")
+            one = atlas.formula(source, target, old, new, shape=(12, 24))
+            Checks.that(abs(one.total - eval(formula, p)) < 1e-9, which, old, new, source, target, one)
+            if one.by_rank is not None:
+                Checks.that(abs(sum(one.by_rank.values()) - one.total) < 1e-9, which, old, new, one)
+
+
+def test_theory_of_uneven_blocks_and_meshes():
+    def total(shape, old, ranks, new, new_ranks=None):
+        return theory.boxing(shape, theory.Layout(old, ranks), theory.Layout(new, new_ranks or ranks)).total
+
+    assert total((5, 1), "S(0)", [0, 1], "B") == 5  # 2 rows one way, 3 the other
+    assert total((5, 4), "S(0)", [0, 1], "S(1)") == 2 * 2 + 3 * 2
+    assert total((4, 4), "S(0)", [0, 1], "S(0)", [1, 2]) == 16  # every row goes on by one rank
+    assert total((4, 4), "B", [0, 1], "B", [1, 2]) == 16
+    mesh = [[0, 1], [2, 3]]
+    assert total((4, 4), "S(0), B", mesh, "B, B") == 8 * 4
+    assert total((4, 4), "P, S(0)", mesh, "B, S(0)") == 2 * 8 * 2
+    assert total((4, 4), "P, P", mesh, "B, B") is None  # along both axes: no formula
+
+
+@pytest.mark.parametrize("mode", atlas.MODES)
+@pytest.mark.parametrize("n", atlas.SAME)
+def test_conversions_send_what_theory_says_or_what_is_known(found, n, mode):
+    whole = 4 * atlas.SHAPE[0] * atlas.SHAPE[1]
+    for source, target in (atlas.SAME[n], atlas.DISJOINT[n]):
+        for old, new in atlas.PAIRS:
+            sent = [whole * one for one in found["conversions"][tuple(source), tuple(target), mode][old, new]]
+            wanted = 4 * atlas.expected(mode, atlas.SHAPE, (old, source), (new, target))
+            what = (n, mode, old, source, "->", new, target)
+            near(sum(sent), wanted, *what)
+            by_rank = atlas.formula(source, target, old, new).by_rank
+            if source == target:
+                by_rank = dict.fromkeys(source, wanted / whole / n)  # whatever the total is, all send the same
+            elif (mode, "disjoint", old, new) in atlas.DEVIATIONS:
+                by_rank = None
+            for rank in by_rank or {}:
+                near(sent[rank], whole * by_rank[rank], *what, f"rank {rank}")
+
+
+@pytest.mark.parametrize("which", atlas.MATMULS)
+def test_matmuls_send_what_moving_an_input_takes(found, which):
+    for n, mode in ((n, mode) for n in atlas.SAME for mode in atlas.MODES if (n, which, mode) in found["signatures"]):
+        ranks = list(range(n))
+        for (x, w), (out, sent) in found["signatures"][n, which, mode].items():
+            i, j = atlas.SBPS.index(x), atlas.SBPS.index(w)
+            Checks.equal(out, SIGNATURES[which][i][j], n, which, mode, x, "@", w, "SBP")
+            shapes = atlas.MATMULS[which]
+            inputs = [{"sbp": sbp, "ranks": ranks, "shape": shape, "item": 4} for sbp, shape in zip((x, w), shapes)]
+            moved = picture.rebox(inputs, {"sbp": out})
+            Checks.equal(not moved, (x, w) in picture.MATMUL, n, which, mode, x, "@", w, "is legal")
+            wanted = sum(4 * atlas.expected(mode, one.shape, one.old, one.new) for _, one in moved)
+            near(sum(sent), wanted, n, which, mode, x, "@", w)
+
+
+def at_a_megabyte(name):
+    """Sizes at which every tensor of a recipe that moves has about 1 MB or more, divisible by 2, 3 and 4."""
+    sizes = {name: pages.SIZES[name] for name in entry(RECIPES / f"{name}.py") if name in pages.SIZES}
+    return {**sizes, "in_features": 360} if "batch" in sizes else sizes
+
+
+SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serves several: the atlas takes them apart
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", CASES)
+def test_ledger_of_every_recipe(pools, name, graph):
+    path = RECIPES / f"{name}.py"
+    sizes = [n for n in PROVEN if n in world_sizes(path)]
+    for n in sizes[:1] if name in (*SHARED, "matmul_signatures") else sizes:  # the atlas measures these on each n
+        results = pools(n).call(f"{LEDGER}:measure", path=str(path), graph=graph, **at_a_megabyte(name))
+        moves = [item for item in picture.drawing(results) if isinstance(item, picture.Move) and item.sent]
+        Checks.equal(bool(graph), any(move.what.startswith("a call of") for move in moves), name, "runs in a graph")
+        for move in moves:
+            what = (name, n, move.what, move.change)
+            if move.boxings is None:
+                Checks.equal(move.change.split(" -> ")[0], "local", *what)
+                continue
+            mode = "graph" if move.what.startswith("a call of") else "eager"
+            known = sum(one.item * atlas.expected(mode, one.shape, one.old, one.new) for one in move.boxings)
+            if mode == "graph" and name in SHARED:
+                Checks.that(sum(move.sent) <= 1.02 * known, *what, "sent", move.sent, "more than", known)
+                continue
+            near(sum(move.sent), known, *what)
+            if move.by_rank and all(where(mode, one) not in atlas.DEVIATIONS for one in move.boxings):
+                for rank, sent in move.by_rank.items():
+                    near(move.sent[rank], sent * known / move.formula if known else 0, *what, f"rank {rank}")
+
+
+def where(mode, boxing):
+    """The key of a move in the table of deviations."""
+    (old, ranks), (new, new_ranks) = boxing.old, boxing.new
+    return (mode, atlas.kind(ranks, new_ranks), old, new) if "," not in old else None
+
+
+def test_pages_and_pictures_are_those_of_this_run(found, runs):
+    for path, text in pages.made(found, runs).items():
+        difference = pages.differs(path.read_text(), text)
+        assert difference is None, f"{path}: {difference}; ./launch.sh docs makes it anew"
+
+
+def test_difference_between_pages_is_seen():
+    page = "| P | 1.00 1.00 |\n| B | 0 |\n"
+    assert pages.differs(page, page) is None
+    assert pages.differs(page, page.replace("1.00 |", "1.01 |")) is None
+    for changed in (
+        page.replace("1.00 |", "1.05 |"),
+        page.replace("B", "S(0)"),
+        page.replace("0 |\n", "0.50 |\n"),
+        page + "x\n",
+    ):
+        assert pages.differs(page, changed)
