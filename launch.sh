@@ -9,13 +9,19 @@ Run a OneFlow script on several ranks of this machine, or the tests of the cookb
 
   ./launch.sh [option ...] SCRIPT [its arguments ...]
   ./launch.sh test [pytest's arguments ...]
+  ./launch.sh show [option ...] SCRIPT [its arguments ...]
+  ./launch.sh bytes [option ...] SCRIPT [its arguments ...]
   ./launch.sh mutate [recipe ...]
+  ./launch.sh docs
 
   ./launch.sh recipes/data_parallel.py                 on the recipe's own number of ranks
   ./launch.sh -n 4 recipes/data_parallel.py --graph    on 4 ranks, inside an nn.Graph
   ./launch.sh -n 3 ~/mine.py --my-option               a script of yours: same start, same protection
+  ./launch.sh show recipes/row_parallel.py             draw what each rank holds, and what moves in between
+  ./launch.sh bytes -n 4 ~/mine.py --graph             list what each step sends, of any script with an entry `run`
   ./launch.sh test -k pipeline                         some of the tests
   ./launch.sh mutate recipes/data_parallel.py          break the recipe in every way; the tests must see each
+  ./launch.sh docs                                     measure all again: docs/sbp-atlas.md, pictures, README's table
 
 options
   -n, --nproc_per_node N   number of ranks (default: the first of the script's WORLD_SIZES, else 2)

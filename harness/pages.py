@@ -177,8 +177,8 @@ p ranks hold the tensor before and after; each of them sends 1/p of what the tab
 What differs from theory on OneFlow 0.9.0:
 
 {deviations}
-Of a P that came from B or S the ranks hold, each in full shape: from B the whole on the first rank, zeros on the others;
-from S in eager mode each its own block, zeros around it; from S in a graph the same as from B.
+Of a P that came from B the first rank holds the whole and the others zeros; of one that came from S, in eager mode each
+rank its own block with zeros around it, and in a graph the same as from B.
 
 ## Other ranks
 
@@ -189,8 +189,8 @@ The p1 ranks that hold the tensor before are none of the p2 ranks that hold it a
 {disjoint}
 ## Overlapping ranks
 
-The paper has no formula for placements that share some ranks. The column counts what it would take if each rank got just
-what it lacks of its new block, and a P were reduce-scattered among the new ranks first.
+The paper has no formula for placements that share some ranks. The column counts what it would take if each rank got
+just what it lacks of its new block, and a P were reduce-scattered among the new ranks first.
 
 {overlapping}
 ## Matmul signatures
