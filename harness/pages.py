@@ -11,6 +11,7 @@ from harness.pool import Pool
 ROOT = Path(__file__).resolve().parent.parent
 ATLAS, PICTURES = ROOT / "docs" / "sbp-atlas.md", ROOT / "docs" / "pictures"
 READMES = {"en": ROOT / "README.md", "zh": ROOT / "docs" / "README.zh-CN.md"}
+LEDGER = str(recipe.HARNESS / "ledger.py") + ":measure"
 BEGIN, END = "<!-- boxing costs: ./launch.sh docs makes this table -->", "<!-- end of the table -->"
 HEADLINE = [  # each kind of conversion once: S(0) and S(1) differ only where both stand here
     ("B", "B"),
@@ -244,16 +245,17 @@ def measured():
 
 
 def recipe_runs(pools):
-    """The ledger of every recipe at sizes that are worth measuring, on its own number of ranks, by name and mode."""
-    runs = {}
-    for path in sorted(recipe.RECIPES.glob("*.py")):
-        given = {name: SIZES[name] for name in recipe.entry(path) if name in SIZES}
-        if path.stem == "matmul_signatures":
-            given["out_features"] = given["in_features"]
-        pool = pools(recipe.world_sizes(path)[0])
-        ledger = str(recipe.HARNESS / "ledger.py") + ":measure"
-        runs[path.stem] = {mode: pool.call(ledger, path=str(path), graph=mode == "graph", **given) for mode in MODES}
-    return runs
+    """The ledger of every recipe on its own number of ranks, by name and mode."""
+    sizes = {path: recipe.world_sizes(path)[0] for path in sorted(recipe.RECIPES.glob("*.py"))}
+    return {path.stem: {mode: recipe_run(pools(n), path, mode) for mode in MODES} for path, n in sizes.items()}
+
+
+def recipe_run(pool, path, mode):
+    """The ledger of one recipe at sizes that are worth measuring, by rank."""
+    given = {name: SIZES[name] for name in recipe.entry(path) if name in SIZES}
+    if path.stem == "matmul_signatures":
+        given["out_features"] = given["in_features"]
+    return pool.call(LEDGER, path=str(path), graph=mode == "graph", **given)
 
 
 def made(found, runs):

@@ -217,8 +217,6 @@ OWN_SIZES = {
     "matmul_signatures": {
         "even": {},
         "uneven": {"batch": 7, "in_features": 7, "out_features": 7, "seed": 1},
-        "large x": {"batch": 36, "in_features": 12, "out_features": 12},
-        "large w": {"batch": 12, "in_features": 12, "out_features": 36},
     },
 }
 PAIRS = {  # placements that are not the two halves, by world size
@@ -231,6 +229,8 @@ PAIRS = {  # placements that are not the two halves, by world size
 def sizes_of(name, n):
     """The arguments with which a recipe is proven on n ranks, by name."""
     sizes = OWN_SIZES.get(name, {"even": {}, "uneven": UNEVEN})
+    if name == "matmul_signatures" and n == 2:
+        sizes = {**sizes, "large x": {"batch": 36}, "large w": {"out_features": 36}}
     if name == "cross_placement":
         pairs = {pair: {"source": source, "target": target} for pair, (source, target) in PAIRS[n].items()}
         sizes = {**sizes, **pairs}

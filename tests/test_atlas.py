@@ -3,11 +3,10 @@
 import pytest
 
 from harness import atlas, pages, picture, theory
-from harness.recipe import entry, world_sizes
+from harness.recipe import world_sizes
 from tests.cases import CASES, PROVEN, RECIPES, SIGNATURES
 from tests.ladder import Checks
 
-LEDGER = str(pages.recipe.HARNESS / "ledger.py")
 CONTROL = 40_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together
 
 
@@ -18,7 +17,15 @@ def found(pools):
 
 @pytest.fixture(scope="session")
 def runs(pools):
-    return pages.recipe_runs(pools)
+    """A function from a recipe's name, a world size and a mode to what its ledger says; measured when first asked."""
+    known = {}
+
+    def run(name, n, mode):
+        if (name, n, mode) not in known:
+            known[name, n, mode] = pages.recipe_run(pools(n), RECIPES / f"{name}.py", mode)
+        return known[name, n, mode]
+
+    return run
 
 
 def near(sent, wanted, *what):
@@ -86,36 +93,29 @@ def test_matmuls_send_what_moving_an_input_takes(found, which):
             near(sum(sent), wanted, n, which, mode, x, "@", w)
 
 
-def at_a_megabyte(name):
-    """Sizes at which every tensor of a recipe that moves has about 1 MB or more, divisible by 2, 3 and 4."""
-    sizes = {name: pages.SIZES[name] for name in entry(RECIPES / f"{name}.py") if name in pages.SIZES}
-    return {**sizes, "in_features": 360} if "batch" in sizes else sizes
-
-
 SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serves several: the atlas takes them apart
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("mode", atlas.MODES)
 @pytest.mark.parametrize("name", CASES)
-def test_ledger_of_every_recipe(pools, name, graph):
+def test_ledger_of_every_recipe(runs, name, mode):
     path = RECIPES / f"{name}.py"
     sizes = [n for n in PROVEN if n in world_sizes(path)]
     for n in sizes[:1] if name in (*SHARED, "matmul_signatures") else sizes:  # the atlas measures these on each n
-        results = pools(n).call(f"{LEDGER}:measure", path=str(path), graph=graph, **at_a_megabyte(name))
-        moves = [item for item in picture.drawing(results) if isinstance(item, picture.Move) and item.sent]
-        Checks.equal(bool(graph), any(move.what.startswith("a call of") for move in moves), name, "runs in a graph")
+        moves = [item for item in picture.drawing(runs(name, n, mode)) if isinstance(item, picture.Move) and item.sent]
+        Checks.equal(mode == "graph", any(move.what.startswith("a call of") for move in moves), name, "runs in a graph")
         for move in moves:
             what = (name, n, move.what, move.change)
             if move.boxings is None:
                 Checks.equal(move.change.split(" -> ")[0], "local", *what)
                 continue
-            mode = "graph" if move.what.startswith("a call of") else "eager"
-            known = sum(one.item * atlas.expected(mode, one.shape, one.old, one.new) for one in move.boxings)
-            if mode == "graph" and name in SHARED:
+            how = "graph" if move.what.startswith("a call of") else "eager"
+            known = sum(one.item * atlas.expected(how, one.shape, one.old, one.new) for one in move.boxings)
+            if how == "graph" and name in SHARED:
                 Checks.that(sum(move.sent) <= 1.02 * known, *what, "sent", move.sent, "more than", known)
                 continue
             near(sum(move.sent), known, *what)
-            if move.by_rank and all(where(mode, one) not in atlas.DEVIATIONS for one in move.boxings):
+            if move.by_rank and all(where(how, one) not in atlas.DEVIATIONS for one in move.boxings):
                 for rank, sent in move.by_rank.items():
                     near(move.sent[rank], sent * known / move.formula if known else 0, *what, f"rank {rank}")
 
@@ -127,7 +127,9 @@ def where(mode, boxing):
 
 
 def test_pages_and_pictures_are_those_of_this_run(found, runs):
-    for path, text in pages.made(found, runs).items():
+    own = {name: world_sizes(RECIPES / f"{name}.py")[0] for name in CASES}
+    by_mode = {name: {mode: runs(name, n, mode) for mode in atlas.MODES} for name, n in own.items()}
+    for path, text in pages.made(found, by_mode).items():
         difference = pages.differs(path.read_text(), text)
         assert difference is None, f"{path}: {difference}; ./launch.sh docs makes it anew"
 
