@@ -112,19 +112,19 @@ def measured_on(pool):
     found = {"conversions": {}, "signatures": {}}
     for mode in MODES:
         graph = mode == "graph"
-        for source, target in [SAME[n], DISJOINT[n], *OVERLAPPING.get(n, [])]:
+        for number, (source, target) in enumerate([SAME[n], DISJOINT[n], *OVERLAPPING.get(n, [])]):
             ranks = {"source": source, "target": target}
             by_rank = pool.call(f"{ledger}:conversions", shape=SHAPE, graph=graph, **ranks)
             table = {pair: [sent[pair] / whole for sent in by_rank] for pair in PAIRS}
             found["conversions"][tuple(source), tuple(target), mode] = table
-            if graph:
+            if graph and number % 2:
                 pool.close()  # frees the memory of its graphs; the next call starts it anew
         for which in MATMULS if n == 2 and not graph else ["equal"]:
             x_shape, w_shape = MATMULS[which]
             by_rank = pool.call(f"{ledger}:signatures", x_shape=x_shape, w_shape=w_shape, graph=graph)
             table = {pair: (by_rank[0][pair][0], [sent[pair][1] for sent in by_rank]) for pair in PAIRS}
             found["signatures"][n, which, mode] = table
-        pool.close()
+    pool.close()
     return found
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from harness.pool import Pool
-from tests import test_official, test_set_up
+from tests import test_atlas, test_official, test_set_up
 from tests.ladder import Checks
 
 
@@ -22,7 +22,14 @@ def pytest_terminal_summary(terminalreporter):
 def early(request, tmp_path_factory):
     """Whole jobs by name, begun before the first test: they mostly wait, so other tests run beside them."""
     jobs = {}
-    for module in (test_official, test_set_up):
-        if any(item.module is module for item in request.session.items):
-            jobs.update(module.early_jobs(tmp_path_factory))
+    modules = {item.module for item in request.session.items}
+    for module in modules & {test_official, test_set_up}:
+        jobs.update(module.early_jobs(tmp_path_factory))
+    if any("found" in item.fixturenames for item in request.session.items):
+        jobs["atlas"] = test_atlas.measure_early()
     return jobs
+
+
+def pytest_collection_modifyitems(items):
+    """First those that start jobs of their own and mostly wait, last those that wait for what was begun early."""
+    items.sort(key=lambda item: ("found" in item.fixturenames, "pools" in item.fixturenames))

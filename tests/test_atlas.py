@@ -1,8 +1,11 @@
 """What moves, in bytes: theory against the paper's formulas, OneFlow against theory, the pages against a fresh run."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from harness import atlas, pages, picture, theory
+from harness.pool import Pool
 from harness.recipe import world_sizes
 from tests.cases import CASES, PROVEN, RECIPES, SIGNATURES
 from tests.ladder import Checks
@@ -10,9 +13,23 @@ from tests.ladder import Checks
 CONTROL = 40_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together
 
 
+def measure_early():
+    """Begin to measure the atlas, on pools of its own, which mostly wait; returns a Future."""
+    pools, thread = {}, ThreadPoolExecutor(1)
+
+    def measure():
+        try:
+            return atlas.measured(lambda n: pools.setdefault(n, Pool(n, timeout=120)))
+        finally:
+            for pool in pools.values():
+                pool.close()
+
+    return thread.submit(measure)
+
+
 @pytest.fixture(scope="session")
-def found(pools):
-    return atlas.measured(pools)
+def found(early):
+    return early["atlas"].result()
 
 
 @pytest.fixture(scope="session")
