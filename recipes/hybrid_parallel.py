@@ -8,7 +8,8 @@
     w1    (8, 3)                      nothing     nothing     columns 0-1    column 2       S(1)
     out1  (4, 3)                      nothing     nothing     columns 0-1    column 2       S(1)
 
-Moves: out0 S(0) on [0, 1] -> x1 B on [2, 3]: each row goes to two ranks, so 2 times its bytes in all.
+Moves: out0 S(0) on [0, 1] -> x1 B on [2, 3]: each row goes to two ranks, so 2 times its bytes in all. In a graph it
+       goes to one of them, as set_stage says, and an all-gather between ranks 2 and 3 does the rest.
 Run:   ./launch.sh recipes/hybrid_parallel.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 4 recipes/hybrid_parallel.py [--graph]
 Use it when no single way fits: small layers early (split the batch), big ones late (split the weight).

@@ -16,7 +16,8 @@ batch: a partial sum along axis 0, since the batch is split there, and split alo
 Trap:  swapped is placed on [[0, 3], [1, 2]], so ranks 0 and 3 should share rows 0-1. OneFlow 0.9.0 sorts the ranks and
        gives them to 0 and 1 (OneFlow issue 9727).
 Moves: gathered, an all-gather along axis 1: out/4 from each rank. reduced, an all-reduce along axis 0: partial/2.
-       scattered, a reduce-scatter along axis 0: partial/4.
+       scattered, a reduce-scatter along axis 0: partial/4. Eager mode pays half as much again for gathered and for
+       scattered, as for every S(1) -> B and P -> S(1); a graph does not.
 Run:   ./launch.sh recipes/two_d_sbp.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 4 recipes/two_d_sbp.py [--graph]
 Use it where the batch alone cannot feed all ranks: few ranks with fast links split the weight, the others the batch.

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 import sys
 import time
 
@@ -90,3 +91,13 @@ def read_on_rank_0(how):
     x = flow.ones(2, placement=flow.placement("cpu", [0, 1]), sbp=flow.sbp.partial_sum)
     if flow.env.get_rank() == 0:
         {"print": lambda: str(x), "numpy": x.numpy, "item": lambda: x.sum().item()}[how]()
+
+
+def crash(mark, times):
+    """Die of SIGSEGV as long as fewer than `times` have; each leaves a file in the folder `mark`."""
+    flow.comm.barrier()
+    if flow.env.get_rank() == 0 and len(os.listdir(mark)) < times:
+        open(os.path.join(mark, str(os.getpid())), "w").close()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    flow.comm.barrier()
+    return "well"

@@ -19,7 +19,7 @@ def measure_early():
 
     def measure():
         try:
-            return atlas.measured(lambda n: pools.setdefault(n, Pool(n, timeout=120)))
+            return atlas.measured(lambda n: pools.setdefault(n, Pool(n, timeout=120, repeat=True)))
         finally:
             for pool in pools.values():
                 pool.close()

@@ -57,3 +57,14 @@ def test_ranks_live_on_between_calls(pool):
 def test_missing_function_is_an_error_of_the_call(pool):
     with pytest.raises(PoolError, match="no_such_function"):
         pool.call(f"{ON_RANK}:no_such_function")
+
+
+@pytest.mark.parametrize("repeat, times, passes", [(True, 1, True), (True, 2, False), (False, 1, False)])
+def test_call_is_made_once_more_if_a_rank_died_of_sigsegv(tmp_path, repeat, times, passes):
+    with Pool(2, repeat=repeat) as pool:
+        if passes:
+            assert pool.call(f"{ON_RANK}:crash", mark=str(tmp_path), times=times) == ["well"] * 2
+        else:
+            with pytest.raises(PoolError, match=r"rank 0 of 2 died \(SIGSEGV\)"):
+                pool.call(f"{ON_RANK}:crash", mark=str(tmp_path), times=times)
+        assert len(pool.repeated) == int(repeat)
