@@ -1,7 +1,6 @@
 """The SBP atlas: every conversion and every matmul signature measured, and what each is expected to cost."""
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 from harness import theory
 from harness.recipe import HARNESS
@@ -99,16 +98,10 @@ def measured(pools):
     "signatures": {(n, which of MATMULS, mode): {(x, w): (out, [bytes sent by each rank])}}}.
     """
     found = {"conversions": {}, "signatures": {}}
-    with ThreadPoolExecutor() as together:  # mostly they wait for each other's ranks
-        for one in together.map(lambda n: measured_on(pools(n)), SAME):
-            for what, tables in one.items():
-                found[what].update(tables)
+    for n in SAME:
+        for what, tables in measured_on(pools(n)).items():
+            found[what].update(tables)
     return found
-
-
-def which_matmuls(n, mode):
-    """Those of MATMULS that are measured: on 2 ranks what depends on the sizes, on 4 what that costs there."""
-    return {2: [*MATMULS] if mode == "eager" else ["equal"], 3: [], 4: ["equal"]}[n]
 
 
 def measured_on(pool):
@@ -124,7 +117,7 @@ def measured_on(pool):
             found["conversions"][tuple(source), tuple(target), mode] = table
             if graph and number % 2:
                 pool.close()  # frees the memory of its graphs; the next call starts it anew
-        for which in which_matmuls(n, mode):
+        for which in MATMULS if n == 2 and not graph else ["equal"] if n == 2 else []:
             x_shape, w_shape = MATMULS[which]
             by_rank = pool.call(f"{ledger}:signatures", x_shape=x_shape, w_shape=w_shape, graph=graph)
             table = {pair: (by_rank[0][pair][0], [sent[pair][1] for sent in by_rank]) for pair in PAIRS}

@@ -31,7 +31,7 @@ def quiet_wchar():
     flow.comm.barrier()
     before, same = wchar(), 0
     while same < 2:
-        time.sleep(0.01)
+        time.sleep(0.005)
         now = wchar()
         before, same = now, same + 1 if now == before else 0
     flow.comm.barrier()

@@ -31,7 +31,7 @@ COLUMNS = {
     "en": ["from → to", "collective", "same p ranks", "eager", "graph", "p1 → p2 other ranks", "eager", "graph"],
     "zh": ["从 → 到", "集合通信", "同样的 p 个 rank", "eager", "graph", "p1 → 另外 p2 个 rank", "eager", "graph"],
 }
-SIZES = {"batch": 720, "in_features": 720, "out_features": 1440, "rows": 720, "columns": 1440}  # of what is drawn
+SIZES = {"batch": 480, "in_features": 720, "out_features": 1080, "rows": 480, "columns": 1080}  # of what is drawn
 
 
 def units(number):
@@ -122,13 +122,11 @@ def signatures(found):
         row = [f"{x} @ {w}", found["signatures"][2, "equal", "eager"][x, w][0]]
         row.append(moved(found, "equal", x, w))
         for mode in MODES:
-            size = 4 * 720 * 720
-            cells = [sum(found["signatures"][n, "equal", mode][x, w][1]) / size for n in (2, 4)]
-            row.append(" · ".join(map(units, cells)))
+            row.append(units(sum(found["signatures"][2, "equal", mode][x, w][1]) / (4 * 720 * 720)))
         for which in ("large x", "large w"):
             row.append(f"{found['signatures'][2, which, 'eager'][x, w][0]}; {moved(found, which, x, w)}")
         rows.append(row)
-    header = ["x @ w", "out", "what OneFlow moves", "eager, p = 2 · 4", "graph, p = 2 · 4"]
+    header = ["x @ w", "out", "what OneFlow moves", "eager", "graph"]
     return table([*header, "x 3 times as large", "w 3 times as large"], rows)
 
 
@@ -198,7 +196,7 @@ just what it lacks of its new block, and a P were reduce-scattered among the new
 
 A matmul has six legal signatures of x, w and out. For the other ten pairs OneFlow moves an input first, without a word:
 the bytes show it. Which one depends on the sizes, so the last two columns name out, and the move, for a larger x or w.
-Numbers are multiples of x where x and w are of one size, 720 x 720; all ranks together.
+Numbers are multiples of x where x and w are of one size, 720 x 720; both of 2 ranks together.
 
 ![matmul_signatures.py](pictures/matmul_signatures.svg)
 
@@ -256,7 +254,7 @@ def recipe_run(pool, path, mode):
     """The ledger of one recipe at sizes that are worth measuring, by rank."""
     given = {name: SIZES[name] for name in recipe.entry(path) if name in SIZES}
     if path.stem == "matmul_signatures":
-        given["out_features"] = given["in_features"]
+        given = dict.fromkeys(given, SIZES["in_features"])  # x and w of one size
     return pool.call(LEDGER, path=str(path), graph=mode == "graph", **given)
 
 

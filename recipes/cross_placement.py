@@ -142,7 +142,7 @@ def main():
         parser.exit(2, f"{parser.prog}: {reason}\n")
 
     tensors = run(**vars(args))
-    width = max(8, *(len(name) + 1 for name in tensors))
+    width = max(8, *(len(name) + 2 for name in tensors))
     for rank in range(flow.env.get_world_size()):
         if rank == flow.env.get_rank():
             for name, tensor in tensors.items():

@@ -221,7 +221,7 @@ OWN_SIZES = {
 }
 PAIRS = {  # placements that are not the two halves, by world size
     2: {"growing": ((0,), (0, 1)), "shrinking": ((0, 1), (0,))},
-    3: {"one to one": ((0,), (1,)), "overlapping": ((0, 1), (1, 2)), "two to one": ((0, 1), (2,))},
+    3: {"overlapping": ((0, 1), (1, 2)), "two to one": ((0, 1), (2,))},
     4: {"growing": ((0, 1), (0, 1, 2, 3)), "shrinking": ((0, 1, 2, 3), (0, 1)), "overlapping": ((0, 1, 2), (1, 2, 3))},
 }
 

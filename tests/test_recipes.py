@@ -1,29 +1,55 @@
 """Every recipe, eager and graph, at every world size that it accepts: values, shards, SBP, placement, operations."""
 
+import shutil
+
 import numpy as np
 import pytest
 
 from harness.recipe import world_sizes
-from tests.cases import CASES, PROVEN, RECIPES, run_id, runs
+from tests.cases import CASES, RECIPES, ROOT, run_id, runs, sizes_of
 from tests.ladder import OBSERVE, Checks, climb
+
+ON_RANK = str(ROOT / "tests" / "on_rank.py")
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """What the ladder saw of each run, so that no other test has to run it again."""
+    return {}
 
 
 @pytest.mark.parametrize("run", runs(), ids=run_id)
-def test_proof_ladder(pools, run):
+def test_proof_ladder(pools, seen, run):
     name, n, graph, sizes = run
-    climb(pools(n), RECIPES / f"{name}.py", name, graph, sizes)
+    seen[run] = climb(pools(n), RECIPES / f"{name}.py", name, graph, sizes)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_graph_equals_eager_bit_by_bit(pools, name):
-    n = max(n for n in PROVEN if n in world_sizes(RECIPES / f"{name}.py"))
-    case, path = CASES[name](n, seed=3), str(RECIPES / f"{name}.py")
-    eager, graph = (pools(n).call(OBSERVE, path=path, graph=mode, seed=3) for mode in (False, True))
+@pytest.mark.parametrize("run", [run for run in runs() if run[2]], ids=run_id)
+def test_graph_equals_eager_bit_by_bit(pools, seen, run):
+    name, n, _, sizes = run
+    arguments = sizes_of(name, n)[sizes]
+    case, path = CASES[name](n, **arguments), str(RECIPES / f"{name}.py")
+    eager, graph = (
+        seen.get((name, n, mode, sizes)) or pools(n).call(OBSERVE, path=path, graph=mode, **arguments)
+        for mode in (False, True)
+    )
     for rank in range(n):
         for tensor, found in eager[rank]["tensors"].items():
             off = np.abs(found["value"] - graph[rank]["tensors"][tensor]["value"])
             allowed = 2 * case.values[tensor].bound if tensor in case.added else 0
             Checks.that((off <= allowed).all(), rank, tensor, "differ by", off.max())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--graph"]], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", CASES)
+def test_main_of_every_recipe_says_that_it_is_right(pools, name, arguments, tmp_path):
+    path = shutil.copy(RECIPES / f"{name}.py", tmp_path)
+    n = world_sizes(path)[0]
+    for rank, (code, out, err) in enumerate(pools(n).call(f"{ON_RANK}:main_of", path=path, arguments=arguments)):
+        *lines, last = out.splitlines() + [""] * (rank > 0)
+        assert (code, err) == (0, "")
+        assert last.startswith("equal to the single-device values: largest difference " if rank == 0 else "")
+        assert [line.split(": ")[1].split("  ")[0] for line in lines] == list(CASES[name](n).layout)
 
 
 def test_every_recipe_has_a_case():
