@@ -20,11 +20,14 @@ GRACE = 0.5  # seconds that the other ranks get to answer once one has failed
 
 
 class PoolError(Exception):
-    """A call failed; the text says on which rank and how. rank: that rank; signal: what it died of, or None."""
+    """A call failed; the text says on which rank and how.
 
-    def __init__(self, rank, text, signal=None):
+    rank: that rank; signal: what it died of, or None; hung: whether the time for an answer was over.
+    """
+
+    def __init__(self, rank, text, signal=None, hung=False):
         super().__init__(text)
-        self.rank, self.signal = rank, signal
+        self.rank, self.signal, self.hung = rank, signal, hung
 
 
 def send(connection, value):
@@ -152,7 +155,9 @@ class Pool:
             time.sleep(0.3)
             where = "\n".join(f"rank {rank}:\n{self._log(rank)}" for rank in waiting)
             rank, text = waiting[0], f"gave no answer in {self.timeout:g} s; it waits here:\n{where}"
-        return PoolError(rank, f"{function}: rank {rank} of {self.world_size} {text}", died_of)
+        return PoolError(
+            rank, f"{function}: rank {rank} of {self.world_size} {text}", died_of, hung=not failed and not dead
+        )
 
     def _log(self, rank):
         """The last lines that a rank wrote to its standard output and error."""

@@ -1,6 +1,7 @@
 """`launch.sh show` and `launch.sh bytes`: run a script's entry on all ranks, measured, and draw or list what moved."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness import draw, recipe
-from harness.launch import BAD_INPUT, BadInput, Parser, checked, say
+from harness.launch import BAD_INPUT, TIME_LIMIT_REACHED, BadInput, Parser, checked, say
 from harness.picture import Move, drawing
 from harness.pool import Pool, PoolError
 
@@ -53,6 +54,8 @@ def measured(command, arguments):
 
 def main(command, arguments):
     """Run `launch.sh show` or `launch.sh bytes` with these arguments; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # on its way out the pool ends its ranks
     try:
         options, items, outside = measured(command, arguments)
     except BadInput as error:
@@ -60,9 +63,7 @@ def main(command, arguments):
         return BAD_INPUT
     except PoolError as error:
         say(str(error))
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        return TIME_LIMIT_REACHED if error.hung else 128 + error.signal if error.signal else 1
     if sys.stdout.isatty():
         FORMS[command](Console(highlight=False), options, items, outside)
     else:  # by default wide enough for any table, and no spaces at the end of lines

@@ -3,12 +3,14 @@
 import os
 import pty
 import re
+import signal
 import subprocess
+import time
 
 import pytest
 
 from tests.cases import ROOT
-from tests.jobs import LAUNCH, launch
+from tests.jobs import LAUNCH, Run, launch
 
 OWN = """
 import numpy as np
@@ -138,3 +140,14 @@ def test_terminal_gets_colour_and_narrow_ones_wrap_and_old_ones_get_ascii():
     assert "\x1b[3" not in plain
     assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line).rstrip()) for line in plain.splitlines()) <= 40
     assert "█" not in on_a_terminal(80, PYTHONIOENCODING="ascii")
+
+
+def test_time_limit_and_ctrl_c_end_every_rank(tmp_path):
+    (tmp_path / "mine.py").write_text("import time\ndef run(a=1):\n    print('here', flush=True); time.sleep(60)")
+    job = launch("show", "-n", 2, "--timeout", 1, "mine.py", cwd=tmp_path)
+    assert job.code == 124 and "gave no answer in 1 s" in job.err and 'mine.py", line 3 in run' in job.err
+    job = Run(LAUNCH, "bytes", "-n", 2, "mine.py", cwd=tmp_path)
+    while len(job.alive()) < 3:  # the command and two ranks
+        time.sleep(0.05)
+    os.kill(job.process.pid, signal.SIGINT)
+    assert job.wait().code == 128 + signal.SIGINT and job.all_gone()
