@@ -24,7 +24,10 @@ def main():
         from harness import show
 
         return show.main(*arguments[:1], arguments[1:])
-    if arguments == ["docs"]:
+    if arguments[:1] == ["docs"]:
+        if arguments[1:]:
+            launch.say("docs takes no arguments: type ./launch.sh docs")
+            return launch.BAD_INPUT
         from harness import pages
 
         return pages.main()

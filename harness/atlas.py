@@ -117,7 +117,7 @@ def measured_on(pool):
             found["conversions"][tuple(source), tuple(target), mode] = table
             if graph and number % 2:
                 pool.close()  # frees the memory of its graphs; the next call starts it anew
-        for which in MATMULS if n == 2 and not graph else ["equal"] if n == 2 else []:
+        for which in {(2, "eager"): list(MATMULS), (2, "graph"): ["equal"]}.get((n, mode), []):
             x_shape, w_shape = MATMULS[which]
             by_rank = pool.call(f"{ledger}:signatures", x_shape=x_shape, w_shape=w_shape, graph=graph)
             table = {pair: (by_rank[0][pair][0], [sent[pair][1] for sent in by_rank]) for pair in PAIRS}

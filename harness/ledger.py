@@ -79,7 +79,8 @@ class Ledger:
                 result, sent = sent_by(lambda: function(*arguments, **named))
             finally:
                 self.inside = False
-            self.note(what, sent, tensors, tensors_in(result))
+            turned = [bool(named.get(name, False)) for name in ("transpose_a", "transpose_b")]
+            self.note(what, sent, tensors, tensors_in(result), transposed=turned)
             return result
 
         return call

@@ -124,7 +124,7 @@ def moves_of(step, sent, names):
     x, size = inputs[0], int(np.prod(inputs[0]["shape"])) * inputs[0]["item"]
     if step["what"] == "matmul":
         what = f"{called[0]} @ {called[1]}" + (f" = {called[2]}" if called[2] != "·" else "")
-        boxings = rebox(inputs, out)
+        boxings = rebox(inputs, out, step["transposed"])
         return [Move(what, line, size, sent, boxings and [one for _, one in boxings], collective=in_words(boxings))]
     what = f"{called[0]} -> {called[1]}" if called[:2] != ["·", "·"] else step["text"]
     if x["sbp"] == "local":
@@ -141,18 +141,22 @@ def short(op):
     return re.sub(r"^module[.-]|-\d+$", "", op).replace("hierarchical_parallel_cast", "to_global")
 
 
-def rebox(inputs, out):
+def rebox(inputs, out, transposed=(False, False)):
     """What OneFlow had to move for a matmul of two matrices with this result: [("x" or "w", Boxing)].
 
-    That way of all that lead to the SBP of the result which costs least. None if it is not known.
+    That way of all that lead to the SBP of the result which costs least. None if it is not known: for other tensors
+    than matrices, on a mesh, or where x or w is transposed by the matmul, unless the pair is a legal signature.
     """
     x, w = inputs[:2]
     if "local" in (x["sbp"], w["sbp"]):
         return []
-    axes = [tensor["sbp"].split(", ") for tensor in (x, w)]
+    if len(x["shape"]) != 2 or len(w["shape"]) != 2 or x["ranks"] != w["ranks"]:
+        return None
+    turn = {ord("0"): "1", ord("1"): "0"}
+    axes = [(t["sbp"].translate(turn) if turned else t["sbp"]).split(", ") for t, turned in zip((x, w), transposed)]
     if all(pair in MATMUL for pair in zip(*axes)):
         return []
-    if len(axes[0]) > 1 or len(x["shape"]) != 2 or len(w["shape"]) != 2 or x["ranks"] != w["ranks"]:
+    if len(axes[0]) > 1 or any(transposed):
         return None
     ways = []
     for sbps in (sbps for sbps, product in MATMUL.items() if product == out["sbp"]):

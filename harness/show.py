@@ -40,7 +40,7 @@ def arguments_of(script, arguments):
         raise BadInput(f"{script}: {str(error).split(';')[0]}; the parameters of its run are {known}") from None
 
 
-def measured(command, arguments):
+def measured(arguments):
     """(the options, the items to draw, bytes that each rank sent outside the steps). Raises BadInput, PoolError."""
     options = checked(arguments)
     given = arguments_of(options.script, options.arguments)
@@ -57,7 +57,7 @@ def main(command, arguments):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))  # on its way out the pool ends its ranks
     try:
-        options, items, outside = measured(command, arguments)
+        options, items, outside = measured(arguments)
     except BadInput as error:
         say(str(error))
         return BAD_INPUT
@@ -105,7 +105,7 @@ def list_bytes(console, options, items, outside):
         table.add_column(name, justify="right", no_wrap=True)
     for move in moves:
         table.add_row(*row(move, len(outside)))
-    table.add_section() if hasattr(table, "add_section") else None
+    table.add_section()
     making = [f"{sent:,}" for sent in outside]
     table.add_row("", "between the steps: making tensors, building graphs", "", *making, f"{sum(outside):,}", "", "")
     console.print(table)

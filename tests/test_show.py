@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from harness.picture import rebox
 from tests.cases import ROOT
 from tests.jobs import LAUNCH, Run, launch
 
@@ -80,6 +81,14 @@ def test_both_take_a_script_of_the_user_anywhere(tmp_path):
     assert job.code == 0 and list(drawn(job.out)) == ["x", "w", "y"], job.err
 
 
+def test_matmul_that_transposes_w_is_told_from_one_that_moves_it():
+    """nn.Linear has w as (out, in): S(0) there splits the columns of the product, and nothing moves."""
+    x, w = ({"sbp": sbp, "ranks": [0, 1], "shape": (4, 4), "item": 4} for sbp in ("B", "S(0)"))
+    assert rebox([x, w], {"sbp": "S(1)"}, (False, True)) == []
+    assert [name for name, _ in rebox([x, w], {"sbp": "S(1)"})] == ["w"]
+    assert rebox([w, w], {"sbp": "S(0)"}, (False, True)) is None
+
+
 @pytest.mark.parametrize(
     "text, arguments, words",
     [
@@ -104,6 +113,8 @@ def test_what_a_recipe_refuses_and_what_is_not_there_is_refused():
     assert job.code == 2 and "--batch 1 does not fit on 2 ranks: type --batch 2" in job.err
     job = launch("show", "recipes/data_paralel.py")
     assert job.code == 2 and "did you mean recipes/data_parallel.py?" in job.err
+    job = launch("docs", "recipes/row_parallel.py")
+    assert (job.code, job.err) == (2, "launch.sh: docs takes no arguments: type ./launch.sh docs\n")
     job = launch("show")
     assert job.code == 2 and "name a Python script" in job.err
 
