@@ -196,6 +196,21 @@ def measure(path, **arguments):
     }
 
 
+def per_step(path, **arguments):
+    """The bytes that this rank sends for one step of the training recipe at `path`, all that it does in it. Collective.
+
+    It runs 2 steps and 4 steps: what they do not have in common is 2 steps.
+    """
+    module = recipe.load(path)
+    kept.append(module)
+    sent = []
+    for steps in (2, 4):
+        tensors, count = sent_by(lambda steps=steps: module.run(steps=steps, **arguments))
+        kept.append((vars(module.run).copy(), tensors))  # with its graph
+        sent.append(count)
+    return (sent[1] - sent[0]) / 2
+
+
 SBPS = {"B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.split(1), "P": flow.sbp.partial_sum}
 
 

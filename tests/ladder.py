@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from harness.recipe import world_sizes
+from harness.recipe import entry, world_sizes
 from tests import reference
 from tests.cases import CASES, PROVEN, ROOT, sizes_of
 from tests.reference import Value
@@ -58,19 +58,24 @@ def climb(pool, path, name, graph, sizes):
     n = pool.world_size
     arguments = sizes_of(name, n)[sizes]
     case = CASES[name](n, **arguments)
-    seen = pool.call(OBSERVE, path=str(path), graph=graph, **arguments)
+    mode = {"graph": graph} if "graph" in entry(path) else {}
+    seen = pool.call(OBSERVE, path=str(path), **mode, **arguments)
     check_tensors(case, graph, seen)
     check_operations(case, graph, seen)
     first = next(size for size in PROVEN if size in world_sizes(path))
     if case.matmuls and (n, sizes) == (first, "even"):  # it does not depend on sizes what depends on what
-        check_dependence(case, pool.call(OBSERVE, path=str(path), graph=graph, gain=GAIN, **arguments))
+        scaled = pool.call(OBSERVE, path=str(path), gain=GAIN, **mode, **arguments)
+        if case.steps:
+            check_tensors(CASES[name](n, gain=GAIN, **arguments), graph, scaled)
+        else:
+            check_dependence(case, scaled)
     return seen
 
 
 def check_tensors(case, graph, seen):
     for rank, result in enumerate(seen):
         Checks.equal(list(result["tensors"]), list(case.layout), f"rank {rank}: names of the tensors")
-        for tensor, (sbp, ranks) in case.layout.items():
+        for tensor, (sbp, ranks) in {**case.layout, **(case.in_graph if graph else {})}.items():
             found, what = result["tensors"][tensor], (f"rank {rank}: {tensor}:",)
             wanted, parts = case.values[tensor], case.parts.get((tensor, graph), case.parts.get(tensor))
             Checks.equal(found["shape"], wanted.exact.shape, *what, "global shape")
@@ -98,15 +103,22 @@ def check_operations(case, graph, seen):
     """The ranks multiplied what they should: a layer fed by a replicated input gives the right value too."""
     for rank, result in enumerate(seen):
         shapes = [[operand(case, name) for name in names] for names in case.matmuls]
-        Checks.equal(result["matmuls"], shapes, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
-        Checks.equal(result["lazy"], [graph] * len(shapes), f"rank {rank}: matmuls run inside a graph")
-        Checks.equal(result["moves"], moves_of(case, graph), f"rank {rank}: moves (SBP, ranks before and after)")
-        Checks.equal(len(result["calls"]), int(graph), f"rank {rank}: number of calls of a graph")
+        times = 1 if graph else case.steps or 1
+        Checks.equal(result["matmuls"], shapes * times, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
+        Checks.equal(result["lazy"], [graph] * len(shapes) * times, f"rank {rank}: matmuls run inside a graph")
+        moves = moves_of(case, graph) * times + [list(move) for move in case.moves_after]
+        Checks.equal(result["moves"], moves, f"rank {rank}: moves (SBP, ranks before and after)")
+        Checks.equal(len(result["calls"]), (case.steps or 1) * graph, f"rank {rank}: number of calls of a graph")
         Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")
 
 
 def operand(case, name):
-    """SBP, ranks and shape of a matmul's operand; one that ends in .T is that tensor, transposed."""
+    """SBP, ranks and shape of a matmul's operand; one that ends in .T is that tensor, transposed.
+
+    An operand that the recipe does not return is no name but (SBP, ranks, shape) itself.
+    """
+    if isinstance(name, tuple):
+        return name
     tensor, transposed = name.replace(".T", ""), name.endswith(".T")
     sbp, ranks = case.layout[tensor]
     shape = case.values[tensor].exact.shape

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.pool import Pool, PoolError  # noqa: E402
 from harness.recipe import world_sizes  # noqa: E402
-from tests.cases import CASES, PROVEN, RECIPES, sizes_of  # noqa: E402
+from tests.cases import CASES, PROVEN, RECIPES, modes, sizes_of  # noqa: E402
 from tests.ladder import climb  # noqa: E402
 
 END = "# The lesson ends here."
@@ -73,7 +73,10 @@ def replacements(node, text):
     if isinstance(node, ast.Subscript) and old in ("ranks[0]", "ranks[1]"):
         return [{"ranks[0]": "ranks[1]", "ranks[1]": "ranks[0]"}[old]]
     if isinstance(node, ast.Return) and isinstance(node.value, (ast.Dict, ast.Name)):
-        values = "single_device({k: t.numpy() for k, t in tensors.items()})"
+        values = (
+            "single_device({k: t.numpy() for k, t in tensors.items()}, argparse.Namespace("
+            "**{k: p.default for k, p in inspect.signature(run).parameters.items()}))"
+        )
         same_layout = "placement=tensors[n].placement, sbp=tensors[n].sbp"
         return [  # the layout stays as it is, and so does the value, but numpy has computed it
             f"tensors = {text(node.value)}; return {{n: flow.tensor({values}[n].astype(np.float32), {same_layout}) "
@@ -134,7 +137,7 @@ def first_red(pools, path, name):
     """Why the changed recipe fails, in one line, or None if every case of the recipe still passes."""
     for n in (n for n in PROVEN if n in world_sizes(path)):
         for sizes in sizes_of(name, n):
-            for graph in (False, True):
+            for graph in modes(name):
                 try:
                     climb(pools(n), path, name, graph, sizes)
                 except (AssertionError, PoolError) as error:

@@ -39,6 +39,31 @@ class Value:
         inherited = self.bound @ (np.abs(other.exact) + other.bound) + np.abs(self.exact) @ other.bound
         return Value(self.exact @ other.exact, inherited * (1 + k * UNIT_ROUNDOFF) + k * UNIT_ROUNDOFF * size)
 
+    def rounded(self):
+        """The same after float32 has rounded it once."""
+        return Value(self.exact, self.bound + UNIT_ROUNDOFF * (np.abs(self.exact) + self.bound))
+
+    def __add__(self, other):
+        return Value(self.exact + other.exact, self.bound + other.bound).rounded()
+
+    def __sub__(self, other):
+        return Value(self.exact - other.exact, self.bound + other.bound).rounded()
+
+    def __mul__(self, other):
+        inherited = self.bound * (np.abs(other.exact) + other.bound) + np.abs(self.exact) * other.bound
+        return Value(self.exact * other.exact, inherited).rounded()
+
+    def __truediv__(self, other):
+        """Where the divisor may be 0 the bound is infinite."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            quotient = self.exact / other.exact
+            inherited = (self.bound + np.abs(quotient) * other.bound) / np.maximum(np.abs(other.exact) - other.bound, 0)
+        return Value(quotient, inherited).rounded()
+
+    def sqrt(self):
+        root = np.sqrt(self.exact)
+        return Value(root, root - np.sqrt(np.maximum(self.exact - self.bound, 0)) + UNIT_ROUNDOFF * root)
+
     def __getitem__(self, index):
         return Value(self.exact[index], self.bound[index])
 
@@ -103,3 +128,95 @@ def mesh(seed=0, batch=4, in_features=4, out_features=8):
     out = x @ w
     halves = [split(x.exact.shape, 0, position, 2) for position in (0, 1)]
     return x, w, out, out.T @ x, [out[half].T @ x[half] for half in halves]
+
+
+def relu(a):
+    return Value(np.maximum(a.exact, 0), a.bound)
+
+
+def gate(gradient, a):
+    """The gradient of relu(a): where rounding may decide whether a > 0, the bound is the whole gradient."""
+    unsure = np.abs(a.exact) <= a.bound
+    passed = (a.exact > 0) * gradient.bound
+    bound = np.where(unsure & (a.bound > 0), np.abs(gradient.exact) + gradient.bound, passed)
+    return Value(gradient.exact * (a.exact > 0), bound)
+
+
+def mean(a, extra=4):
+    """The mean of all elements, summed in any order; `extra` roundings for dividing, also in two steps."""
+    k = a.exact.size + extra
+    return Value(a.exact.mean(), (a.bound.sum() + k * UNIT_ROUNDOFF * (np.abs(a.exact) + a.bound).sum()) / a.exact.size)
+
+
+def constant(number):
+    """A number that float32 rounds."""
+    return Value(np.float64(number), np.float64(abs(number - float(np.float32(number)))))
+
+
+LEARNING_RATE = 0.1  # of all recipes
+
+
+class Optimizer:
+    """SGD, momentum, Adam (D. Kingma and J. Ba, arXiv:1412.6980), AdamW (I. Loshchilov and F. Hutter, 1711.05101)."""
+
+    def __init__(self, name):
+        self.name, self.state, self.steps = name, {}, 0
+
+    def step(self, weights, gradients):
+        """The new weights, by name; `state` has the moments by (weight, kind of state)."""
+        self.steps += 1
+        return {name: self.updated(name, weights[name], gradients[name]) for name in weights}
+
+    def updated(self, name, w, gradient):
+        rate = constant(LEARNING_RATE)
+        if self.name == "sgd":
+            return w - rate * gradient
+        if self.name == "momentum":
+            before = self.state.get((name, "momentum_buf"))
+            moment = gradient if before is None else constant(0.9) * before + gradient
+            self.state[name, "momentum_buf"] = moment
+            return w - rate * moment
+        moments = []
+        for kind, beta, new in (("exp_avg", 0.9, gradient), ("exp_avg_sq", 0.999, gradient * gradient)):
+            before = self.state.get((name, kind), Value.known(0 * w.exact))
+            one_minus = Value(np.float64(1 - beta), constant(beta).bound + UNIT_ROUNDOFF * (1 - beta))
+            self.state[name, kind] = constant(beta) * before + one_minus * new
+            correction = constant(1 - beta**self.steps)
+            moments.append(self.state[name, kind] / correction)
+        change = rate * (moments[0] / (moments[1].sqrt() + constant(1e-8)))
+        if self.name == "adamw":
+            change = change + rate * constant(0.2) * w
+        return w - change
+
+
+def two_layers(x, y, weights, gain=1.0):
+    """Forward and backward of loss = mean((relu(x @ w0) @ w1 - y)^2), each matmul's product scaled by `gain`.
+
+    Returns the loss, and the gradients by name of w0, w1 and x.
+    """
+    gain = Value.known(gain)
+    before = gain * (x @ weights["w0"])
+    hidden = relu(before)
+    error = gain * (hidden @ weights["w1"]) - y
+    loss = mean(error * error)
+    error = constant(2 / error.exact.size) * error
+    back = gate(gain * (error @ weights["w1"].T), before)
+    gradients = {"w0": gain * (x.T @ back), "w1": gain * (hidden.T @ error), "x": gain * (back @ weights["w0"].T)}
+    return loss, gradients
+
+
+def trained(optimizer="sgd", seed=0, steps=3, batch=8, in_features=4, hidden=8, out_features=4, gain=1.0):
+    """What training on one device gives, by name: x, y, w0, w1, gradients, state, new weights, the losses."""
+    rng = np.random.default_rng(seed)
+    x, y = Value.drawn(rng, batch, in_features), Value.drawn(rng, batch, out_features)
+    weights = {"w0": Value.drawn(rng, in_features, hidden), "w1": Value.drawn(rng, hidden, out_features)}
+    values, losses, update = {"x": x, "y": y, **weights}, [], Optimizer(optimizer)
+    for _ in range(steps):
+        loss, gradients = two_layers(x, y, weights, gain)
+        weights = update.step(weights, {name: gradients[name] for name in weights})
+        losses.append(loss)
+    values.update({f"{name} grad": gradients[name] for name in weights})
+    values.update({f"{name} {kind}": state for (name, kind), state in update.state.items()})
+    values.update({f"new {name}": w for name, w in weights.items()})
+    values["losses"] = Value(*(np.array([getattr(loss, part) for loss in losses]) for part in ("exact", "bound")))
+    return values

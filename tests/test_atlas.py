@@ -7,7 +7,8 @@ import pytest
 from harness import atlas, pages, picture, theory
 from harness.pool import Pool
 from harness.recipe import world_sizes
-from tests.cases import CASES, PROVEN, RECIPES, SIGNATURES
+from tests.cases import CASES, PROVEN, RECIPES
+from tests.chapters.forward import SIGNATURES
 from tests.ladder import Checks
 
 CONTROL = 40_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together

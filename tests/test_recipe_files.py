@@ -9,7 +9,8 @@ import pytest
 
 from harness import atlas, picture, theory
 from harness.recipe import world_sizes
-from tests.cases import CASES, RECIPES, SIGNATURES
+from tests.cases import CASES, RECIPES, modes
+from tests.chapters.forward import SIGNATURES
 from tests.reference import split
 
 FRAME = "# The lesson ends here."
@@ -140,9 +141,10 @@ def test_table_of_signatures_names_the_product_and_what_moves():
 def test_docstring_answers_the_questions_of_a_reader(name):
     lines = ast.get_docstring(ast.parse(source(name))).splitlines()
     assert lines[0].endswith(".") and not lines[1]
-    for begin in ("Moves: ", f"Run:   ./launch.sh recipes/{name}.py [--graph]", "Use it ", "Source: "):
+    options = " [--graph]" if len(modes(name)) == 2 else ""
+    for begin in ("Moves: ", f"Run:   ./launch.sh recipes/{name}.py{options}", "Use it ", "Source: "):
         assert any(line.startswith(begin) for line in lines), begin
-    assert any(line.endswith(f"recipes/{name}.py [--graph]") and "./launch.sh" not in line for line in lines)
+    assert any(line.endswith(f"recipes/{name}.py{options}") and "./launch.sh" not in line for line in lines)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,24 @@
+"""What one recipe must do, as data."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Case:
+    """What one recipe must do on one world size with given arguments."""
+
+    layout: dict  # name -> (SBP, ranks), in the order in which the recipe returns the tensors
+    values: dict  # name -> Value
+    matmuls: list = field(default_factory=list)  # (x, w, out) by name, in the order of execution
+    parts: dict = field(default_factory=dict)  # what each rank of a P, or of a local tensor, has; by name, or
+    # by (name, whether in a graph) where the modes differ; of a P without parts, the sum is checked
+    moves: list = field(default_factory=list)  # (SBP, ranks) before and after each to_global, in order
+    stages: list = field(default_factory=list)  # (number, ranks) that the graph sets
+    moved: dict = field(default_factory=dict)  # name -> name of the tensor that it is, moved
+    added: tuple = ()  # outputs that an all-reduce adds up, in an order that eager and graph mode do not share
+    drawn: tuple = ()  # the tensors that the docstring draws, if not all
+    in_graph: dict = field(default_factory=dict)  # name -> (SBP, ranks) where a graph's layout is another one
+    steps: int = 0  # of training; matmuls and moves are those of one step, and in a graph of all, as it is built once
+    moves_after: list = field(default_factory=list)  # moves behind the last step, in either mode
+    sends: list = None  # elements that each rank sends in one step of training, by the formula; None if not measured
+    sends_in_graph: list = None  # the same in a graph, where it is something else

@@ -1,0 +1,34 @@
+"""What a step of training sends, measured at sizes where OneFlow's own messages do not show, against the formula."""
+
+import pytest
+
+from harness.recipe import HARNESS, entry, world_sizes
+from tests.cases import CASES, PROVEN, RECIPES, modes
+from tests.ladder import Checks
+
+PER_STEP = f"{HARNESS / 'ledger.py'}:per_step"
+LARGE = {"batch": 96, "in_features": 384, "hidden": 768, "out_features": 384}
+TRAINED = [name for name in CASES if "steps" in entry(RECIPES / f"{name}.py")]
+RUNS = [
+    (name, n, graph)
+    for name in TRAINED
+    for n in PROVEN
+    if n in world_sizes(RECIPES / f"{name}.py")
+    for graph in modes(name)
+]
+
+
+@pytest.mark.parametrize(
+    "name, n, graph", RUNS, ids=[f"{name}-{n}-{'graph' if graph else 'eager'}" for name, n, graph in RUNS]
+)
+def test_bytes_of_a_step(pools, name, n, graph):
+    path = RECIPES / f"{name}.py"
+    given = {option: size for option, size in LARGE.items() if option in entry(path)}
+    case = CASES[name](n, **given)
+    mode = {"graph": graph} if "graph" in entry(path) else {}
+    sent = pools(n).call(PER_STEP, path=str(path), **mode, **given)
+    wanted = (graph and case.sends_in_graph) or case.sends
+    for rank in range(n):
+        bytes_wanted = 4 * wanted[rank]
+        near = abs(sent[rank] - bytes_wanted) <= 0.02 * bytes_wanted + 20_000  # and OneFlow's own messages
+        Checks.that(near, name, f"rank {rank} sends", sent[rank], "bytes a step and must send", bytes_wanted)
