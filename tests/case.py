@@ -17,8 +17,16 @@ class Case:
     moved: dict = field(default_factory=dict)  # name -> name of the tensor that it is, moved
     added: tuple = ()  # outputs that an all-reduce adds up, in an order that eager and graph mode do not share
     drawn: tuple = ()  # the tensors that the docstring draws, if not all
-    in_graph: dict = field(default_factory=dict)  # name -> (SBP, ranks) where a graph's layout is another one
+    in_graph: dict = field(default_factory=dict)  # name -> (SBP, ranks) where a graph's is another one, None if missing
     steps: int = 0  # of training; matmuls and moves are those of one step, and in a graph of all, as it is built once
+    passes: int = 1  # forward passes of a step in eager mode: its micro-batches
+    moves_in_graph: list = None  # the moves of a graph, where they are others
+    moves_each_step: list = field(default_factory=list)  # moves behind the passes of each step, in either mode
     moves_after: list = field(default_factory=list)  # moves behind the last step, in either mode
     sends: list = None  # elements that each rank sends in one step of training, by the formula; None if not measured
     sends_in_graph: list = None  # the same in a graph, where it is something else
+
+    def layout_in(self, graph):
+        """The layout in one of the modes."""
+        layout = {**self.layout, **(self.in_graph if graph else {})}
+        return {name: where for name, where in layout.items() if where}

@@ -74,8 +74,8 @@ def climb(pool, path, name, graph, sizes):
 
 def check_tensors(case, graph, seen):
     for rank, result in enumerate(seen):
-        Checks.equal(list(result["tensors"]), list(case.layout), f"rank {rank}: names of the tensors")
-        for tensor, (sbp, ranks) in {**case.layout, **(case.in_graph if graph else {})}.items():
+        Checks.equal(list(result["tensors"]), list(case.layout_in(graph)), f"rank {rank}: names of the tensors")
+        for tensor, (sbp, ranks) in case.layout_in(graph).items():
             found, what = result["tensors"][tensor], (f"rank {rank}: {tensor}:",)
             wanted, parts = case.values[tensor], case.parts.get((tensor, graph), case.parts.get(tensor))
             Checks.equal(found["shape"], wanted.exact.shape, *what, "global shape")
@@ -103,10 +103,10 @@ def check_operations(case, graph, seen):
     """The ranks multiplied what they should: a layer fed by a replicated input gives the right value too."""
     for rank, result in enumerate(seen):
         shapes = [[operand(case, name) for name in names] for names in case.matmuls]
-        times = 1 if graph else case.steps or 1
+        times = 1 if graph else (case.steps or 1) * case.passes
         Checks.equal(result["matmuls"], shapes * times, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
         Checks.equal(result["lazy"], [graph] * len(shapes) * times, f"rank {rank}: matmuls run inside a graph")
-        moves = moves_of(case, graph) * times + [list(move) for move in case.moves_after]
+        moves = all_moves(case, graph)
         Checks.equal(result["moves"], moves, f"rank {rank}: moves (SBP, ranks before and after)")
         Checks.equal(len(result["calls"]), (case.steps or 1) * graph, f"rank {rank}: number of calls of a graph")
         Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")
@@ -127,8 +127,17 @@ def operand(case, name):
     return (sbp, ranks, shape)
 
 
+def all_moves(case, graph):
+    """Every to_global of a run, in order; those inside a graph come once, when it is built."""
+    once, steps = moves_of(case, graph), case.steps or 1
+    each, after = ([list(move) for move in moves] for moves in (case.moves_each_step, case.moves_after))
+    return (once + each * steps if graph else (once * case.passes + each) * steps) + after
+
+
 def moves_of(case, graph):
     """In a graph, set_stage moves a stage's input to the stage's ranks before the module's own to_global sees it."""
+    if graph and case.moves_in_graph is not None:
+        return [list(move) for move in case.moves_in_graph]
     if not (graph and case.stages):
         return [list(move) for move in case.moves]
     through = [((sbp, ranks), (sbp, new_ranks), new) for (sbp, ranks), new in case.moves for new_ranks in [new[1]]]

@@ -168,6 +168,7 @@ class Optimizer:
         return {name: self.updated(name, weights[name], gradients[name]) for name in weights}
 
     def updated(self, name, w, gradient):
+        """One new weight, float32 coefficients included."""
         rate = constant(LEARNING_RATE)
         if self.name == "sgd":
             return w - rate * gradient
@@ -189,34 +190,79 @@ class Optimizer:
         return w - change
 
 
-def two_layers(x, y, weights, gain=1.0):
-    """Forward and backward of loss = mean((relu(x @ w0) @ w1 - y)^2), each matmul's product scaled by `gain`.
+def layered(x, y, weights, gain=1.0):
+    """Forward and backward of loss = mean((relu(relu(x @ w0) @ w1 ...) - y)^2), no relu behind the last matmul.
 
-    Returns the loss, and the gradients by name of w0, w1 and x.
+    gain: scales the product of each matmul. Returns the loss, and the gradients of the weights and last of x.
     """
-    gain = Value.known(gain)
-    before = gain * (x @ weights["w0"])
-    hidden = relu(before)
-    error = gain * (hidden @ weights["w1"]) - y
+    gain, inputs, before = Value.known(gain), [x], []
+    for w in weights:
+        before.append(gain * (inputs[-1] @ w))
+        inputs.append(relu(before[-1]))
+    error = before[-1] - y
     loss = mean(error * error)
-    error = constant(2 / error.exact.size) * error
-    back = gate(gain * (error @ weights["w1"].T), before)
-    gradients = {"w0": gain * (x.T @ back), "w1": gain * (hidden.T @ error), "x": gain * (back @ weights["w0"].T)}
-    return loss, gradients
+    back, gradients = constant(2 / error.exact.size) * error, []
+    for i in reversed(range(len(weights))):
+        gradients.insert(0, gain * (inputs[i].T @ back))
+        back = gain * (back @ weights[i].T)
+        if i:
+            back = gate(back, before[i - 1])
+    return loss, [*gradients, back]
 
 
-def trained(optimizer="sgd", seed=0, steps=3, batch=8, in_features=4, hidden=8, out_features=4, gain=1.0):
-    """What training on one device gives, by name: x, y, w0, w1, gradients, state, new weights, the losses."""
+def trained(
+    optimizer="momentum",
+    seed=0,
+    steps=3,
+    batch=8,
+    in_features=4,
+    hidden=8,
+    out_features=4,
+    layers=2,
+    gain=1.0,
+    input_gradient=False,
+):
+    """What training on one device gives, by name: x, y, w0, w1, ..., gradients, state, new weights, the losses."""
     rng = np.random.default_rng(seed)
     x, y = Value.drawn(rng, batch, in_features), Value.drawn(rng, batch, out_features)
-    weights = {"w0": Value.drawn(rng, in_features, hidden), "w1": Value.drawn(rng, hidden, out_features)}
-    values, losses, update = {"x": x, "y": y, **weights}, [], Optimizer(optimizer)
+    widths = [in_features, *[hidden] * (layers - 1), out_features]
+    weights = {f"w{i}": Value.drawn(rng, widths[i], widths[i + 1]) for i in range(layers)}
+    values, losses, update, gradients = {"x": x, "y": y, **weights}, [], Optimizer(optimizer), []
     for _ in range(steps):
-        loss, gradients = two_layers(x, y, weights, gain)
-        weights = update.step(weights, {name: gradients[name] for name in weights})
+        loss, gradients = layered(x, y, list(weights.values()), gain)
+        weights = update.step(weights, dict(zip(weights, gradients)))
         losses.append(loss)
-    values.update({f"{name} grad": gradients[name] for name in weights})
+    values.update({f"{name} grad": gradient for name, gradient in zip([*weights, *["x"] * input_gradient], gradients)})
     values.update({f"{name} {kind}": state for (name, kind), state in update.state.items()})
     values.update({f"new {name}": w for name, w in weights.items()})
-    values["losses"] = Value(*(np.array([getattr(loss, part) for loss in losses]) for part in ("exact", "bound")))
-    return values
+    return {**values, "losses": stacked(losses)}
+
+
+def gradient_parts(parts, steps=3, gain=1.0, optimizer="momentum", **sizes):
+    """By name of the weight: what each part of the rows adds to its gradient in the last step."""
+    values = trained(optimizer, steps=steps - 1, gain=gain, **sizes)
+    x, y, weights = values["x"], values["y"], [values["new w0"], values["new w1"]]
+    found = {"w0 grad": [], "w1 grad": []}
+    for part in range(parts):
+        rows = split(x.exact.shape, 0, part, parts)
+        share = constant(x[rows].exact.shape[0] / x.exact.shape[0])
+        for name, gradient in zip(found, layered(x[rows], y[rows], weights, gain)[1]):
+            found[name].append(share * gradient)
+    return found
+
+
+def micro_losses(ranks, steps, micro_batches, gain=1.0, **sizes):
+    """The losses of the micro-batches in the last step: the i-th has the i-th part of the rows of each rank."""
+    values = trained(steps=steps - 1, gain=gain, **sizes)
+    x, y, losses = values["x"], values["y"], []
+    rows = np.arange(len(x.exact)).reshape(ranks, micro_batches, -1)
+    for i in range(micro_batches):
+        part = rows[:, i].ravel()
+        weights = [values["new w0"], values["new w1"]]
+        losses.append(layered(x[part], y[part], weights, gain)[0])
+    return stacked(losses)
+
+
+def stacked(numbers):
+    """A list of numbers as one vector."""
+    return Value(*(np.array([getattr(number, part) for number in numbers]) for part in ("exact", "bound")))

@@ -7,25 +7,35 @@ from tests.cases import CASES, PROVEN, RECIPES, modes
 from tests.ladder import Checks
 
 PER_STEP = f"{HARNESS / 'ledger.py'}:per_step"
-LARGE = {"batch": 96, "in_features": 384, "hidden": 768, "out_features": 384}
+LARGE = {"batch": 768, "in_features": 384, "hidden": 768, "out_features": 384}
 TRAINED = [name for name in CASES if "steps" in entry(RECIPES / f"{name}.py")]
+VARIANTS = {  # what else than the default sends something else
+    "train_model_parallel": [{"input_gradient": "no"}],
+    "train_hybrid": [{"second": "pipeline"}, {"hidden": 8}],  # little weight: what is left runs along axis 1
+    "train_pipeline": [{"micro_batches": 8}],
+}
 RUNS = [
-    (name, n, graph)
+    (name, n, graph, more)
     for name in TRAINED
     for n in PROVEN
     if n in world_sizes(RECIPES / f"{name}.py")
     for graph in modes(name)
+    for more in [{}, *VARIANTS.get(name, [])]
 ]
 
 
-@pytest.mark.parametrize(
-    "name, n, graph", RUNS, ids=[f"{name}-{n}-{'graph' if graph else 'eager'}" for name, n, graph in RUNS]
-)
-def test_bytes_of_a_step(pools, name, n, graph):
+def run_id(run):
+    name, n, graph, more = run
+    return "-".join([name, str(n), "graph" if graph else "eager", *(f"{key}={value}" for key, value in more.items())])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=run_id)
+def test_bytes_of_a_step(pools, run):
+    name, n, graph, more = run
     path = RECIPES / f"{name}.py"
-    given = {option: size for option, size in LARGE.items() if option in entry(path)}
+    given = {**{option: size for option, size in LARGE.items() if option in entry(path)}, **more}
     case = CASES[name](n, **given)
-    mode = {"graph": graph} if "graph" in entry(path) else {}
+    mode = {"graph": graph} if len(modes(name)) == 2 else {}
     sent = pools(n).call(PER_STEP, path=str(path), **mode, **given)
     wanted = (graph and case.sends_in_graph) or case.sends
     for rank in range(n):
