@@ -96,6 +96,8 @@ def in_words(move):
     """A move in one line."""
     words = f"{move.what}:" + (f" {move.change}," if move.change and move.change != move.collective else "")
     words += f" {move.collective}" if move.collective != "nothing" else " nothing moves"
+    if move.what == "backward":
+        words = "backward: the gradients"
     if move.collective == "nothing" and quiet(move):
         return words
     if move.formula is not None:
@@ -109,6 +111,7 @@ def in_words(move):
 LABEL, BLOCK, GAP, TALL, ROW, MOVE, MARGIN, LINES = 146, 28, 6, 22, 32, 17, 10, 12
 PALETTE = ("#1f77b4", "#d95f02", "#2ca02c", "#7b3fa0", "#8c564b", "#c2185b", "#5f6b2f", "#00838f")
 NOTE = "numbers: what each rank sends, in units of what moves"
+BACKWARD = "; in backward, of all weights"
 
 
 def as_svg(items, title):
@@ -154,7 +157,8 @@ def as_svg(items, title):
                 draw_move(svg, left, down, item, middles)
                 down += MOVE
     if moves:
-        words(svg, MARGIN, tall - MARGIN + 2, NOTE, 8.5, "#444444")
+        backward = any(getattr(item, "what", "") == "backward" for item in items)
+        words(svg, MARGIN, tall - MARGIN + 2, NOTE + BACKWARD * backward, 8.5, "#444444")
     return indented(svg) + "\n"
 
 

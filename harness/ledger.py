@@ -181,6 +181,7 @@ def measure(path, **arguments):
     before = {name: getattr(*name) for name in [*MATMULS, TO_GLOBAL]}
     places = {name: ledger.step("matmul", before[name]) for name in MATMULS}
     places[TO_GLOBAL] = ledger.step("to_global", before[TO_GLOBAL])
+    places[flow.Tensor, "backward"] = ledger.step("backward", flow.Tensor.backward)
     places[flow.nn.Graph, "__call__"] = ledger.graph_call(flow.nn.Graph.__call__)
     with replaced(places):
         tensors, sent = sent_by(lambda: module.run(**arguments))

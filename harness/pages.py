@@ -31,7 +31,10 @@ COLUMNS = {
     "en": ["from → to", "collective", "same p ranks", "eager", "graph", "p1 → p2 other ranks", "eager", "graph"],
     "zh": ["从 → 到", "集合通信", "同样的 p 个 rank", "eager", "graph", "p1 → 另外 p2 个 rank", "eager", "graph"],
 }
-SIZES = {"batch": 480, "in_features": 720, "out_features": 1080, "rows": 480, "columns": 1080}  # of what is drawn
+SIZES = {  # of what is drawn
+    **{"batch": 480, "in_features": 720, "hidden": 960, "out_features": 1080, "rows": 480, "columns": 1080},
+    "steps": 1,
+}
 
 
 def units(number):
@@ -247,7 +250,12 @@ def measured():
 def recipe_runs(pools):
     """The ledger of every recipe on its own number of ranks, by name and mode."""
     sizes = {path: recipe.world_sizes(path)[0] for path in sorted(recipe.RECIPES.glob("*.py"))}
-    return {path.stem: {mode: recipe_run(pools(n), path, mode) for mode in MODES} for path, n in sizes.items()}
+    return {path.stem: {mode: recipe_run(pools(n), path, mode) for mode in modes(path)} for path, n in sizes.items()}
+
+
+def modes(path):
+    """The modes of a recipe: eager and graph, or only the one that it has."""
+    return MODES if "graph" in recipe.entry(path) else ("only",)
 
 
 def recipe_run(pool, path, mode):
@@ -255,15 +263,24 @@ def recipe_run(pool, path, mode):
     given = {name: SIZES[name] for name in recipe.entry(path) if name in SIZES}
     if path.stem == "matmul_signatures":
         given = dict.fromkeys(given, SIZES["in_features"])  # x and w of one size
-    return pool.call(LEDGER, path=str(path), graph=mode == "graph", **given)
+    if mode != "only":
+        given["graph"] = mode == "graph"
+    return pool.call(LEDGER, path=str(path), **given)
 
 
 def made(found, runs):
     """Every file that is made, as path -> text."""
     files = {ATLAS: page(found, runs), **{path: readme(found, language) for language, path in READMES.items()}}
     for name, results in runs.items():
-        files[PICTURES / f"{name}.svg"] = draw.as_svg(picture.drawing(results["eager"]), f"{name}.py")
+        files[PICTURES / f"{name}.svg"] = draw.as_svg(drawn(results), f"{name}.py")
     return files
+
+
+def drawn(results):
+    """What is drawn of a recipe; of one that trains without what looks as the weights do."""
+    items = picture.drawing(next(iter(results.values())))
+    again = re.compile(r"new w|.* exp_avg_sq$|losses$")
+    return [item for item in items if not (isinstance(item, picture.Tensor) and again.match(item.name))]
 
 
 def differs(old, new):

@@ -87,6 +87,11 @@ def drawing(results):
     steps = [
         (step, [result["steps"][number]["sent"] for result in results]) for number, step in enumerate(first["steps"])
     ]
+    weights = sum(
+        one["item"] * int(np.prod(one["shape"])) for name, one in first["tensors"].items() if name[:4] == "new "
+    )
+    for step, _ in steps:
+        step["weights"] = weights
     made = [[names.get(output["id"]) for output in step["outputs"]] for step, _ in steps]
     shown = 0
     for name, tensor in first["tensors"].items():
@@ -119,6 +124,8 @@ def moves_of(step, sent, names):
             what = f"{short(edge['producer'])} -> {short(edge['consumer'])}"
             moves.append(Move(what, 0, one.size, None, [one], one.change, one.collective))
         return moves
+    if step["what"] == "backward":  # of which only the bytes are known, in units of all weights
+        return [Move("backward", line, step["weights"], sent, None, collective="backward")]
     inputs, [out, *_] = step["inputs"], step["outputs"]
     called = [names.get(tensor["id"], "·") for tensor in (*inputs, out)]
     x, size = inputs[0], int(np.prod(inputs[0]["shape"])) * inputs[0]["item"]

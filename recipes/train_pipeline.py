@@ -47,7 +47,9 @@ class Stage(flow.nn.Module):
         self.w = flow.nn.Parameter(w.clone())
 
     def forward(self, x):
-        w = flow._C.identity(self.w)  # without it, in a graph with stages and more micro-batches than stages, the weights
+        w = flow._C.identity(
+            self.w
+        )  # without it, in a graph with stages and more micro-batches than stages, the weights
         out = flow.matmul(x.to_global(placement=self.rank), w)  # come out wrong now and then, and nothing says so
         return out if self.last else flow.relu(out)
 

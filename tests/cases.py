@@ -12,6 +12,7 @@ CHAPTERS = (forward, training)  # each with CASES, SIZES where they are its own,
 CASES = {name: case for chapter in CHAPTERS for name, case in chapter.CASES.items()}
 SIZES = {name: sizes for chapter in CHAPTERS for name, sizes in chapter.SIZES.items()}
 GRAPH_ONLY = {name for chapter in CHAPTERS for name in chapter.GRAPH_ONLY}
+TRAINED = [name for name in CASES if "steps" in entry(RECIPES / f"{name}.py")]
 UNEVEN = {"batch": 7, "in_features": 6, "out_features": 9, "seed": 1}
 PAIRS = {  # placements that are not the two halves, by world size
     2: {"growing": ((0,), (0, 1)), "shrinking": ((0, 1), (0,))},

@@ -24,6 +24,7 @@ from tests.ladder import climb  # noqa: E402
 END = "# The lesson ends here."
 WORLD = "flow.env.get_world_size()"
 SBPS = ("flow.sbp.broadcast", "flow.sbp.split(0)", "flow.sbp.split(1)", "flow.sbp.partial_sum")
+STATEMENTS = ("zero_grad", "backward", "step", "add_optimizer", "retain_grad", "set_gradient_accumulation_steps")
 BY_NUMPY = "the same dict with the outputs computed by numpy"
 # What the changed text ends in -> why nothing changes; a survivor with a reason is no failure.
 EQUIVALENT = {
@@ -82,6 +83,9 @@ def replacements(node, text):
             f"tensors = {text(node.value)}; return {{n: flow.tensor({values}[n].astype(np.float32), {same_layout}) "
             f"if n in {values} else t for n, t in tensors.items()}}"
         ]
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        called = text(node.value.func).split(".")[-1]
+        return ["pass"] if called in STATEMENTS else []
     if not isinstance(node, ast.Call):
         return []
     function = text(node.func)
@@ -118,6 +122,14 @@ def replacements(node, text):
             f'{function}({number}, flow.placement("cpu", [{WORLD} - 1]))',
             f"{function}({number})",
         ]
+    if function.startswith("flow.optim."):
+        return [
+            old.replace(f"{one.arg}={text(one.value)}", f"{one.arg}={text(one.value)} * 1.5")
+            for one in node.keywords
+            if isinstance(one.value, ast.Constant)
+        ]
+    if function in ("flow.relu", "flow.nn.functional.mse_loss"):
+        return [f"({old}) * 1.001", arguments[0] if function == "flow.relu" else f"({old}) + 0.001"]
     if function == "flow.matmul":
         x, w = arguments
         return [

@@ -3,12 +3,11 @@
 import pytest
 
 from harness.recipe import HARNESS, entry, world_sizes
-from tests.cases import CASES, PROVEN, RECIPES, modes
+from tests.cases import CASES, PROVEN, RECIPES, TRAINED, modes
 from tests.ladder import Checks
 
 PER_STEP = f"{HARNESS / 'ledger.py'}:per_step"
 LARGE = {"batch": 768, "in_features": 384, "hidden": 768, "out_features": 384}
-TRAINED = [name for name in CASES if "steps" in entry(RECIPES / f"{name}.py")]
 VARIANTS = {  # what else than the default sends something else
     "train_model_parallel": [{"input_gradient": "no"}],
     "train_hybrid": [{"second": "pipeline"}, {"hidden": 8}],  # little weight: what is left runs along axis 1
