@@ -110,8 +110,9 @@ def in_words(move):
 # SVG: sizes in pixels, for a reader who sees the picture as large as it is.
 LABEL, BLOCK, GAP, TALL, ROW, MOVE, MARGIN, LINES = 146, 28, 6, 22, 32, 17, 10, 12
 PALETTE = ("#1f77b4", "#d95f02", "#2ca02c", "#7b3fa0", "#8c564b", "#c2185b", "#5f6b2f", "#00838f")
+SMALL = 1000  # bytes of a tensor, such as a loss, whose move is not drawn
 NOTE = "numbers: what each rank sends, in units of what moves"
-BACKWARD = "; in backward, of all weights"
+BACKWARD = "backward: in units of all weights"
 
 
 def as_svg(items, title):
@@ -119,7 +120,7 @@ def as_svg(items, title):
 
     Below a move's collective stand the bytes that left each rank, measured, in units of the tensor that moved.
     """
-    items = [item for item in items if isinstance(item, Tensor) or not quiet(item)]
+    items = [item for item in items if isinstance(item, Tensor) or not (quiet(item) or item.size < SMALL)]
     lines = LINES if len(items) <= LINES else -(-len(items) // 2)
     columns = [[]]
     for item, following in zip(items, [*items[1:], None]):
@@ -131,8 +132,9 @@ def as_svg(items, title):
     across = LABEL + ranks * (BLOCK + GAP)
     heights = [sum(ROW if isinstance(item, Tensor) else MOVE for item in column) for column in columns]
     moves = any(not isinstance(item, Tensor) for item in items)
+    backward = any(getattr(item, "what", "") == "backward" for item in items)
     wide = len(columns) * across + (len(columns) + 1) * MARGIN
-    tall = max(heights) + 20 + 14 * moves + 2 * MARGIN
+    tall = max(heights) + 20 + 14 * moves + 12 * backward + 2 * MARGIN
     size = {"width": str(wide), "height": str(tall), "viewBox": f"0 0 {wide} {tall}"}
     svg = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg", **size)
     svg.set("font-family", "Helvetica, Arial, sans-serif")
@@ -157,8 +159,9 @@ def as_svg(items, title):
                 draw_move(svg, left, down, item, middles)
                 down += MOVE
     if moves:
-        backward = any(getattr(item, "what", "") == "backward" for item in items)
-        words(svg, MARGIN, tall - MARGIN + 2, NOTE + BACKWARD * backward, 8.5, "#444444")
+        words(svg, MARGIN, tall - MARGIN + 2 - 12 * backward, NOTE, 8.5, "#444444")
+        if backward:
+            words(svg, MARGIN, tall - MARGIN + 2, BACKWARD, 8.5, "#444444")
     return indented(svg) + "\n"
 
 

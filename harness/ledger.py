@@ -131,10 +131,10 @@ def boxings_of(graph):
     ranks = {}
     for group in job.placement.placement_group:
         conf = group.parallel_conf
-        members = [int(name.split(":")[0][1:]) for name in conf.device_name]
+        members = [int(name.split(":")[0].lstrip("@")) for name in conf.device_name]
         dims = list(conf.hierarchy.dim)
-        width = dims[-1]
-        members = [members[i : i + width] for i in range(0, len(members), width)] if len(dims) > 1 else members
+        if len(dims) > 1:
+            members = [members[i : i + dims[-1]] for i in range(0, len(members), dims[-1])]
         ranks.update(dict.fromkeys(group.op_set.op_name, members))
 
     def sbp_of(op, name):

@@ -10,6 +10,8 @@ class Case:
     layout: dict  # name -> (SBP, ranks), in the order in which the recipe returns the tensors
     values: dict  # name -> Value
     matmuls: list = field(default_factory=list)  # (x, w, out) by name, in the order of execution
+    matmuls_again: list = field(default_factory=list)  # those that backward makes anew behind them in each step, in
+    # eager mode; in a graph it is OneFlow's compiler that adds them
     parts: dict = field(default_factory=dict)  # what each rank of a P, or of a local tensor, has; by name, or
     # by (name, whether in a graph) where the modes differ; of a P without parts, the sum is checked
     moves: list = field(default_factory=list)  # (SBP, ranks) before and after each to_global, in order

@@ -102,7 +102,8 @@ def check_tensors(case, graph, seen):
 def check_operations(case, graph, seen):
     """The ranks multiplied what they should: a layer fed by a replicated input gives the right value too."""
     for rank, result in enumerate(seen):
-        shapes = [[operand(case, name) for name in names] for names in case.matmuls]
+        matmuls = case.matmuls + ([] if graph else case.matmuls_again)
+        shapes = [[operand(case, name) for name in names] for names in matmuls]
         times = 1 if graph else (case.steps or 1) * case.passes
         Checks.equal(result["matmuls"], shapes * times, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
         Checks.equal(result["lazy"], [graph] * len(shapes) * times, f"rank {rank}: matmuls run inside a graph")
