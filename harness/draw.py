@@ -112,7 +112,8 @@ LABEL, BLOCK, GAP, TALL, ROW, MOVE, MARGIN, LINES = 146, 28, 6, 22, 32, 17, 10, 
 PALETTE = ("#1f77b4", "#d95f02", "#2ca02c", "#7b3fa0", "#8c564b", "#c2185b", "#5f6b2f", "#00838f")
 SMALL = 1000  # bytes of a tensor, such as a loss, whose move is not drawn
 NOTE = "numbers: what each rank sends, in units of what moves"
-BACKWARD = "backward: in units of all weights"
+WEIGHTS = "backward and a whole step: in units of all weights"
+NARROWEST = 250
 
 
 def as_svg(items, title):
@@ -132,8 +133,8 @@ def as_svg(items, title):
     across = LABEL + ranks * (BLOCK + GAP)
     heights = [sum(ROW if isinstance(item, Tensor) else MOVE for item in column) for column in columns]
     moves = any(not isinstance(item, Tensor) for item in items)
-    backward = any(getattr(item, "what", "") == "backward" for item in items)
-    wide = len(columns) * across + (len(columns) + 1) * MARGIN
+    backward = any(getattr(item, "collective", "") in ("backward", "a whole step") for item in items)
+    wide = max(NARROWEST, len(columns) * across + (len(columns) + 1) * MARGIN)
     tall = max(heights) + 20 + 14 * moves + 12 * backward + 2 * MARGIN
     size = {"width": str(wide), "height": str(tall), "viewBox": f"0 0 {wide} {tall}"}
     svg = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg", **size)
@@ -161,7 +162,7 @@ def as_svg(items, title):
     if moves:
         words(svg, MARGIN, tall - MARGIN + 2 - 12 * backward, NOTE, 8.5, "#444444")
         if backward:
-            words(svg, MARGIN, tall - MARGIN + 2, BACKWARD, 8.5, "#444444")
+            words(svg, MARGIN, tall - MARGIN + 2, WEIGHTS, 8.5, "#444444")
     return indented(svg) + "\n"
 
 

@@ -11,6 +11,7 @@ import time
 import oneflow as flow
 
 from harness import recipe
+from harness.memory import at_rest
 from harness.observe import MATMULS, TO_GLOBAL, kept, replaced, where
 
 ITEM_SIZES = {3: 8, 4: 1, 6: 8, 7: 1, 9: 2}  # bytes of OneFlow's data types, by its number for each; 4 for all others
@@ -198,9 +199,10 @@ def measure(path, **arguments):
 
 
 def per_step(path, **arguments):
-    """The bytes that this rank sends for one step of the training recipe at `path`, all that it does in it. Collective.
+    """What this rank sends for one step of the training recipe at `path`, all that it does in it, and what it keeps.
 
-    It runs 2 steps and 4 steps: what they do not have in common is 2 steps.
+    It runs 2 steps and 4 steps: what they do not have in common is 2 steps. Returns {"sent": bytes, "weights": bytes of
+    all weights, on whatever rank, "held": what memory.at_rest says}. Collective.
     """
     module = recipe.load(path)
     kept.append(module)
@@ -209,7 +211,8 @@ def per_step(path, **arguments):
         tensors, count = sent_by(lambda steps=steps: module.run(steps=steps, **arguments))
         kept.append((vars(module.run).copy(), tensors))  # with its graph
         sent.append(count)
-    return (sent[1] - sent[0]) / 2
+    weights = sum(one.numel() * one.element_size() for name, one in tensors.items() if name.startswith("new "))
+    return {"sent": (sent[1] - sent[0]) / 2, "weights": weights, "held": at_rest(tensors)}
 
 
 SBPS = {"B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.split(1), "P": flow.sbp.partial_sum}

@@ -12,7 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 ATLAS, PICTURES = ROOT / "docs" / "sbp-atlas.md", ROOT / "docs" / "pictures"
 READMES = {"en": ROOT / "README.md", "zh": ROOT / "docs" / "README.zh-CN.md"}
 LEDGER = str(recipe.HARNESS / "ledger.py") + ":measure"
+PER_STEP = str(recipe.HARNESS / "ledger.py") + ":per_step"
 BEGIN, END = "<!-- boxing costs: ./launch.sh docs makes this table -->", "<!-- end of the table -->"
+BEGIN_TRAINING = "<!-- costs of training: ./launch.sh docs makes this table -->"
+TRAINING_COLUMNS = {
+    "en": ["recipe", "sends, eager", "sends, graph", "keeps weights", "gradients", "optimizer state"],
+    "zh": ["示例", "发送，eager", "发送，graph", "保留的权重", "梯度", "优化器状态"],
+}
 HEADLINE = [  # each kind of conversion once: S(0) and S(1) differ only where both stand here
     ("B", "B"),
     ("B", "S(0)"),
@@ -35,6 +41,8 @@ SIZES = {  # of what is drawn
     **{"batch": 480, "in_features": 720, "hidden": 960, "out_features": 1080, "rows": 480, "columns": 1080},
     "steps": 1,
 }
+TRAINING_SIZES = {"batch": 384, "in_features": 384, "hidden": 768, "out_features": 384}  # of what is measured by step
+TRAINED_ON = (2, 3, 4)  # ranks
 
 
 def units(number):
@@ -72,10 +80,55 @@ def headline(found, language):
     return table(COLUMNS[language], rows)
 
 
-def readme(found, language):
-    """The README with its table made anew."""
-    before, rest = READMES[language].read_text().split(BEGIN)
-    return f"{before}{BEGIN}\n\n{headline(found, language)}\n{END}{rest.split(END)[1]}"
+def readme(found, steps, language):
+    """The README with its tables made anew."""
+    text = READMES[language].read_text()
+    for begin, made_anew in ((BEGIN, headline(found, language)), (BEGIN_TRAINING, training_costs(steps, language))):
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n\n{made_anew}\n{END}{rest.split(END, 1)[1]}"
+    return text
+
+
+def training_runs(pools):
+    """What a step of each training recipe sends and keeps: (name, number of ranks, mode) -> by rank."""
+    return {run: training_run(pools(run[1]), *run) for run in trained()}
+
+
+def trained():
+    """(name, number of ranks, mode) of every run of a recipe that trains these two layers."""
+    for path in sorted(recipe.RECIPES.glob("*.py")):
+        if {"steps", "hidden"} <= set(recipe.entry(path)):
+            for n in (n for n in TRAINED_ON if n in recipe.world_sizes(path)):
+                yield from ((path.stem, n, mode) for mode in modes(path))
+
+
+def training_run(pool, name, n, mode, **given):
+    """The same for one run, with its default options where none are given."""
+    path = recipe.RECIPES / f"{name}.py"
+    given = {**{option: size for option, size in TRAINING_SIZES.items() if option in recipe.entry(path)}, **given}
+    if mode != "only":
+        given["graph"] = mode == "graph"
+    return pool.call(PER_STEP, path=str(path), **given)
+
+
+def training_costs(steps, language):
+    """What the rank that sends most sends in a step, and the one that keeps most keeps, in units of all weights."""
+
+    def cell(name, mode, number):
+        of = [max(map(number, steps[name, n, mode])) if (name, n, mode) in steps else None for n in TRAINED_ON]
+        return " · ".join("–" if one is None else units(one) for one in of)
+
+    rows = []
+    for name in dict.fromkeys(name for name, _, _ in steps):
+        own = [mode for run, _, mode in steps if run == name]
+        row = [f"{name}.py"]
+        for mode in MODES:
+            row.append(cell(name, mode if mode in own else "only", lambda one: one["sent"] / one["weights"]))
+        first = "eager" if "eager" in own else "only"
+        for kind in ("weights", "gradients", "state"):
+            row.append(cell(name, first, lambda one, kind=kind: one["held"][kind] / one["weights"]))
+        rows.append(row)
+    return table(TRAINING_COLUMNS[language], rows)
 
 
 def by_rank(sent):
@@ -240,8 +293,9 @@ def measured():
     pools = {}
     try:
         return tuple(
-            part(lambda n: pools.setdefault(n, Pool(n, repeat=True))) for part in (recipe_runs, atlas.measured)
-        )[::-1]
+            part(lambda n: pools.setdefault(n, Pool(n, repeat=True)))
+            for part in (atlas.measured, recipe_runs, training_runs)
+        )
     finally:
         for one in pools.values():
             one.close()
@@ -268,9 +322,10 @@ def recipe_run(pool, path, mode):
     return pool.call(LEDGER, path=str(path), **given)
 
 
-def made(found, runs):
+def made(found, runs, steps):
     """Every file that is made, as path -> text."""
-    files = {ATLAS: page(found, runs), **{path: readme(found, language) for language, path in READMES.items()}}
+    files = {path: readme(found, steps, language) for language, path in READMES.items()}
+    files[ATLAS] = page(found, runs)
     for name, results in runs.items():
         files[PICTURES / f"{name}.svg"] = draw.as_svg(drawn(results), f"{name}.py")
     return files
@@ -295,7 +350,7 @@ def differs(old, new):
 
 
 def main():
-    print("measuring every conversion, every matmul signature and every recipe: 2 minutes", flush=True)
+    print("measuring every conversion, every matmul signature and every recipe: 4 minutes", flush=True)
     files = made(*measured())
     PICTURES.mkdir(exist_ok=True)
     for path, text in files.items():

@@ -119,6 +119,8 @@ def moves_of(step, sent, names):
         boxings = [Boxing(e["shape"], e["item"], e["old"], e["new"]) for e in step["boxings"]]
         size = max((boxing.size for boxing in boxings), default=0)
         collectives = ", ".join(dict.fromkeys(boxing.collective for boxing in boxings)) or "nothing"
+        if step["weights"]:  # it trains
+            size, collectives = step["weights"], "a whole step"
         moves = [Move(step["what"], line, size, sent, boxings, collective=collectives)]
         for edge, one in zip(step["boxings"], boxings):
             what = f"{short(edge['producer'])} -> {short(edge['consumer'])}"

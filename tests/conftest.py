@@ -1,7 +1,9 @@
 import pytest
 
+from harness import pages
 from harness.pool import Pool
 from tests import test_atlas, test_official, test_set_up
+from tests.cases import RECIPES
 from tests.ladder import Checks
 
 
@@ -13,6 +15,32 @@ def pools():
     for pool in started.values():
         pool.close()
         REPEATED.extend(pool.repeated)
+
+
+@pytest.fixture(scope="session")
+def runs(pools):
+    """A function from a recipe's name, a world size and a mode to what its ledger says; measured when first asked."""
+    known = {}
+
+    def run(name, n, mode):
+        if (name, n, mode) not in known:
+            known[name, n, mode] = pages.recipe_run(pools(n), RECIPES / f"{name}.py", mode)
+        return known[name, n, mode]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def steps(pools):
+    """The same of what a step of a training recipe sends and keeps."""
+    known = {}
+
+    def run(name, n, mode):
+        if (name, n, mode) not in known:
+            known[name, n, mode] = pages.training_run(pools(n), name, n, mode)
+        return known[name, n, mode]
+
+    return run
 
 
 REPEATED = []  # calls that were made once more because OneFlow died

@@ -33,19 +33,6 @@ def found(early):
     return early["atlas"].result()
 
 
-@pytest.fixture(scope="session")
-def runs(pools):
-    """A function from a recipe's name, a world size and a mode to what its ledger says; measured when first asked."""
-    known = {}
-
-    def run(name, n, mode):
-        if (name, n, mode) not in known:
-            known[name, n, mode] = pages.recipe_run(pools(n), RECIPES / f"{name}.py", mode)
-        return known[name, n, mode]
-
-    return run
-
-
 def near(sent, wanted, *what):
     """Within 2 % of the formula at 1 MB and above; below that, and where it is nothing, but for control traffic."""
     Checks.that(abs(sent - wanted) <= 0.02 * wanted + CONTROL * (wanted < 1e6), *what, "sent", sent, "not", wanted)
@@ -153,12 +140,12 @@ def where(mode, boxing):
     return (mode, atlas.kind(ranks, new_ranks), old, new) if "," not in old else None
 
 
-def test_pages_and_pictures_are_those_of_this_run(found, runs):
+def test_pages_and_pictures_are_those_of_this_run(found, runs, steps):
     own = {name: world_sizes(RECIPES / f"{name}.py")[0] for name in CASES}
     by_mode = {
         name: {mode: runs(name, n, mode) for mode in pages.modes(RECIPES / f"{name}.py")} for name, n in own.items()
     }
-    for path, text in pages.made(found, by_mode).items():
+    for path, text in pages.made(found, by_mode, {run: steps(*run) for run in pages.trained()}).items():
         difference = pages.differs(path.read_text(), text)
         assert difference is None, f"{path}: {difference}; ./launch.sh docs makes it anew"
 
