@@ -96,7 +96,7 @@ def replacements(node, text):
             f"flow.placement({device}, [{WORLD} - 1 - r for r in {ranks}])",
         ]
     if function == "flow.tensor" and node.keywords:
-        array, rest = arguments[0], old[old.index(",") :]
+        array, rest = arguments[0], "".join(f", {one.arg}={text(one.value)}" for one in node.keywords) + ")"
         return [
             f"flow.tensor({new}{rest}" for new in (f"-{array}", f"{array}[::-1].copy()", f"{array}[:, ::-1].copy()")
         ]
@@ -118,6 +118,9 @@ def replacements(node, text):
             f'{function}({number}, flow.placement("cpu", [{WORLD} - 1]))',
             f"{function}({number})",
         ]
+    if function == "flow.comm.send":
+        tensor, rank = arguments
+        return [f"flow.comm.send({tensor} * 1.00001, {rank})", f"flow.comm.send(-{tensor}, {rank})"]
     if function == "flow.matmul":
         x, w = arguments
         return [
