@@ -2,7 +2,7 @@
 
 import oneflow as flow
 
-from harness import recipe
+from harness import ledger, recipe
 from harness.observe import kept, replaced
 
 
@@ -35,3 +35,13 @@ def exchange(first):
     arrived = flow.comm.recv(1 - rank)
     flow.comm.send(flow.ones(8, 4), 1 - rank)
     return arrived.numpy().sum()
+
+
+def sent_to_the_server(shape):
+    """What this rank sends for the gradient of weights that all ranks have fetched from rank 0 at once."""
+    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
+    w = flow.ones(*shape, placement=flow.placement("cpu", [0]), sbp=flow.sbp.broadcast, requires_grad=True)
+    x = flow.ones(2 * len(ranks.ranks), shape[0], placement=ranks, sbp=flow.sbp.split(0))
+    out = flow.matmul(x, w.to_global(placement=ranks, sbp=flow.sbp.broadcast))
+    _, sent = ledger.sent_by(lambda: out.sum().backward())
+    return sent

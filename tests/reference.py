@@ -189,9 +189,10 @@ class Optimizer:
         return w - change
 
 
-def two_layers(x, y, weights, gain=1.0):
+def two_layers(x, y, weights, gain=1.0, share=1.0):
     """Forward and backward of loss = mean((relu(x @ w0) @ w1 - y)^2), each matmul's product scaled by `gain`.
 
+    share: what the loss is multiplied by, such as the share of these rows in a larger batch.
     Returns the loss, and the gradients by name of w0, w1 and x.
     """
     gain = Value.known(gain)
@@ -200,6 +201,8 @@ def two_layers(x, y, weights, gain=1.0):
     error = gain * (hidden @ weights["w1"]) - y
     loss = mean(error * error)
     error = constant(2 / error.exact.size) * error
+    if share != 1:
+        loss, error = constant(share) * loss, constant(share) * error
     back = gate(gain * (error @ weights["w1"].T), before)
     gradients = {"w0": gain * (x.T @ back), "w1": gain * (hidden.T @ error), "x": gain * (back @ weights["w0"].T)}
     return loss, gradients

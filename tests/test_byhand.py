@@ -6,7 +6,9 @@ from harness.pool import Pool, PoolError
 from harness.recipe import HARNESS
 from tests.cases import CASES, RECIPES, ROOT
 from tests.ladder import Checks
+from tests.reference import trained
 
+OBSERVE = str(ROOT / "harness" / "observe.py") + ":observe"
 ON_RANK = str(ROOT / "tests" / "on_rank_byhand.py")
 PER_STEP = f"{HARNESS / 'ledger.py'}:per_step"
 
@@ -43,3 +45,38 @@ def test_all_ranks_that_send_first_wait_for_ever():
         with pytest.raises(PoolError, match="gave no answer in 2 s") as error:
             pool.call(f"{ON_RANK}:exchange", first="send")
         assert str(error.value).count("on_rank_byhand.py") >= 2 and "in exchange" in str(error.value)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_late_gradients_give_the_synchronous_update_and_stale_ones_do_not(pools, n):
+    case, synchronous = CASES["async_update"](n), trained("sgd", steps=4)
+    tensors = pools(n).call(OBSERVE, path=path("async_update"))[0]["tensors"]
+    for w in ("w0", "w1"):
+        wanted = synchronous[f"new {w}"]
+        late, stale = (abs(tensors[f"{schedule} {w}"]["value"] - wanted.exact) for schedule in ("late", "stale"))
+        Checks.that((late <= wanted.bound + case.values[f"late {w}"].bound).all(), n, w, late.max())
+        Checks.that(stale.max() > 1e-2, n, w, stale.max())
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_synchronising_in_every_step_leaves_nothing_stale(pools, n):
+    for seen in pools(n).call(OBSERVE, path=path("async_update"), sync_every=1):
+        for late, stale in (("late w0", "stale w0"), ("late w1", "stale w1"), ("late losses", "losses")):
+            assert (seen["tensors"][late]["value"] == seen["tensors"][stale]["value"]).all()
+
+
+@pytest.mark.parametrize("sync_every", [2, 3, 5])
+def test_no_gradient_is_older_than_the_bound(pools, sync_every):
+    steps = 7
+    for seen in pools(2).call(OBSERVE, path=path("async_update"), steps=steps, sync_every=sync_every):
+        fetched = [new == ("B", [1]) for _, new in seen["moves"]]  # by the slow worker
+        fetches = sum(fetched) // 2 - steps  # of both weights; those of `late` are one in each step
+        assert fetches == len(range(0, steps, sync_every))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_gradient_fetched_by_one_to_global_costs_an_all_reduce(pools, n):
+    rows, columns = 600, 600
+    for rank, sent in enumerate(pools(n).call(f"{ON_RANK}:sent_to_the_server", shape=(rows, columns))):
+        wanted = 4 * rows * columns * 2 * (n - 1) / n
+        Checks.that(abs(sent - wanted) <= 0.02 * wanted, rank, "sends", sent, "and must send", wanted)

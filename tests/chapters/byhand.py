@@ -65,11 +65,127 @@ def parameter_server(n, steps=3, gain=1.0, **sizes):
     )
 
 
+def late_and_stale(n, steps, sync_every, gain, **sizes):
+    """x0, y0, ..., the weights, and by schedule the weights and losses after training with one slow worker."""
+    start = reference.trained("sgd", steps=1, **sizes)  # what was drawn
+    values = {**worker_rows(start, n), "w0": start["w0"], "w1": start["w1"]}
+    size, rate = start["y"].exact.size, reference.constant(reference.LEARNING_RATE)
+    for schedule, every in (("late", 1), ("stale", sync_every)):
+        weights, losses = {"w0": values["w0"], "w1": values["w1"]}, []
+        old = weights
+        for step in range(steps):
+            old = weights if step % every == 0 else old
+            loss, seen = Value.known(0.0), [weights] * (n - 1) + [old]
+            for k, fetched in enumerate(seen):
+                x, y = values[f"x{k}"], values[f"y{k}"]
+                part, gradients = reference.two_layers(x, y, fetched, gain, share=y.exact.size / size)
+                weights = {name: w - rate * gradients[name] for name, w in weights.items()}
+                loss = loss + part
+            losses.append(loss)
+        losses = Value(*(np.array([getattr(loss, one) for loss in losses]) for one in ("exact", "bound")))
+        values.update({f"{schedule} {name}": w for name, w in weights.items()})
+        values["late losses" if schedule == "late" else "losses"] = losses
+    return values
+
+
+def async_update(n, steps=4, sync_every=2, gain=1.0, **sizes):
+    values = late_and_stale(n, steps, sync_every, gain, **sizes)
+    layout = {name: ("B", [int(name[1:]) if name[0] in "xy" else 0]) for name in values}
+    moves, weights = [], weights_of(values)
+    for every in (1, sync_every):
+        for step in range(steps):
+            fetching = [k for k in range(n) if k < n - 1 or step % every == 0]
+            moves += [(("B", [0]), ("B", [k])) for k in fetching for _ in "01"]
+            moves += [(("B", [k]), ("B", [0])) for k in range(n) for _ in "01"]
+            moves += [(("B", [k]), ("B", [0])) for k in range(n)]
+    return Case(
+        layout,
+        values,
+        on_workers(values, n) * 2 * steps,
+        moves=moves,
+        steps=1,  # as its steps differ, matmuls and moves are those of all of them
+        drawn=tuple(name for name in layout if "losses" not in name),
+        sends=[(n - 1 + n - 2 + 1 / sync_every) * weights] + [2 * weights] * (n - 1),
+    )
+
+
+def mean_of(parts):
+    """What the mean over the ranks is, each part divided before it is added."""
+    return total([reference.constant(1 / len(parts)) * part for part in parts])
+
+
+def replicas(n, steps, weigh, gain, seed=0, **sizes):
+    """Training on n ranks which average their gradients: values by name, and by name what differs between ranks."""
+    start = reference.trained("sgd", steps=1, seed=seed, **sizes)  # what was drawn
+    rows = worker_rows(start, n)
+    own = []
+    for rank in range(n):
+        rng = np.random.default_rng([seed, rank])
+        own.append({name: Value.drawn(rng, *start[name].exact.shape) for name in ("w0", "w1")})
+    parts = {name: [rows[f"{name}{k}"] for k in range(n)] for name in "xy"}
+    parts.update({f"own {name}": [weights[name] for weights in own] for name in ("w0", "w1")})
+    batch = len(start["x"].exact)
+    shares = [len(x.exact) * n / batch if weigh == "rows" else 1.0 for x in parts["x"]]
+
+    def each(weights):
+        every = zip(parts["x"], parts["y"], shares)
+        found = [reference.two_layers(x, y, weights, gain, share) for x, y, share in every]
+        return [loss for loss, _ in found], {name: [gradients[name] for _, gradients in found] for name in weights}
+
+    rate, weights, losses = reference.constant(reference.LEARNING_RATE), own[0], []
+    for _ in range(steps):
+        loss, gradients = each(weights)
+        losses.append(total(loss) / Value.known(n))
+        gradients = {name: mean_of(found) for name, found in gradients.items()}
+        weights = {name: w - rate * gradients[name] for name, w in weights.items()}
+    _, more = each(weights)
+    summed = {name: mean_of([gradients[name] + part for part in found]) for name, found in more.items()}
+    values = {"x": parts["x"][0], "y": parts["y"][0], "x of all": start["x"], "y of all": start["y"]}
+    values.update({f"own {name}": w for name, w in own[0].items()})
+    values.update(own[0])
+    values.update({f"{name} grad": gradient for name, gradient in gradients.items()})
+    values.update({f"summed {name} grad": gradient for name, gradient in summed.items()})
+    values.update({f"new {name}": w for name, w in weights.items()})
+    values["losses"] = Value(*(np.array([getattr(loss, one) for loss in losses]) for one in ("exact", "bound")))
+    return values, parts
+
+
+def ddp(n, steps=3, weigh="ranks", gain=1.0, **sizes):
+    ranks = list(range(n))
+    values, parts = replicas(n, steps, weigh, gain, **sizes)
+    layout = {name: ("S(0)", ranks) if name.endswith("of all") else ("local", []) for name in values}
+    (_, hidden), (_, outer) = values["w0"].exact.shape, values["w1"].exact.shape
+    rows = [len(x.exact) for x in parts["x"]]
+    between, out = (("local", [], [(r, width) for r in rows]) for width in (hidden, outer))
+    return Case(
+        layout,
+        values,
+        [("x", "w0", between), (between, "w1", out)] * (steps + 1),
+        parts,
+        moves=[(("local", []), ("S(0)", ranks))] * 2,
+        steps=1,  # as there is one backward more than steps, matmuls are those of all of them
+        drawn=tuple(name for name in layout if not name.startswith(("new", "summed", "losses"))),
+        sends=[2 * (n - 1) / n * weights_of(values)] * n,
+    )
+
+
 CASES = {
+    "ddp": ddp,
+    "async_update": async_update,
     "parameter_server": parameter_server,
     "ring_all_reduce": ring_all_reduce,
 }
 SIZES = {
+    "ddp": {
+        "even": {},
+        "uneven": {**UNEVEN, "steps": 2},
+        "by rows": {**UNEVEN, "steps": 3, "weigh": "rows"},
+    },
+    "async_update": {
+        "even": {},
+        "uneven": {**UNEVEN, "steps": 4, "sync_every": 3},
+        "always synchronised": {"sync_every": 1, "seed": 2},
+    },
     "parameter_server": {"even": {}, "uneven": UNEVEN},
     "ring_all_reduce": {"even": {}, "uneven": {"in_features": 7, "out_features": 5, "seed": 1, "steps": 2}},
 }
