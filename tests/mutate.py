@@ -30,8 +30,18 @@ EQUIVALENT = {
     f"[(r + 1) % {WORLD} for r in list(range({WORLD}))])": "OneFlow sorts the ranks of a placement",
     f"[{WORLD} - 1 - r for r in list(range({WORLD}))])": "OneFlow sorts the ranks of a placement",
     "out.to_global(placement=self.rank)": "out is B already, and to_global keeps an SBP that it is not told to change",
-    "([rank])[:1])": "the first of one rank is that rank",
-    "([rank])[-1:])": "the last of one rank is that rank",
+    **{f"([{rank}])[:1])": "the first of one rank is that rank" for rank in ("rank", "0", "k")},
+    **{f"([{rank}])[-1:])": "the last of one rank is that rank" for rank in ("rank", "0", "k")},
+    **{
+        f"{moved})": "it is B already, and to_global keeps an SBP that it is not told to change"
+        for moved in (
+            "-> w.to_global(placement=worker",
+            "-> part.to_global(placement=self.server",
+            "-> w.to_global(placement=x.placement",
+            "-> gradient.to_global(placement=server",
+            "-> part.to_global(placement=server",
+        )
+    },
 }
 
 
