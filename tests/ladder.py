@@ -78,6 +78,8 @@ def check_tensors(case, graph, seen):
         for tensor, (sbp, ranks) in case.layout_in(graph).items():
             found, what = result["tensors"][tensor], (f"rank {rank}: {tensor}:",)
             wanted, parts = case.values[tensor], case.parts.get((tensor, graph), case.parts.get(tensor))
+            if sbp == "local" and parts:
+                wanted = parts[rank]
             Checks.equal(found["shape"], wanted.exact.shape, *what, "global shape")
             Checks.equal(found["dtype"], "float32", *what, "dtype")
             Checks.equal(found["sbp"], sbp, *what, "SBP")
@@ -103,7 +105,7 @@ def check_operations(case, graph, seen):
     """The ranks multiplied what they should: a layer fed by a replicated input gives the right value too."""
     for rank, result in enumerate(seen):
         matmuls = case.matmuls + ([] if graph else case.matmuls_again)
-        shapes = [[operand(case, name) for name in names] for names in matmuls]
+        shapes = [[operand(case, name, rank) for name in names] for names in matmuls]
         times = 1 if graph else (case.steps or 1) * case.passes
         Checks.equal(result["matmuls"], shapes * times, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
         Checks.equal(result["lazy"], [graph] * len(shapes) * times, f"rank {rank}: matmuls run inside a graph")
@@ -113,16 +115,18 @@ def check_operations(case, graph, seen):
         Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")
 
 
-def operand(case, name):
-    """SBP, ranks and shape of a matmul's operand; one that ends in .T is that tensor, transposed.
+def operand(case, name, rank):
+    """SBP, ranks and shape of a matmul's operand on a rank; one that ends in .T is that tensor, transposed.
 
-    An operand that the recipe does not return is no name but (SBP, ranks, shape) itself.
+    An operand that the recipe does not return is no name but (SBP, ranks, shape) itself; of a local one that differs
+    between ranks it has a list of shapes.
     """
     if isinstance(name, tuple):
-        return name
+        sbp, ranks, shape = name
+        return (sbp, ranks, shape[rank] if isinstance(shape, list) else shape)
     tensor, transposed = name.replace(".T", ""), name.endswith(".T")
     sbp, ranks = case.layout[tensor]
-    shape = case.values[tensor].exact.shape
+    shape = (case.parts[tensor][rank] if sbp == "local" and tensor in case.parts else case.values[tensor]).exact.shape
     if transposed:
         sbp, shape = sbp.translate({ord("0"): "1", ord("1"): "0"}), shape[::-1]
     return (sbp, ranks, shape)

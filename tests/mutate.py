@@ -31,8 +31,18 @@ EQUIVALENT = {
     f"[(r + 1) % {WORLD} for r in list(range({WORLD}))])": "OneFlow sorts the ranks of a placement",
     f"[{WORLD} - 1 - r for r in list(range({WORLD}))])": "OneFlow sorts the ranks of a placement",
     "out.to_global(placement=self.rank)": "out is B already, and to_global keeps an SBP that it is not told to change",
-    "([rank])[:1])": "the first of one rank is that rank",
-    "([rank])[-1:])": "the last of one rank is that rank",
+    **{f"([{rank}])[:1])": "the first of one rank is that rank" for rank in ("rank", "0", "k")},
+    **{f"([{rank}])[-1:])": "the last of one rank is that rank" for rank in ("rank", "0", "k")},
+    **{
+        f"{moved})": "it is B already, and to_global keeps an SBP that it is not told to change"
+        for moved in (
+            "-> w.to_global(placement=worker",
+            "-> part.to_global(placement=self.server",
+            "-> w.to_global(placement=x.placement",
+            "-> gradient.to_global(placement=server",
+            "-> part.to_global(placement=server",
+        )
+    },
 }
 
 
@@ -100,7 +110,7 @@ def replacements(node, text):
             f"flow.placement({device}, [{WORLD} - 1 - r for r in {ranks}])",
         ]
     if function == "flow.tensor" and node.keywords:
-        array, rest = arguments[0], old[old.index(",") :]
+        array, rest = arguments[0], "".join(f", {one.arg}={text(one.value)}" for one in node.keywords) + ")"
         return [
             f"flow.tensor({new}{rest}" for new in (f"-{array}", f"{array}[::-1].copy()", f"{array}[:, ::-1].copy()")
         ]
@@ -130,6 +140,9 @@ def replacements(node, text):
         ]
     if function in ("flow.relu", "flow.nn.functional.mse_loss"):
         return [f"({old}) * 1.001", arguments[0] if function == "flow.relu" else f"({old}) + 0.001"]
+    if function == "flow.comm.send":
+        tensor, rank = arguments
+        return [f"flow.comm.send({tensor} * 1.00001, {rank})", f"flow.comm.send(-{tensor}, {rank})"]
     if function == "flow.matmul":
         x, w = arguments
         return [

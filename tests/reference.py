@@ -190,24 +190,27 @@ class Optimizer:
         return w - change
 
 
-def layered(x, y, weights, gain=1.0):
+def layered(x, y, weights, gain=1.0, share=1.0):
     """Forward and backward of loss = mean((relu(relu(x @ w0) @ w1 ...) - y)^2), no relu behind the last matmul.
 
-    gain: scales the product of each matmul. Returns the loss, and the gradients of the weights and last of x.
+    weights: by name; gain: scales the product of each matmul; share: scales the loss, such as the share of these rows
+    in a larger batch. Returns the loss, and by name the gradients of the weights and of x.
     """
     gain, inputs, before = Value.known(gain), [x], []
-    for w in weights:
+    for w in weights.values():
         before.append(gain * (inputs[-1] @ w))
         inputs.append(relu(before[-1]))
     error = before[-1] - y
     loss = mean(error * error)
-    back, gradients = constant(2 / error.exact.size) * error, []
-    for i in reversed(range(len(weights))):
-        gradients.insert(0, gain * (inputs[i].T @ back))
-        back = gain * (back @ weights[i].T)
+    back, gradients = constant(2 / error.exact.size) * error, {}
+    if share != 1:
+        loss, back = constant(share) * loss, constant(share) * back
+    for i, name in reversed(list(enumerate(weights))):
+        gradients[name] = gain * (inputs[i].T @ back)
+        back = gain * (back @ weights[name].T)
         if i:
             back = gate(back, before[i - 1])
-    return loss, [*gradients, back]
+    return loss, {**gradients, "x": back}
 
 
 def trained(
@@ -227,12 +230,13 @@ def trained(
     x, y = Value.drawn(rng, batch, in_features), Value.drawn(rng, batch, out_features)
     widths = [in_features, *[hidden] * (layers - 1), out_features]
     weights = {f"w{i}": Value.drawn(rng, widths[i], widths[i + 1]) for i in range(layers)}
-    values, losses, update, gradients = {"x": x, "y": y, **weights}, [], Optimizer(optimizer), []
+    values, losses, update, gradients = {"x": x, "y": y, **weights}, [], Optimizer(optimizer), {}
     for _ in range(steps):
-        loss, gradients = layered(x, y, list(weights.values()), gain)
-        weights = update.step(weights, dict(zip(weights, gradients)))
+        loss, gradients = layered(x, y, weights, gain)
+        weights = update.step(weights, gradients)
         losses.append(loss)
-    values.update({f"{name} grad": gradient for name, gradient in zip([*weights, *["x"] * input_gradient], gradients)})
+    with_gradient = [*weights, *["x"] * input_gradient] if steps else []
+    values.update({f"{name} grad": gradients[name] for name in with_gradient})
     values.update({f"{name} {kind}": state for (name, kind), state in update.state.items()})
     values.update({f"new {name}": w for name, w in weights.items()})
     return {**values, "losses": stacked(losses)}
@@ -241,13 +245,14 @@ def trained(
 def gradient_parts(parts, steps=3, gain=1.0, optimizer="momentum", **sizes):
     """By name of the weight: what each part of the rows adds to its gradient in the last step."""
     values = trained(optimizer, steps=steps - 1, gain=gain, **sizes)
-    x, y, weights = values["x"], values["y"], [values["new w0"], values["new w1"]]
-    found = {"w0 grad": [], "w1 grad": []}
+    x, y, weights = values["x"], values["y"], {name: values[f"new {name}"] for name in ("w0", "w1")}
+    found = {f"{name} grad": [] for name in weights}
     for part in range(parts):
         rows = split(x.exact.shape, 0, part, parts)
         share = constant(x[rows].exact.shape[0] / x.exact.shape[0])
-        for name, gradient in zip(found, layered(x[rows], y[rows], weights, gain)[1]):
-            found[name].append(share * gradient)
+        gradients = layered(x[rows], y[rows], weights, gain)[1]
+        for name in weights:
+            found[f"{name} grad"].append(share * gradients[name])
     return found
 
 
@@ -258,7 +263,7 @@ def micro_losses(ranks, steps, micro_batches, gain=1.0, **sizes):
     rows = np.arange(len(x.exact)).reshape(ranks, micro_batches, -1)
     for i in range(micro_batches):
         part = rows[:, i].ravel()
-        weights = [values["new w0"], values["new w1"]]
+        weights = {name: values[f"new {name}"] for name in ("w0", "w1")}
         losses.append(layered(x[part], y[part], weights, gain)[0])
     return stacked(losses)
 

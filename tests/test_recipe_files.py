@@ -69,7 +69,7 @@ def partial_sum(name, tensor, n, shape, ranks, rank):
         return f"x[:, {inner.start}:{inner.stop}] @ w[{inner.start}:{inner.stop}]"
     if name == "matmul_signatures":
         return "whole" if rank == 0 else "zeros"
-    return "its mine" if name == "global_and_local" else f"parts[{rank}]"
+    return {"global_and_local": "its mine", "ring_all_reduce": "its own"}.get(name, f"parts[{rank}]")
 
 
 @pytest.mark.parametrize("name", CASES)

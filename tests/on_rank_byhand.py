@@ -1,0 +1,94 @@
+"""What the tests of the recipes by hand call on the ranks of a pool."""
+
+import oneflow as flow
+
+from harness import ledger, recipe
+from harness.observe import kept, replaced
+
+
+def messages(path, **arguments):
+    """Run a recipe; returns each flow.comm.send and recv that it makes here: ("send" or "recv", other rank, shape)."""
+    seen, module = [], recipe.load(path)
+    send, recv = flow.comm.send, flow.comm.recv
+    kept.append(module)
+
+    def recording_send(tensor, rank):
+        seen.append(("send", rank, tuple(tensor.shape)))
+        return send(tensor, rank)
+
+    def recording_recv(rank):
+        tensor = recv(rank)
+        seen.append(("recv", rank, tuple(tensor.shape)))
+        return tensor
+
+    with replaced({(flow.comm, "send"): recording_send, (flow.comm, "recv"): recording_recv}):
+        module.run(**arguments)
+    return seen
+
+
+def exchange(first):
+    """Two ranks exchange a tensor: both send first, or one receives first."""
+    rank = flow.env.get_rank()
+    if first == "send" or rank == 0:
+        flow.comm.send(flow.ones(8, 4), 1 - rank)
+        return flow.comm.recv(1 - rank).numpy().sum()
+    arrived = flow.comm.recv(1 - rank)
+    flow.comm.send(flow.ones(8, 4), 1 - rank)
+    return arrived.numpy().sum()
+
+
+def sent_to_the_server(shape):
+    """What this rank sends for the gradient of weights that all ranks have fetched from rank 0 at once."""
+    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
+    w = flow.ones(*shape, placement=flow.placement("cpu", [0]), sbp=flow.sbp.broadcast, requires_grad=True)
+    x = flow.ones(2 * len(ranks.ranks), shape[0], placement=ranks, sbp=flow.sbp.split(0))
+    out = flow.matmul(x, w.to_global(placement=ranks, sbp=flow.sbp.broadcast))
+    _, sent = ledger.sent_by(lambda: out.sum().backward())
+    return sent
+
+
+class Chain(flow.nn.Module):
+    """Some weights, one behind the other."""
+
+    def __init__(self, weights, size):
+        super().__init__()
+        for i in range(weights):
+            setattr(self, f"w{i}", flow.nn.Parameter(flow.ones(size, size)))
+
+    def forward(self, x):
+        for w in self.parameters():
+            x = flow.matmul(x, w)
+        return x.sum()
+
+
+def wrapped():
+    """Whether DistributedDataParallel returns the module that it gets, and the names of its weights."""
+    module = Chain(2, 4)
+    replica = flow.nn.parallel.DistributedDataParallel(module)
+    return replica is module, list(replica.state_dict())
+
+
+def reduced(weights, **options):
+    """The elements of each all-reduce in one backward, and the bytes that this rank sends for it."""
+    calls, reduce = [], flow._C.local_all_reduce
+    replica = flow.nn.parallel.DistributedDataParallel(Chain(weights, 256), **options)
+    loss = replica(flow.ones(1, 256))
+
+    def recording(tensor, **named):
+        calls.append(tensor.numel())
+        return reduce(tensor, **named)
+
+    with replaced({(flow._C, "local_all_reduce"): recording}):
+        _, sent = ledger.sent_by(loss.backward)
+    return calls, sent
+
+
+def gradients_after(set_to_none):
+    """The gradient of one weight in three steps that leave it as it is, cleared before each; 2 and 4 on two ranks."""
+    replica = flow.nn.parallel.DistributedDataParallel(Chain(1, 1))
+    update, found = flow.optim.SGD(replica.parameters(), lr=0.0), []
+    for _ in range(3):
+        update.zero_grad(set_to_none=set_to_none)
+        replica(flow.ones(1, 1) * 2 * (flow.env.get_rank() + 1)).backward()
+        found.append(replica.w0.grad.item())
+    return found
