@@ -10,8 +10,6 @@ class Case:
     layout: dict  # name -> (SBP, ranks), in the order in which the recipe returns the tensors
     values: dict  # name -> Value
     matmuls: list = field(default_factory=list)  # (x, w, out) by name, in the order of execution
-    matmuls_again: list = field(default_factory=list)  # those that backward makes anew behind them in each step, in
-    # eager mode; in a graph it is OneFlow's compiler that adds them
     parts: dict = field(default_factory=dict)  # what each rank of a P, or of a local tensor, has; by name, or
     # by (name, whether in a graph) where the modes differ; of a P without parts, the sum is checked
     moves: list = field(default_factory=list)  # (SBP, ranks) before and after each to_global, in order
@@ -21,6 +19,8 @@ class Case:
     drawn: tuple = ()  # the tensors that the docstring draws, if not all
     in_graph: dict = field(default_factory=dict)  # name -> (SBP, ranks) where a graph's is another one, None if missing
     steps: int = 0  # of training; matmuls and moves are those of one step, and in a graph of all, as it is built once
+    matmuls_again: list = field(default_factory=list)  # those that backward makes anew behind them in each step, in
+    # eager mode; in a graph it is OneFlow's compiler that adds them
     passes: int = 1  # forward passes of a step in eager mode: its micro-batches
     moves_in_graph: list = None  # the moves of a graph, where they are others
     moves_each_step: list = field(default_factory=list)  # moves behind the passes of each step, in either mode

@@ -146,7 +146,7 @@ def replicas(n, steps, weigh, gain, seed=0, **sizes):
     values.update({f"{name} grad": gradient for name, gradient in gradients.items()})
     values.update({f"summed {name} grad": gradient for name, gradient in summed.items()})
     values.update({f"new {name}": w for name, w in weights.items()})
-    values["losses"] = Value(*(np.array([getattr(loss, one) for loss in losses]) for one in ("exact", "bound")))
+    values["losses"] = reference.stacked(losses)
     return values, parts
 
 
