@@ -11,6 +11,7 @@ import time
 import oneflow as flow
 
 from harness import recipe
+from harness.observe import kept
 
 
 def to_standard_error(parser, message, file=None):
@@ -24,6 +25,7 @@ def main_of(path, arguments, gpus=()):
     Returns (exit code, standard output, standard error) of this rank.
     """
     module, out, err = recipe.load(path), io.StringIO(), io.StringIO()
+    kept.append(module)  # with its graph: freed when another recipe is loaded, it may hang a rank
     here = sys.argv, flow.cuda.device_count, flow.cuda.get_device_capability
     sys.argv = [path, *arguments]
     message, argparse.ArgumentParser._print_message = argparse.ArgumentParser._print_message, to_standard_error

@@ -95,14 +95,50 @@ def activation_checkpointing(n, steps=3, checkpointing="on", **sizes):
     )
 
 
+def auto_parallel(n, steps=3, gain=1.0, batch=8, in_features=256, hidden=1024, out_features=256, seed=0):
+    """What OneFlow chooses cannot be derived: these are the two layouts, and the sizes here are far from the border."""
+    ranks, split_weights = list(range(n)), batch <= 512 and in_features > 100
+    rng = np.random.default_rng(seed)
+    x, y = Value.drawn(rng, batch, in_features), Value.drawn(rng, batch, out_features)
+    shapes = {"w0": (in_features, hidden), "w1": (hidden, out_features)}
+    weights = {name: Value.known(Value.drawn(rng, *shape).exact / 16) for name, shape in shapes.items()}
+    values, losses, update = {"x": x, "y": y, **weights}, [], reference.Optimizer("sgd")
+    for _ in range(steps):
+        loss, gradients = reference.two_layers(x, y, weights, gain)
+        weights = update.step(weights, {name: gradients[name] for name in weights})
+        losses.append(loss)
+    values.update({f"new {name}": w for name, w in weights.items()})
+    values["losses"] = Value(*(np.array([getattr(loss, part) for loss in losses]) for part in ("exact", "bound")))
+    layout = {name: ("S(0)" if name in "xy" else "B", ranks) for name in values}
+    if split_weights:
+        layout.update({"new w0": ("S(1)", ranks), "new w1": ("S(0)", ranks)})
+    hidden = ("S(0)", ranks, (batch, hidden))
+    return Case(
+        layout,
+        values,
+        [("x", "w0", hidden), (hidden, "w1", ("S(0)", ranks, (batch, out_features)))],  # as the script says, not as run
+        steps=steps,
+        moves_after=[(("P", ranks), ("B", ranks))] * steps,
+        drawn=tuple(name for name in values if name != "losses"),
+        sends=[(n - 1) / n * (x.exact.size + 3 * y.exact.size)] * n,
+    )
+
+
 CASES = {
     "fully_sharded": fully_sharded,
     "zero_optimizer": zero_optimizer,
     "activation_checkpointing": activation_checkpointing,
+    "auto_parallel": auto_parallel,
 }
 SIZES = {
     "fully_sharded": {"even": {}, "uneven": UNEVEN},
     "activation_checkpointing": {"even": {}, "uneven": UNEVEN, "off": {"checkpointing": "off"}},
+    "auto_parallel": {
+        "even": {},
+        "uneven": {"batch": 7, "in_features": 250, "hidden": 1022, "out_features": 251, "steps": 1, "seed": 1},
+        "large batch": {"batch": 2048, "steps": 1},
+        "small weights": {"in_features": 4, "hidden": 8, "out_features": 4},
+    },
     "zero_optimizer": {
         "even": {},
         "uneven": UNEVEN,
@@ -110,4 +146,4 @@ SIZES = {
         "small shards": {"in_features": 6, "hidden": 12, "out_features": 5, "shard_min_size": 20},
     },
 }
-GRAPH_ONLY = {"zero_optimizer"}
+GRAPH_ONLY = {"auto_parallel", "zero_optimizer"}

@@ -1,0 +1,29 @@
+"""What the tests of the memory chapter call on the ranks of a pool."""
+
+from harness import recipe
+from harness.ledger import boxings_of
+from harness.observe import kept
+
+SBPS = {"broadcast_parallel": "B", "partial_sum_parallel": "P"}
+
+
+def compiled(path, **arguments):
+    """The job into which OneFlow compiled a recipe's graph.
+
+    Returns {"ops": {name: (type, {tensor of the op: SBP})}, "boxings": [(old SBP, new SBP, shape), ...], sorted}.
+    """
+    module = recipe.load(path)
+    kept.append(module)
+    module.run(**arguments)["losses"].numpy()  # what OneFlow aborts of, it does not abort of later
+    graph, ops = module.run.kept, {}
+    job = graph._full_job_proto
+    signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
+    for op in job.net.op:
+        kind = op.WhichOneof("op_type")
+        sbps = {}
+        for tensor, nd_sbp in signatures[op.name].bn_in_op2nd_sbp.items():
+            [one] = nd_sbp.sbp_parallel
+            sbps[tensor] = SBPS.get(one.WhichOneof("parallel_type")) or f"S({one.split_parallel.axis})"
+        ops[op.name] = (op.user_conf.op_type_name if kind == "user_conf" else kind, sbps)
+    moves = sorted((one["old"][0], one["new"][0], one["shape"]) for one in boxings_of(graph) if one["shape"] != (1,))
+    return {"ops": ops, "boxings": moves}
