@@ -15,7 +15,7 @@ backward() the same to_global takes the gradient the other way, to rank 0, where
 The optimizer and its state exist there only. Rank 0 is a worker too, one that sends nothing.
 
 The bytes are those of data parallelism: an all-reduce costs 2 (n-1)/n x the weights on each of n ranks, 2 (n-1) x in
-all. Here rank 0 sends or receives every one of them, while the others wait.
+all. Here rank 0 sends or receives every one of them.
 
 Trap:  one to_global to all ranks fetches the weights at the same price, but its gradient is a partial sum, P; OneFlow
        0.9.0 brings P to rank 0 by an all-reduce, as if all ranks wanted it: up to twice the bytes from each worker.
