@@ -20,7 +20,7 @@ late:  all synchronise in every step. The last gradient meets weights that the o
        no harm: it was made from the same weights, and plain SGD only adds up. It is the step of parameter_server.py.
 stale: all synchronise every sync_every steps. In between the gradients of the slow worker are of weights 1, 2, ...
        steps old, and the result is another one. sync_every is the bound: no gradient is older than sync_every - 1.
-Moves: in a step that synchronises, (n-1) x the weights' bytes from rank 0, in others (n-2) x; 1 x from each other rank.
+Moves: in a step that synchronises (n-1) x the weights' bytes from rank 0, else (n-2) x; 1 x from each other rank.
 Run:   ./launch.sh recipes/async_update.py [--sync-every 3]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/async_update.py
 Use it when workers differ much in speed, and watch the loss; else let all wait for all: train_data_parallel.py.

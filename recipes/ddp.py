@@ -91,7 +91,7 @@ def run(device="cpu", seed=0, steps=3, weigh="ranks", batch=8, in_features=4, hi
     losses = flow.stack(losses)
     flow.comm.all_reduce(losses)
     tensors.update({"new w0": module.w0, "new w1": module.w1, "losses": losses / world_size})
-    ranks = flow.placement(device, list(range(world_size)))
+    ranks = flow.placement(device, list(range(flow.env.get_world_size())))
     x_of_all = x.to_global(placement=ranks, sbp=flow.sbp.split(0))
     y_of_all = y.to_global(placement=ranks, sbp=flow.sbp.split(0))
     return {"x": x, "y": y, "x of all": x_of_all, "y of all": y_of_all, **tensors}

@@ -15,14 +15,14 @@ backward() the same to_global takes the gradient the other way, to rank 0, where
 The optimizer and its state exist there only. Rank 0 is a worker too, one that sends nothing.
 
 The bytes are those of data parallelism: an all-reduce costs 2 (n-1)/n x the weights on each of n ranks, 2 (n-1) x in
-all. Here just as many pass through the one link of rank 0, n times as many as through any link of the ring.
+all. Here rank 0 sends or receives every one of them.
 
 Trap:  one to_global to all ranks fetches the weights at the same price, but its gradient is a partial sum, P; OneFlow
        0.9.0 brings P to rank 0 by an all-reduce, as if all ranks wanted it: up to twice the bytes from each worker.
 Moves: weights: (n-1) x their bytes from rank 0; gradients: 1 x from each other rank; 2 (n-1) x through rank 0.
 Run:   ./launch.sh recipes/parameter_server.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/parameter_server.py [--graph]
-Use it when there are few workers, or when they come and go; else see train_data_parallel.py.
+Use it when there are few workers, or one rank shall have the optimizer and its state; else train_data_parallel.py.
 Source: M. Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
 
