@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.cases import CASES, ROOT
+from tests.chapters import forward
 from tests.jobs import LAUNCH, Run
 
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "docs" / "README.zh-CN.md"
@@ -58,11 +59,25 @@ def test_table_of_recipes_is_that_of_the_cases():
         }
         wanted = {t: ("B" if sbp == "local" else sbp) for t, (sbp, _) in case.layout.items() if t in shown}
         assert shown == wanted
-        if {"x", "w"} <= {tensor.rstrip("0") for tensor in case.layout} and name != "two_d_sbp":
+        if {"x", "w"} <= {tensor.rstrip("0") for tensor in case.layout} and name != "two_d_sbp" and not case.steps:
             assert {"x", "w", "out"} <= {tensor.rstrip("01") for tensor in shown}
         assert moves.startswith("moves: ") and use.startswith("use it when ")
-        assert (moves == "moves: nothing") == (not case.moves and name != "matmul_signatures")
+        assert (moves == "moves: nothing") == (not (case.moves or case.sends) and name != "matmul_signatures")
         assert picture == f"![{name}.py](docs/pictures/{name}.svg)"
+
+
+def test_every_topic_of_training_is_found_by_its_name_in_pytorch():
+    rows = {row[0]: re.findall(r"\[([\w.]+)]", row[1]) for row in tables(ENGLISH) if len(row) == 2 and "](" in row[1]}
+    rows = {topic: links for topic, links in rows.items() if "recipes/" not in topic}
+    for usual in (
+        *("DistributedDataParallel", "nn.DataParallel", "FullyShardedDataParallel", "ZeRO", "DTensor", "Megatron"),
+        *("pipelining", "gradient accumulation", "checkpoint.checkpoint", "DistributedSampler", "torchmetrics"),
+        *("SyncBatchNorm", "manual_seed", "distributed.checkpoint", "parameter server", "asynchronous SGD", "ring"),
+    ):
+        assert any(usual in topic for topic in rows), usual
+    linked = {link for links in rows.values() for link in links}
+    own_ways = {"auto_parallel.py"}  # PyTorch has no such thing
+    assert {f"{name}.py" for name in CASES if name not in forward.CASES} - own_ways <= linked
 
 
 def test_both_languages_agree():
