@@ -20,5 +20,9 @@ class Case:
     in_graph: dict = field(default_factory=dict)  # name -> (SBP, ranks) where a graph's layout is another one
     steps: int = 0  # of training; matmuls and moves are those of one step, and in a graph of all, as it is built once
     moves_after: list = field(default_factory=list)  # moves behind the last step, in either mode
+    models: int = 1  # trained one after the other, each for all steps; each is a graph of its own
+    all_moves: tuple = (
+        None  # in eager and in graph mode, all in order, where not all steps move the same; no other then
+    )
     sends: list = None  # elements that each rank sends in one step of training, by the formula; None if not measured
     sends_in_graph: list = None  # the same in a graph, where it is something else

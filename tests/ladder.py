@@ -103,12 +103,16 @@ def check_operations(case, graph, seen):
     """The ranks multiplied what they should: a layer fed by a replicated input gives the right value too."""
     for rank, result in enumerate(seen):
         shapes = [[operand(case, name) for name in names] for names in case.matmuls]
-        times = 1 if graph else case.steps or 1
+        times = case.models * (1 if graph else case.steps or 1)
         Checks.equal(result["matmuls"], shapes * times, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
         Checks.equal(result["lazy"], [graph] * len(shapes) * times, f"rank {rank}: matmuls run inside a graph")
         moves = moves_of(case, graph) * times + [list(move) for move in case.moves_after]
+        if case.all_moves:
+            moves = [list(move) for move in case.all_moves[graph]]
         Checks.equal(result["moves"], moves, f"rank {rank}: moves (SBP, ranks before and after)")
-        Checks.equal(len(result["calls"]), (case.steps or 1) * graph, f"rank {rank}: number of calls of a graph")
+        Checks.equal(
+            len(result["calls"]), case.models * (case.steps or 1) * graph, f"rank {rank}: number of calls of a graph"
+        )
         Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")
 
 
