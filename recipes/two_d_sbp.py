@@ -124,7 +124,11 @@ def refusal(args):
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, list) and not (set(value) <= set(range(world_size)) and len(set(value)) == len(value)):
             return f"{option} takes ranks from 0 to {world_size - 1}, each once: type {option} 0"
-        if isinstance(value, str) and value not in FITS.get(name, (value,)):
+        if isinstance(value, str) and callable(FITS.get(name)):  # any text: the function says what is wrong with it
+            wrong = FITS[name](args, world_size)
+            if wrong:
+                return f"{option} {value}: {wrong}"
+        elif isinstance(value, str) and value not in FITS.get(name, (value,)):
             return f"{option} takes {', '.join(FITS[name])}, not {value}: type {option} {FITS[name][0]}"
         if type(value) is int:
             given = argparse.Namespace(**{**vars(args), name: max(value, int(name != "seed"))})

@@ -25,6 +25,10 @@ class Case:
     moves_in_graph: list = None  # the moves of a graph, where they are others
     moves_each_step: list = field(default_factory=list)  # moves behind the passes of each step, in either mode
     moves_after: list = field(default_factory=list)  # moves behind the last step, in either mode
+    models: int = 1  # trained one after the other, each for all steps; each is a graph of its own
+    all_moves: tuple = (
+        None  # in eager and in graph mode, all in order, where not all steps move the same; no other then
+    )
     sends: list = None  # elements that each rank sends in one step of training, by the formula; None if not measured
     sends_in_graph: list = None  # the same in a graph, where it is something else
 

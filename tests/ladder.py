@@ -106,12 +106,14 @@ def check_operations(case, graph, seen):
     for rank, result in enumerate(seen):
         matmuls = case.matmuls + ([] if graph else case.matmuls_again)
         shapes = [[operand(case, name, rank) for name in names] for names in matmuls]
-        times = 1 if graph else (case.steps or 1) * case.passes
+        times = case.models * (1 if graph else (case.steps or 1) * case.passes)
         Checks.equal(result["matmuls"], shapes * times, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
         Checks.equal(result["lazy"], [graph] * len(shapes) * times, f"rank {rank}: matmuls run inside a graph")
         moves = all_moves(case, graph)
         Checks.equal(result["moves"], moves, f"rank {rank}: moves (SBP, ranks before and after)")
-        Checks.equal(len(result["calls"]), (case.steps or 1) * graph, f"rank {rank}: number of calls of a graph")
+        Checks.equal(
+            len(result["calls"]), case.models * (case.steps or 1) * graph, f"rank {rank}: number of calls of a graph"
+        )
         Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")
 
 
@@ -134,6 +136,8 @@ def operand(case, name, rank):
 
 def all_moves(case, graph):
     """Every to_global of a run, in order; those inside a graph come once, when it is built."""
+    if case.all_moves:
+        return [list(move) for move in case.all_moves[graph]]
     once, steps = moves_of(case, graph), case.steps or 1
     each, after = ([list(move) for move in moves] for moves in (case.moves_each_step, case.moves_after))
     return (once + each * steps if graph else (once * case.passes + each) * steps) + after
