@@ -1,10 +1,10 @@
-"""How much of the time the stages of recipes/train_pipeline.py are idle, against (p-1)/(m+p-1), with a core for each rank.
+"""How much of the time the stages of recipes/train_pipeline.py are idle, against (p-1)/(m+p-1).
 
     .venv/bin/python benchmarks/pipeline_idle.py [--ranks 2] [--pairs 5] [--batch 2048] [--width 1024]
 
-One batch is trained as m = 1, 2, 4, ... micro-batches, alternating with m = 1 in the same run, so that only ratios count. The
-work of a step is the time at m = 1, in which one stage works after the other; in p times the time of a step, what is not
-work is idle. Printed are medians of the pairs.
+Each rank keeps to a core of its own. One batch is trained as m = 1, 2, 4, ... micro-batches, alternating with m = 1 in
+the same run, so that only ratios count. The work of a step is the time at m = 1, in which one stage works after the
+other; in p times the time of a step, what is not work is idle. Printed are medians of the pairs.
 """
 
 import argparse

@@ -70,7 +70,7 @@ def two_blocks(seed=0, steps=3, batch=8, in_features=4, hidden=8, out_features=4
         weights = update.step(weights, gradients)
     values.update({f"w{i} grad": gradients[f"w{i}"] for i in range(4)})
     values.update({f"new {name}": w for name, w in weights.items()})
-    values["losses"] = Value(*(np.array([getattr(loss, part) for loss in losses]) for part in ("exact", "bound")))
+    values["losses"] = reference.stacked(losses)
     return values
 
 
@@ -104,11 +104,11 @@ def auto_parallel(n, steps=3, gain=1.0, batch=8, in_features=256, hidden=1024, o
     weights = {name: Value.known(Value.drawn(rng, *shape).exact / 16) for name, shape in shapes.items()}
     values, losses, update = {"x": x, "y": y, **weights}, [], reference.Optimizer("sgd")
     for _ in range(steps):
-        loss, gradients = reference.two_layers(x, y, weights, gain)
-        weights = update.step(weights, {name: gradients[name] for name in weights})
+        loss, gradients = reference.layered(x, y, weights, gain)
+        weights = update.step(weights, gradients)
         losses.append(loss)
     values.update({f"new {name}": w for name, w in weights.items()})
-    values["losses"] = Value(*(np.array([getattr(loss, part) for loss in losses]) for part in ("exact", "bound")))
+    values["losses"] = reference.stacked(losses)
     layout = {name: ("S(0)" if name in "xy" else "B", ranks) for name in values}
     if split_weights:
         layout.update({"new w0": ("S(1)", ranks), "new w1": ("S(0)", ranks)})
