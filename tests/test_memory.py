@@ -124,7 +124,7 @@ def test_checkpointing_changes_no_bit_of_the_gradients(pools, n, graph):
 
 @pytest.mark.parametrize("graph, blocks", [(False, -1), (True, 4)])
 def test_checkpointing_lowers_the_peak_of_eager_mode_and_raises_that_of_a_graph_on_cpu(graph, blocks):
-    """By how many tensors as large as a block's hidden activations on one rank; a graph makes two anew in each block."""
+    """By how many tensors as large as one rank's hidden activations of a block; a graph has 2 anew in each block."""
     sizes = {"graph": graph, "batch": 8192, "in_features": 8, "hidden": 2048, "out_features": 8, "steps": 2}
     on, off = (peak(fresh(2, "activation_checkpointing", checkpointing=word, **sizes)) for word in ("on", "off"))
     hidden = 4 * 8192 // 2 * 2048

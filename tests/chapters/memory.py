@@ -96,7 +96,7 @@ def activation_checkpointing(n, steps=3, checkpointing="on", **sizes):
 
 
 def auto_parallel(n, steps=3, gain=1.0, batch=8, in_features=256, hidden=1024, out_features=256, seed=0):
-    """What OneFlow chooses cannot be derived: these are the two layouts, and the sizes here are far from the border."""
+    """What OneFlow chooses cannot be derived: these are the two layouts, and the sizes here are not near the border."""
     ranks, split_weights = list(range(n)), batch <= 512 and in_features > 100
     rng = np.random.default_rng(seed)
     x, y = Value.drawn(rng, batch, in_features), Value.drawn(rng, batch, out_features)
@@ -136,7 +136,7 @@ SIZES = {
     "auto_parallel": {
         "even": {},
         "uneven": {"batch": 7, "in_features": 250, "hidden": 1022, "out_features": 251, "steps": 1, "seed": 1},
-        "large batch": {"batch": 2048, "steps": 1},
+        "large batch": {"batch": 1024, "steps": 1},
         "small weights": {"in_features": 4, "hidden": 8, "out_features": 4},
     },
     "zero_optimizer": {
