@@ -65,7 +65,8 @@ def traced(gain=1.0):
     """Record what the ranks do, in a graph while it is built; each matmul's product is scaled by `gain`.
 
     Yields {"matmuls": [(SBP, ranks and shape of x, of w and of the product)], "lazy": [whether in a graph, by matmul],
-    "moves": [(SBP and ranks before and after each to_global)], "stages": [(number, ranks) of each set_stage],
+    "moves": [(SBP and ranks before and after each to_global, and its grad_sbp if any)],
+    "stages": [(number, ranks) of each set_stage],
     "calls": [the class of each nn.Graph that is called]}.
     """
     seen = {"matmuls": [], "lazy": [], "moves": [], "stages": [], "calls": []}
@@ -80,7 +81,8 @@ def traced(gain=1.0):
 
     def recording_to_global(tensor, *arguments, **named):
         moved = to_global(tensor, *arguments, **named)
-        seen["moves"].append([where(one)[::2] for one in (tensor, moved)])
+        back = [label([named["grad_sbp"]])] if "grad_sbp" in named else []  # what the gradient becomes in front of it
+        seen["moves"].append([where(one)[::2] for one in (tensor, moved)] + back)
         return moved
 
     def recording_set_stage(module, number=None, placement=None):

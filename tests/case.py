@@ -12,7 +12,9 @@ class Case:
     matmuls: list = field(default_factory=list)  # (x, w, out) by name, in the order of execution
     parts: dict = field(default_factory=dict)  # what each rank of a P, or of a local tensor, has; by name, or
     # by (name, whether in a graph) where the modes differ; of a P without parts, the sum is checked
-    moves: list = field(default_factory=list)  # (SBP, ranks) before and after each to_global, in order
+    moves: list = field(
+        default_factory=list
+    )  # (SBP, ranks) before and after each to_global, in order, and its grad_sbp
     stages: list = field(default_factory=list)  # (number, ranks) that the graph sets
     moved: dict = field(default_factory=dict)  # name -> name of the tensor that it is, moved
     added: tuple = ()  # outputs that an all-reduce adds up, in an order that eager and graph mode do not share
@@ -25,6 +27,7 @@ class Case:
     moves_in_graph: list = None  # the moves of a graph, where they are others
     moves_each_step: list = field(default_factory=list)  # moves behind the passes of each step, in either mode
     moves_after: list = field(default_factory=list)  # moves behind the last step, in either mode
+    dtypes: dict = field(default_factory=dict)  # name -> dtype of a tensor that is not float32
     models: int = 1  # trained one after the other, each for all steps; each is a graph of its own
     all_moves: tuple = (
         None  # in eager and in graph mode, all in order, where not all steps move the same; no other then

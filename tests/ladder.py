@@ -81,7 +81,8 @@ def check_tensors(case, graph, seen):
             if sbp == "local" and parts:
                 wanted = parts[rank]
             Checks.equal(found["shape"], wanted.exact.shape, *what, "global shape")
-            Checks.equal(found["dtype"], "float32", *what, "dtype")
+            dtype = case.dtypes.get(tensor, "float32")
+            Checks.equal(found["dtype"], dtype, *what, "dtype")
             Checks.equal(found["sbp"], sbp, *what, "SBP")
             Checks.equal((found["device"], found["ranks"]), ("cpu", ranks), *what, "placement")
             if np.isnan(wanted.exact).all():  # drawn by OneFlow: the ranks must agree
@@ -91,7 +92,7 @@ def check_tensors(case, graph, seen):
                 found["shard"] is not None, sbp == "local" or rank in np.array(ranks), *what, "holds something"
             )
             if shard is not None:
-                Checks.equal(found["shard"].dtype, np.dtype("float32"), *what, "dtype of the shard")
+                Checks.equal(found["shard"].dtype, np.dtype(dtype), *what, "dtype of the shard")
                 close(found["shard"], shard, 1, *what, "shard")
             elif found["shard"] is not None:
                 total = sum(

@@ -73,3 +73,31 @@ def bytes_to_save_and_load(path, folder, sbp, rows, columns):
     state, read = sent_by(lambda: flow.load(f"{folder}/1", global_src_rank=0))
     loaded = sent_by(lambda: parameter.load_state_dict(state))[1]
     return saved, read + loaded
+
+
+def gradient_of_gathered(rows, grad_sbp):
+    """The SBP and the rows that this rank has of the gradient of a split tensor that is summed up whole on rank 0."""
+    ranks, first = flow.placement("cpu", list(range(flow.env.get_world_size()))), flow.placement("cpu", [0])
+    out = flow.ones(rows, 2, placement=ranks, sbp=flow.sbp.split(0), requires_grad=True)
+    seen = {}
+    middle = out * 2
+    middle.register_hook(lambda gradient: seen.update(held(gradient)))
+    named = {"grad_sbp": flow.sbp.split(0)} if grad_sbp else {}
+    middle.to_global(placement=first, sbp=flow.sbp.broadcast, **named).sum().backward()
+    return seen["sbp"], seen["ranks"], seen["shard"].shape[0]
+
+
+def gradients_between(path, **arguments):
+    """The SBP and ranks of the gradient of each tensor in one eager step of replicate_scatter_gather.py, by place."""
+    module, seen = recipe.load(path), {}
+    forward = module.StepByStep.forward
+
+    def hooked(self, x, y):
+        loss, *between = forward(self, x, y)
+        for place, tensor in enumerate(between[1:]):
+            tensor.register_hook(lambda gradient, place=place: seen.update({place: held(gradient)}))
+        return (loss, *between)
+
+    module.StepByStep.forward = hooked
+    module.run(steps=1, **arguments)
+    return [(seen[place]["sbp"], seen[place]["ranks"]) for place in sorted(seen)]

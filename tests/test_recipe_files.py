@@ -29,12 +29,12 @@ def docstring(name):
 def drawing(name):
     """The rows of the table in a docstring: (tensor, shape, one cell for each rank and the SBP)."""
     for line in docstring(name).splitlines():
-        row = re.match(r" +(\S.*?) +\((\d+), (\d+)\) +(\S.*)", line)
+        row = re.match(r" +(\S.*?) +\((\d+),(?: (\d+))?\) +(\S.*)", line)
         if row:
             cells = re.split(r"  +", row.group(4).strip())
             yield (
                 row.group(1).split(" ")[0] if " = " in line else row.group(1),
-                tuple(map(int, row.groups()[1:3])),
+                tuple(int(size) for size in row.groups()[1:3] if size),
                 cells,
             )
 

@@ -6,12 +6,14 @@ import shutil
 import pytest
 
 from harness.pool import Pool, PoolError
+from harness.recipe import HARNESS
 from tests import reference
-from tests.cases import RECIPES, ROOT
+from tests.cases import CASES, RECIPES, ROOT
 from tests.ladder import OBSERVE, Checks, close
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 HERE = str(ROOT / "tests" / "on_rank_state.py")
+PER_STEP = f"{HARNESS / 'ledger.py'}:per_step"
 CHECKPOINT = str(RECIPES / "checkpoint.py")
 RESULTS = ("new w0", "new w1", "new w0 momentum", "new w1 momentum", "w0 grad", "w1 grad", "losses")
 MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
@@ -200,3 +202,69 @@ def test_bytes_to_save_and_load(pools, tmp_path, n, weights):
     for what, bytes_found, wanted in sums:
         near = abs(bytes_found - wanted * tensor) <= 0.02 * wanted * tensor + 20_000
         Checks.that(near, what, bytes_found / tensor, "x the tensor, must be", wanted)
+
+
+SIZES = {"batch": 1536, "in_features": 96, "hidden": 192, "out_features": 384}
+
+
+@MODES
+@pytest.mark.parametrize("n, loss", [(2, "each"), (3, "each"), (2, "first"), (4, "first"), (3, "other"), (4, "other")])
+def test_bytes_of_a_step_by_where_the_loss_is(pools, n, loss, graph):
+    path = str(RECIPES / "loss_placement.py")
+    found = pools(n).call(PER_STEP, path=path, graph=graph, loss=loss, **SIZES)
+    case = CASES["loss_placement"](n, loss=loss, steps=1, **SIZES)
+    for rank, wanted in enumerate(case.sends_in_graph if graph else case.sends):
+        near = abs(found[rank] - 4 * wanted) <= 0.02 * 4 * wanted + 20_000
+        Checks.that(near, loss, f"rank {rank} sends", found[rank], "bytes a step and must send", 4 * wanted)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_gradient_of_what_was_gathered_comes_back_whole_unless_told(pools, n):
+    """What the trap in loss_placement.py says."""
+    ranks = list(range(n))
+    for grad_sbp, sbp, rows in ((False, "B", 6), (True, "S(0)", 6 // n)):
+        found = pools(n).call(f"{HERE}:gradient_of_gathered", rows=6, grad_sbp=grad_sbp)
+        assert found == [(sbp, ranks, rows)] * n
+
+
+@pytest.mark.parametrize("n, loss", [(2, "other"), (3, "none")])
+def test_loss_on_a_rank_that_is_not_there_is_refused(pools, n, loss):
+    path = str(RECIPES / "loss_placement.py")
+    text = f"--loss {loss}: takes each or first, or other on 3 ranks or more: type --loss first"
+    for code, out, err in pools(n).call(f"{ON_RANK}:main_of", path=path, arguments=["--loss", loss]):
+        assert (code, out, err) == (2, "", f"loss_placement.py: {text}\n")
+
+
+BY_HAND = str(RECIPES / "replicate_scatter_gather.py")
+
+
+@MODES
+@pytest.mark.parametrize("way", ["steps", "sbp"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_bytes_of_a_step_by_hand_and_by_sbp(pools, n, way, graph):
+    for sizes in ({"batch": 8192, "hidden": 8}, {"batch": 64, "hidden": 8192}):  # large outputs, large weights
+        found = pools(n).call(PER_STEP, path=BY_HAND, graph=graph, way=way, **sizes)
+        case = CASES["replicate_scatter_gather"](n, way=way, steps=1, **sizes)
+        for rank, wanted in enumerate(case.sends_in_graph if graph else case.sends):
+            near = abs(found[rank] - 4 * wanted) <= 0.02 * 4 * wanted + 20_000
+            Checks.that(near, way, f"rank {rank} sends", found[rank], "bytes a step and must send", 4 * wanted)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_gradients_go_back_from_placement_to_placement(pools, n):
+    """Of the replicated table and w, of out, and of the gathered out."""
+    ranks = list(range(n))
+    wanted = [("P", ranks), ("P", ranks), ("S(0)", ranks), ("B", [0])]
+    assert pools(n).call(f"{HERE}:gradients_between", path=BY_HAND) == [wanted] * n
+
+
+@MODES
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_by_hand_is_by_sbp(pools, n, graph):
+    by_hand, by_sbp = (
+        pools(n).call(OBSERVE, path=BY_HAND, graph=graph, way=way)[0]["tensors"] for way in ("steps", "sbp")
+    )
+    case = CASES["replicate_scatter_gather"](n)
+    for name in ("table grad", "w grad", "new table", "new w", "losses"):
+        off = abs(by_hand[name]["value"] - by_sbp[name]["value"])
+        Checks.that((off <= 2 * case.values[name].bound).all(), name, "differ by", off.max())
