@@ -10,11 +10,14 @@ class Case:
     layout: dict  # name -> (SBP, ranks), in the order in which the recipe returns the tensors
     values: dict  # name -> Value
     matmuls: list = field(default_factory=list)  # (x, w, out) by name, in the order of execution
-    parts: dict = field(default_factory=dict)  # what each rank of a P, or of a local tensor, has; by name, or
-    # by (name, whether in a graph) where the modes differ; of a P without parts, the sum is checked
+    parts: dict = field(default_factory=dict)  # what each rank of a P, or of a local tensor, has, or of a B that is
+    # not the same on all ranks; by name, or by (name, whether in a graph) where the modes differ; of a P without parts,
+    # the sum is checked
     moves: list = field(default_factory=list)  # (SBP, ranks) before and after each to_global, in order
     stages: list = field(default_factory=list)  # (number, ranks) that the graph sets
     moved: dict = field(default_factory=dict)  # name -> name of the tensor that it is, moved
+    claims: dict = field(default_factory=dict)  # words -> whether they hold, a function of each rank's tensors by name:
+    # what must be true of values that OneFlow draws at random
     added: tuple = ()  # outputs that an all-reduce adds up, in an order that eager and graph mode do not share
     drawn: tuple = ()  # the tensors that the docstring draws, if not all
     in_graph: dict = field(default_factory=dict)  # name -> (SBP, ranks) where a graph's layout is another one

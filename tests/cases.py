@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from harness.recipe import entry, world_sizes
-from tests.chapters import forward, training
+from tests.chapters import data, forward, training
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
-CHAPTERS = (forward, training)  # each with CASES, SIZES where they are its own, and GRAPH_ONLY
+CHAPTERS = (forward, training, data)  # each with CASES, SIZES where they are its own, and GRAPH_ONLY
 CASES = {name: case for chapter in CHAPTERS for name, case in chapter.CASES.items()}
 SIZES = {name: sizes for chapter in CHAPTERS for name, sizes in chapter.SIZES.items()}
 GRAPH_ONLY = {name for chapter in CHAPTERS for name in chapter.GRAPH_ONLY}

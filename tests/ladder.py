@@ -38,7 +38,7 @@ def shard_of(value, sbp, ranks, rank, parts):
     if not len(where):
         return None
     for one, position in zip(sbp.split(", "), where[0]):
-        if one == "P":
+        if one == "P" or (one == "B" and parts):
             value = parts and parts[position]
     for one, position, n in zip(sbp.split(", "), where[0], np.shape(ranks)):
         if one.startswith("S"):
@@ -82,8 +82,8 @@ def check_tensors(case, graph, seen):
             Checks.equal(found["dtype"], "float32", *what, "dtype")
             Checks.equal(found["sbp"], sbp, *what, "SBP")
             Checks.equal((found["device"], found["ranks"]), ("cpu", ranks), *what, "placement")
-            if np.isnan(wanted.exact).all():  # drawn by OneFlow: the ranks must agree
-                wanted = Value.known(seen[0]["tensors"][tensor]["value"])
+            if np.isnan(wanted.exact).all():  # drawn by OneFlow: the ranks must agree, but each may have its own local
+                wanted = Value.known((result if sbp == "local" else seen[0])["tensors"][tensor]["value"])
             shard = shard_of(wanted, sbp, ranks, rank, parts)
             Checks.equal(
                 found["shard"] is not None, sbp == "local" or rank in np.array(ranks), *what, "holds something"
@@ -96,7 +96,10 @@ def check_tensors(case, graph, seen):
                     one["tensors"][tensor]["shard"].astype(np.float64) for one in seen[min(ranks) : max(ranks) + 1]
                 )
                 close(total, Value(wanted.exact, len(ranks) * wanted.bound), 1, *what, "sum of the ranks' shards")
-            close(found["value"], shard if sbp == "local" else wanted, 1, *what, "value")
+            own = sbp == "local" or (sbp == "B" and parts)
+            close(found["value"], shard if own else wanted, 1, *what, "value")
+    for words, holds in case.claims.items():
+        Checks.that(holds([result["tensors"] for result in seen]), words)
 
 
 def check_operations(case, graph, seen):

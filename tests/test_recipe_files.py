@@ -15,6 +15,7 @@ from tests.reference import split
 
 FRAME = "# The lesson ends here."
 ALLOWED = {"argparse", "inspect", "os", "sys", "numpy", "oneflow"}
+WHERE_NEEDED = {"pydoc_data", "shutil", "tempfile"}  # of the standard library, inside the function that uses it
 
 
 def source(name):
@@ -155,7 +156,7 @@ def test_recipe_imports_nothing_of_ours(name):
             imported.update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module.split(".")[0])
-    assert imported == ALLOWED
+    assert ALLOWED <= imported <= ALLOWED | WHERE_NEEDED
 
 
 def test_recipes_share_one_frame():
