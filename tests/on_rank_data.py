@@ -55,3 +55,9 @@ def bytes_of_joining(rows, columns):
     """What this rank sends when the ranks' local tensors become one in S(0). Collective."""
     mine = flow.ones(rows, columns)
     return sent_by(lambda: mine.to_global(placement=everyone(), sbp=flow.sbp.split(0)))[1]
+
+
+def all_reduced():
+    """What flow.comm.all_reduce returns, and what it makes of a tensor that is 1 on rank 0 and 2 on rank 1."""
+    total = flow.tensor([1.0 + flow.env.get_rank()])
+    return flow.comm.all_reduce(total), total.item()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.cases import RECIPES, ROOT
+from tests.cases import CASES, RECIPES, ROOT
 
 ON_RANK = str(ROOT / "tests" / "on_rank_data.py")
 OBSERVE = str(ROOT / "harness" / "observe.py") + ":observe"
@@ -60,3 +60,26 @@ def test_blocks_that_are_no_even_split_are_refused(pools, rows, wanted):
 def test_joining_the_ranks_batches_sends_no_data(pools):
     for sent in pools(2).call(f"{ON_RANK}:bytes_of_joining", rows=1000, columns=1000):
         assert sent < 10_000  # of 4 million bytes
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("graph", [False, True])
+def test_mean_of_means_is_another_number_where_ranks_have_uneven_counts(pools, n, graph):
+    case = CASES["metrics"](n)  # 25 samples: 13 + 12, 9 + 8 + 8, 7 + 6 + 6 + 6
+    off = np.abs(case.values["of_means"].exact - case.values["by_hand"].exact)
+    assert (off > 10 * (case.values["of_means"].bound + case.values["by_hand"].bound)).all()
+    for rank in seen(pools, "metrics", n, graph=graph):
+        right, wrong = (rank[name]["value"] for name in ("by_hand", "of_means"))
+        assert (np.abs(right - wrong) > 0.5 * off).all()
+        assert np.allclose(right, rank["means"]["value"][0], rtol=1e-6, atol=0)
+        assert np.allclose(right, rank["samples"]["value"].mean(axis=0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_mean_of_means_is_right_where_the_ranks_divide_the_samples(pools, n):
+    [rank, *_] = seen(pools, "metrics", n, batch=24)
+    assert np.allclose(rank["of_means"]["value"], rank["by_hand"]["value"], rtol=1e-6, atol=0)
+
+
+def test_all_reduce_of_the_local_way_returns_nothing(pools):
+    assert pools(2).call(f"{ON_RANK}:all_reduced") == [(None, 3.0)] * 2

@@ -70,7 +70,7 @@ def partial_sum(name, tensor, n, shape, ranks, rank):
         return f"x[:, {inner.start}:{inner.stop}] @ w[{inner.start}:{inner.stop}]"
     if name == "matmul_signatures":
         return "whole" if rank == 0 else "zeros"
-    return "its mine" if name == "global_and_local" else f"parts[{rank}]"
+    return {"global_and_local": "its mine", "metrics": "of its rows"}.get(name, f"parts[{rank}]")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,7 +5,7 @@ from pydoc_data.topics import topics
 import numpy as np
 
 from tests.case import Case
-from tests.reference import Value
+from tests.reference import Value, split
 
 
 def letters(*shape):
@@ -79,10 +79,82 @@ def data_loading(n, seed=0, samples=24, batch=4, width=16):
     )
 
 
+def metrics(n, seed=0, batch=25, gain=1.0):
+    ranks = list(range(n))
+    text = "".join(topics.values()).lower()
+    x, y = np.zeros((batch, 26), dtype=np.float32), np.zeros((batch, 3))
+    for i in range(batch):
+        for letter in text[100 * i : 100 * (i + 1)]:
+            if "a" <= letter <= "z":
+                x[i, ord(letter) - ord("a")] += 1
+        after = text[100 * (i + 1)]
+        y[i, 0 if after in "aeiou" else 1 if after.isalpha() else 2] = 1
+    x, y = Value.known(x / np.float32(100)), Value.known(y)
+    w = Value.drawn(np.random.default_rng(seed), 26, 3)
+    out = Value.known(gain) * (x @ w)
+    errors = (out - y) * (out - y)
+    error_sums = errors @ Value.known(np.ones((3, 1)))
+    samples = Value(
+        np.concatenate([error_sums.exact, (decided(out) == y.exact.argmax(axis=1))[:, None]], axis=1),
+        np.concatenate([error_sums.bound, np.zeros((batch, 1))], axis=1),
+    )
+    parts = [samples[split((batch, 2), 0, rank, n)] for rank in range(n)]
+    counts = [Value.known(part.exact.shape[0]) for part in parts]
+    sums, all_samples = row_sum(samples), Value.known(batch)
+    of_means = row_sum(stacked([(row_sum(part) / count).rounded() for part, count in zip(parts, counts)]))
+    layout = {"x": "S(0)", "y": "S(0)", "w": "B", "out": "S(0)", "samples": "S(0)", "sums": "P", "means": "B"}
+    return Case(
+        {
+            **{name: (sbp, ranks) for name, sbp in {**layout, "built_in": "P"}.items()},
+            **dict.fromkeys(("by_hand", "of_means"), ("local", [])),
+        },
+        {
+            "x": x,
+            "y": y,
+            "w": w,
+            "out": out,
+            "samples": samples,
+            "sums": sums,
+            "means": sums / all_samples,
+            "built_in": (sums / all_samples).rounded(),
+            "by_hand": (sums / all_samples)[0],
+            "of_means": (of_means / Value.known(n))[0],
+        },
+        [("x", "w", "out")],
+        {
+            "sums": [row_sum(part) for part in parts],
+            "built_in": [(row_sum(part) / all_samples).rounded() for part in parts],
+        },
+        moves=[(("P", ranks), ("B", ranks))],
+        added=("means", "built_in", "by_hand", "of_means"),
+        drawn=tuple(layout),
+    )
+
+
+def decided(out):
+    """The largest of each row, which rounding must not be able to change."""
+    rows, first = np.arange(len(out.exact)), out.exact.argmax(axis=1)
+    surely, perhaps = out.exact - out.bound, out.exact + out.bound
+    perhaps[rows, first] = -np.inf
+    assert (surely[rows, first] > perhaps.max(axis=1)).all()
+    return first
+
+
+def row_sum(a):
+    """The sum of the rows, in any order, as one row."""
+    return Value.known(np.ones((1, a.exact.shape[0]))) @ a
+
+
+def stacked(rows):
+    return Value(*(np.concatenate([getattr(row, part) for row in rows]) for part in ("exact", "bound")))
+
+
 CASES = {
     "data_loading": data_loading,
+    "metrics": metrics,
 }
 SIZES = {
+    "metrics": {"even": {}, "divisible": {"batch": 24, "seed": 1}},
     "data_loading": {
         "even": {},
         "uneven": {"samples": 25, "width": 9, "seed": 1},
