@@ -22,6 +22,7 @@ class Case:
     drawn: tuple = ()  # the tensors that the docstring draws, if not all
     in_graph: dict = field(default_factory=dict)  # name -> (SBP, ranks) where a graph's layout is another one
     steps: int = 0  # of training; matmuls and moves are those of one step, and in a graph of all, as it is built once
+    moves_before: list = field(default_factory=list)  # moves before the first step, in either mode
     moves_after: list = field(default_factory=list)  # moves behind the last step, in either mode
     sends: list = None  # elements that each rank sends in one step of training, by the formula; None if not measured
     sends_in_graph: list = None  # the same in a graph, where it is something else

@@ -111,7 +111,8 @@ def check_operations(case, graph, seen):
         times = 1 if graph else case.steps or 1
         Checks.equal(result["matmuls"], shapes * times, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
         Checks.equal(result["lazy"], [graph] * len(shapes) * times, f"rank {rank}: matmuls run inside a graph")
-        moves = moves_of(case, graph) * times + [list(move) for move in case.moves_after]
+        before, after = ([list(move) for move in moves] for moves in (case.moves_before, case.moves_after))
+        moves = before + moves_of(case, graph) * times + after
         Checks.equal(result["moves"], moves, f"rank {rank}: moves (SBP, ranks before and after)")
         Checks.equal(len(result["calls"]), (case.steps or 1) * graph, f"rank {rank}: number of calls of a graph")
         Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")

@@ -61,3 +61,49 @@ def all_reduced():
     """What flow.comm.all_reduce returns, and what it makes of a tensor that is 1 on rank 0 and 2 on rank 1."""
     total = flow.tensor([1.0 + flow.env.get_rank()])
     return flow.comm.all_reduce(total), total.item()
+
+
+def built_in_batch_norm(features):
+    return flow.nn.BatchNorm1d(features).to_global(placement=everyone(), sbp=flow.sbp.broadcast)
+
+
+def drawn(rows, columns):
+    """A global tensor of normal numbers, split by rows."""
+    return flow.randn(rows, columns, placement=everyone(), sbp=flow.sbp.split(0))
+
+
+def running_means(path):
+    """This rank's running mean after one batch, and that which a checkpoint of it gives back. Collective."""
+    module, new = built_in_batch_norm(5), built_in_batch_norm(5)
+    module(drawn(8, 5))
+    flow.save(module.state_dict(), path, global_dst_rank=0)
+    flow.comm.barrier()
+    new.load_state_dict(flow.load(path, global_src_rank=0))
+    return module.running_mean.to_local().numpy(), new.running_mean.to_local().numpy()
+
+
+def sync_batch_norm():
+    """What nn.SyncBatchNorm raises for a local and for a global tensor."""
+    raised = []
+    for x in (flow.randn(4, 5), drawn(8, 5)):
+        module = flow.nn.SyncBatchNorm(5)
+        if x.is_global:
+            module = module.to_global(placement=everyone(), sbp=flow.sbp.broadcast)
+        try:
+            module(x)
+        except ValueError as error:
+            raised.append((type(error).__name__, str(error)))
+    return raised
+
+
+def layer_norm(x):
+    """nn.LayerNorm of a tensor that is split by rows."""
+    module = flow.nn.LayerNorm(x.shape[1]).to_global(placement=everyone(), sbp=flow.sbp.broadcast)
+    return module(flow.tensor(x, placement=everyone(), sbp=flow.sbp.split(0))).detach().numpy()
+
+
+def bytes_of_built_in_batch_norm(features):
+    """What this rank sends for one forward pass, and its backward, of nn.BatchNorm1d to its input. Collective."""
+    module, x = built_in_batch_norm(features), drawn(8, features).requires_grad_()
+    module.requires_grad_(False)  # the all-reduce of the gradients of its weight and bias is another matter
+    return sent_by(lambda: module(x).sum().backward())[1]

@@ -1,5 +1,7 @@
 """What the recipes of the chapter of data claim beyond their tensors: loading, metrics, statistics, random numbers."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from tests.cases import CASES, RECIPES, ROOT
 
 ON_RANK = str(ROOT / "tests" / "on_rank_data.py")
 OBSERVE = str(ROOT / "harness" / "observe.py") + ":observe"
+PER_STEP = str(ROOT / "harness" / "ledger.py") + ":per_step"
 
 
 def seen(pools, name, n, **arguments):
@@ -83,3 +86,51 @@ def test_mean_of_means_is_right_where_the_ranks_divide_the_samples(pools, n):
 
 def test_all_reduce_of_the_local_way_returns_nothing(pools):
     assert pools(2).call(f"{ON_RANK}:all_reduced") == [(None, 3.0)] * 2
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("graph", [False, True])
+def test_batch_norm_of_a_split_input_is_silently_per_shard(pools, n, graph):
+    case, ranks = CASES["batch_norm"](n, steps=1), seen(pools, "batch_norm", n, graph=graph, steps=1)
+    out = case.values["out"]
+    for rank in ranks:
+        assert (np.abs(rank["out"]["value"] - out.exact) <= out.bound).all()
+        assert np.abs(rank["by_shard"]["value"] - out.exact).max() > 0.5
+    for name in ("running_mean", "running_var"):
+        for i, j in combinations(range(n), 2):
+            assert ranks[i][name]["sbp"] == ranks[j][name]["sbp"] == "B"
+            assert (ranks[i][name]["value"] != ranks[j][name]["value"]).all()  # numpy() of one global tensor
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_checkpoint_keeps_the_running_mean_of_rank_0(pools, n, tmp_path):
+    mine, saved = zip(*pools(n).call(f"{ON_RANK}:running_means", path=str(tmp_path / "checkpoint")))
+    assert all((one == mine[0]).all() for one in saved) and (mine[0] != mine[1]).all()
+
+
+def test_sync_batch_norm_refuses_the_cpu(pools):
+    words = "SyncBatchNorm expected input tensor to be on GPU"
+    assert words in (RECIPES / "batch_norm.py").read_text()
+    assert pools(2).call(f"{ON_RANK}:sync_batch_norm") == [[("ValueError", words)] * 2] * 2
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_layer_norm_of_a_split_input_is_right(pools, n):
+    x = np.random.default_rng(0).standard_normal((7, 5), dtype=np.float32)
+    wanted = (x - x.mean(axis=1, keepdims=True)) / np.sqrt(x.var(axis=1, keepdims=True) + 1e-5)
+    for out in pools(n).call(f"{ON_RANK}:layer_norm", x=x):
+        assert np.abs(out - wanted).max() < 1e-5
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("graph", [False, True])
+def test_batch_norm_by_hand_sends_four_rows_and_the_gradient(pools, n, graph):
+    sizes = {"batch": 2 * n, "in_features": 1, "out_features": 50_000}  # so that w is one row too
+    for sent in pools(n).call(PER_STEP, path=str(RECIPES / "batch_norm.py"), graph=graph, **sizes):
+        assert abs(sent / (4 * 50_000 * 2 * (n - 1) / n) - 5) < 0.25
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_batch_norm_of_oneflow_sends_nothing(pools, n):
+    for sent in pools(n).call(f"{ON_RANK}:bytes_of_built_in_batch_norm", features=50_000):
+        assert sent < 10_000  # where one row has 200 000 bytes

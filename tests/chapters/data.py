@@ -4,8 +4,9 @@ from pydoc_data.topics import topics
 
 import numpy as np
 
+from tests import reference
 from tests.case import Case
-from tests.reference import Value, split
+from tests.reference import Value, constant, decided, mean, row_sum, split, stacked
 
 
 def letters(*shape):
@@ -131,29 +132,73 @@ def metrics(n, seed=0, batch=25, gain=1.0):
     )
 
 
-def decided(out):
-    """The largest of each row, which rounding must not be able to change."""
-    rows, first = np.arange(len(out.exact)), out.exact.argmax(axis=1)
-    surely, perhaps = out.exact - out.bound, out.exact + out.bound
-    perhaps[rows, first] = -np.inf
-    assert (surely[rows, first] > perhaps.max(axis=1)).all()
-    return first
+def batch_norm(n, seed=0, steps=3, batch=8, in_features=4, out_features=8, gain=1.0):
+    ranks, gain = list(range(n)), Value.known(gain)
+    rng = np.random.default_rng(seed)
+    x, y = Value.drawn(rng, batch, in_features), Value.drawn(rng, batch, out_features)
+    w = new_w = Value.drawn(rng, in_features, out_features)
+    shards = [split((batch, out_features), 0, rank, n) for rank in range(n)]
+    running = [(Value.known(np.zeros(out_features)), Value.known(np.ones(out_features)))] * n
+    losses, update = [], reference.Optimizer("sgd")
+    for _ in range(steps):
+        h = gain * (x @ new_w)
+        by_shard = [reference.batch_norm(h[shard]) for shard in shards]
+        running = [
+            averaged(*old, *new[1:3], len(x.exact[shard[0]])) for old, new, shard in zip(running, by_shard, shards)
+        ]
+        out, mean_of_all, var, back = reference.batch_norm(h)
+        error = out - y
+        losses.append(mean(error * error))
+        gradient = gain * (x.T @ back(constant(2 / error.exact.size) * error))
+        new_w = update.step({"w": new_w}, {"w": gradient})["w"]
+    means, variances = ([one[i] for one in running] for i in (0, 1))
+    layout = {"x": "S(0)", "y": "S(0)", "w": "B", "by_shard": "S(0)", "running_mean": "B", "running_var": "B"}
+    layout.update({"mean": "B", "var": "B", "out": "S(0)", "w grad": "B", "new w": "B", "losses": "B"})
+    return Case(
+        {name: (sbp, ranks) for name, sbp in layout.items()},
+        {
+            "x": x,
+            "y": y,
+            "w": w,
+            "by_shard": stacked([one[0].rounded() for one in by_shard]),
+            "running_mean": means[0],
+            "running_var": variances[0],
+            "mean": mean_of_all,
+            "var": var,
+            "out": out,
+            "w grad": gradient,
+            "new w": new_w,
+            "losses": Value(*(np.array([getattr(loss, part) for loss in losses]) for part in ("exact", "bound"))),
+        },
+        [("x", "w", ("S(0)", ranks, (batch, out_features)))],
+        {"running_mean": means, "running_var": variances},
+        moves_before=[(("local", []), ("B", ranks))] * 5,  # the buffers and weights of nn.BatchNorm1d
+        moves=[(("P", ranks), ("B", ranks))] * 2,
+        in_graph={"w grad": ("P", ranks)},
+        steps=steps,
+        moves_after=[(("P", ranks), ("B", ranks))] * steps,
+        added=("by_shard", "running_mean", "running_var", "mean", "var", "out", "w grad", "new w", "losses"),
+        drawn=("x", "y", "w", "by_shard", "mean", "var", "out"),
+        sends=[2 * (n - 1) / n * (w.exact.size + 4 * out_features)] * n,
+    )
 
 
-def row_sum(a):
-    """The sum of the rows, in any order, as one row."""
-    return Value.known(np.ones((1, a.exact.shape[0]))) @ a
-
-
-def stacked(rows):
-    return Value(*(np.concatenate([getattr(row, part) for row in rows]) for part in ("exact", "bound")))
+def averaged(old_mean, old_var, mean, var, rows):
+    """The running statistics of nn.BatchNorm1d: a tenth of the new mean, and of the new variance by rows - 1."""
+    unbiased = var * constant(rows / (rows - 1))
+    return tuple(constant(0.9) * old + constant(0.1) * new[0] for old, new in ((old_mean, mean), (old_var, unbiased)))
 
 
 CASES = {
     "data_loading": data_loading,
     "metrics": metrics,
+    "batch_norm": batch_norm,
 }
 SIZES = {
+    "batch_norm": {
+        "even": {},
+        "uneven": {"batch": 9, "in_features": 3, "out_features": 5, "steps": 1, "seed": 1},
+    },
     "metrics": {"even": {}, "divisible": {"batch": 24, "seed": 1}},
     "data_loading": {
         "even": {},
