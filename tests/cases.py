@@ -3,12 +3,19 @@
 from pathlib import Path
 
 from harness.recipe import entry, world_sizes
-from tests.chapters import byhand, forward, memory, state, training
+from tests.chapters import byhand, data, forward, memory, state, training
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
-CHAPTERS = (forward, training, memory, byhand, state)  # each with CASES, SIZES where they are its own, and GRAPH_ONLY
+CHAPTERS = (
+    forward,
+    training,
+    memory,
+    byhand,
+    data,
+    state,
+)  # each with CASES, SIZES where they are its own, and GRAPH_ONLY
 CASES = {name: case for chapter in CHAPTERS for name, case in chapter.CASES.items()}
 SIZES = {name: sizes for chapter in CHAPTERS for name, sizes in chapter.SIZES.items()}
 GRAPH_ONLY = {name for chapter in CHAPTERS for name in chapter.GRAPH_ONLY}

@@ -153,6 +153,44 @@ def constant(number):
     return Value(np.float64(number), np.float64(abs(number - float(np.float32(number)))))
 
 
+def decided(out):
+    """The largest of each row, which rounding must not be able to change."""
+    rows, first = np.arange(len(out.exact)), out.exact.argmax(axis=1)
+    surely, perhaps = out.exact - out.bound, out.exact + out.bound
+    perhaps[rows, first] = -np.inf
+    assert (surely[rows, first] > perhaps.max(axis=1)).all()
+    return first
+
+
+def row_sum(a):
+    """The sum of the rows, in any order, as one row."""
+    return Value.known(np.ones((1, a.exact.shape[0]))) @ a
+
+
+def stacked(rows):
+    return Value(*(np.concatenate([getattr(row, part) for row in rows]) for part in ("exact", "bound")))
+
+
+def batch_norm(h):
+    """Each column of h minus its mean, by its standard deviation; returns that, mean, variance, and how to go back.
+
+    The last takes the gradient of the first and gives that of h.
+    """
+    rows = Value.known(h.exact.shape[0])
+    mean = (row_sum(h) / rows).rounded()
+    centered = h - mean
+    var = (row_sum(centered * centered) / rows).rounded()
+    deviation = (var + constant(1e-5)).sqrt()
+
+    def back(gradient):
+        to_deviation = Value.known(-1) * row_sum(gradient * centered / (deviation * deviation))
+        to_var = to_deviation / (Value.known(2) * deviation)
+        to_centered = gradient / deviation + Value.known(2) * centered * to_var / rows
+        return to_centered - row_sum(to_centered) / rows
+
+    return (centered / deviation).rounded(), mean, var, back
+
+
 LEARNING_RATE = 0.1  # of all recipes
 
 

@@ -70,7 +70,8 @@ def partial_sum(name, tensor, n, shape, ranks, rank):
         return f"x[:, {inner.start}:{inner.stop}] @ w[{inner.start}:{inner.stop}]"
     if name == "matmul_signatures":
         return "whole" if rank == 0 else "zeros"
-    return {"global_and_local": "its mine", "ring_all_reduce": "its own"}.get(name, f"parts[{rank}]")
+    own = {"global_and_local": "its mine", "ring_all_reduce": "its own", "metrics": "of its rows"}
+    return own.get(name, f"parts[{rank}]")
 
 
 @pytest.mark.parametrize("name", CASES)

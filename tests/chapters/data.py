@@ -1,0 +1,209 @@
+"""The chapter of data: how it is loaded, measured, normalised and drawn at random when the ranks share it."""
+
+from pydoc_data.topics import topics
+
+import numpy as np
+
+from tests import reference
+from tests.case import Case
+from tests.reference import Value, constant, decided, mean, row_sum, split, stacked
+
+
+def letters(*shape):
+    """The codes of the first letters of the help texts that come with Python."""
+    text = "".join(topics.values())
+    count = int(np.prod(shape))
+    return np.array([ord(text[i % len(text)]) for i in range(count)], dtype=np.float64).reshape(shape)
+
+
+def shards(seen, name):
+    """The ranks' shards of a tensor."""
+    return [tensors[name]["shard"] for tensors in seen]
+
+
+def data_loading(n, seed=0, samples=24, batch=4, width=16):
+    ranks, per_rank = list(range(n)), -(-samples // n)
+    batches = -(-per_rank // batch)
+    rows = n * (per_rank - (batches - 1) * batch)  # of the last batch
+    shapes = {
+        "order 0": (n * per_rank, 1),
+        "order 1": (n * per_rank, 1),
+        "numbers": (rows, 1),
+        "letters": (rows, width),
+    }
+    text = letters(samples, width)
+    one_reading = np.arange(samples, dtype=np.float64)[:, None]
+
+    def every_sample_once(seen):
+        for epoch in (0, 1):
+            order = np.stack(
+                shards(seen, f"order {epoch}"), axis=1
+            ).ravel()  # as the sampler deals: one to each in turn
+            again = [order[i % samples] for i in range(samples, order.size)]
+            if sorted(order[:samples]) != list(range(samples)) or list(order[samples:]) != again:
+                return False
+        return True
+
+    def fed_to_each(seen):
+        return all(
+            (tensors["mine"]["value"] == tensors["order 1"]["shard"]).all()
+            and (tensors["numbers"]["shard"] == tensors["mine"]["value"][(batches - 1) * batch :]).all()
+            for tensors in seen
+        )
+
+    def letters_of_numbers(seen):
+        return all((t["letters"]["value"] == text[t["numbers"]["value"][:, 0].astype(int)]).all() for t in seen)
+
+    return Case(
+        {
+            "text": ("local", []),
+            **{name: ("S(0)", ranks) for name in shapes},
+            "mine": ("local", []),
+            "doubled": ("S(0)", ranks),
+        },
+        {
+            "text": Value.known(text),
+            **{name: Value.unknown(*shape) for name, shape in shapes.items()},
+            "mine": Value.unknown(per_rank, 1),
+            "doubled": Value.known(np.concatenate([one_reading] * n)),
+        },
+        moves=[(("local", []), ("S(0)", ranks))] * (2 * (2 * batches + 1) + 1),
+        claims={
+            "an epoch feeds every sample once, then the first ones again": every_sample_once,
+            "what a rank is fed is its shard of the order, and its last batch the shard of the last batch": fed_to_each,
+            "the letters are those of the samples that are numbered": letters_of_numbers,
+            "another epoch has another order": lambda seen: (
+                seen[0]["order 0"]["value"] != seen[0]["order 1"]["value"]
+            ).any(),
+        },
+        drawn=(*shapes, "doubled"),
+    )
+
+
+def metrics(n, seed=0, batch=25, gain=1.0):
+    ranks = list(range(n))
+    text = "".join(topics.values()).lower()
+    x, y = np.zeros((batch, 26), dtype=np.float32), np.zeros((batch, 3))
+    for i in range(batch):
+        for letter in text[100 * i : 100 * (i + 1)]:
+            if "a" <= letter <= "z":
+                x[i, ord(letter) - ord("a")] += 1
+        after = text[100 * (i + 1)]
+        y[i, 0 if after in "aeiou" else 1 if after.isalpha() else 2] = 1
+    x, y = Value.known(x / np.float32(100)), Value.known(y)
+    w = Value.drawn(np.random.default_rng(seed), 26, 3)
+    out = Value.known(gain) * (x @ w)
+    errors = (out - y) * (out - y)
+    error_sums = errors @ Value.known(np.ones((3, 1)))
+    samples = Value(
+        np.concatenate([error_sums.exact, (decided(out) == y.exact.argmax(axis=1))[:, None]], axis=1),
+        np.concatenate([error_sums.bound, np.zeros((batch, 1))], axis=1),
+    )
+    parts = [samples[split((batch, 2), 0, rank, n)] for rank in range(n)]
+    counts = [Value.known(part.exact.shape[0]) for part in parts]
+    sums, all_samples = row_sum(samples), Value.known(batch)
+    of_means = row_sum(stacked([(row_sum(part) / count).rounded() for part, count in zip(parts, counts)]))
+    layout = {"x": "S(0)", "y": "S(0)", "w": "B", "out": "S(0)", "samples": "S(0)", "sums": "P", "means": "B"}
+    return Case(
+        {
+            **{name: (sbp, ranks) for name, sbp in {**layout, "built_in": "P"}.items()},
+            **dict.fromkeys(("by_hand", "of_means"), ("local", [])),
+        },
+        {
+            "x": x,
+            "y": y,
+            "w": w,
+            "out": out,
+            "samples": samples,
+            "sums": sums,
+            "means": sums / all_samples,
+            "built_in": (sums / all_samples).rounded(),
+            "by_hand": (sums / all_samples)[0],
+            "of_means": (of_means / Value.known(n))[0],
+        },
+        [("x", "w", "out")],
+        {
+            "sums": [row_sum(part) for part in parts],
+            "built_in": [(row_sum(part) / all_samples).rounded() for part in parts],
+        },
+        moves=[(("P", ranks), ("B", ranks))],
+        added=("means", "built_in", "by_hand", "of_means"),
+        drawn=tuple(layout),
+    )
+
+
+def batch_norm(n, seed=0, steps=3, batch=8, in_features=4, out_features=8, gain=1.0):
+    ranks, gain = list(range(n)), Value.known(gain)
+    rng = np.random.default_rng(seed)
+    x, y = Value.drawn(rng, batch, in_features), Value.drawn(rng, batch, out_features)
+    w = new_w = Value.drawn(rng, in_features, out_features)
+    shards = [split((batch, out_features), 0, rank, n) for rank in range(n)]
+    running = [(Value.known(np.zeros(out_features)), Value.known(np.ones(out_features)))] * n
+    losses, update = [], reference.Optimizer("sgd")
+    for _ in range(steps):
+        h = gain * (x @ new_w)
+        by_shard = [reference.batch_norm(h[shard]) for shard in shards]
+        running = [
+            averaged(*old, *new[1:3], len(x.exact[shard[0]])) for old, new, shard in zip(running, by_shard, shards)
+        ]
+        out, mean_of_all, var, back = reference.batch_norm(h)
+        error = out - y
+        losses.append(mean(error * error))
+        gradient = gain * (x.T @ back(constant(2 / error.exact.size) * error))
+        new_w = update.step({"w": new_w}, {"w": gradient})["w"]
+    means, variances = ([one[i] for one in running] for i in (0, 1))
+    layout = {"x": "S(0)", "y": "S(0)", "w": "B", "by_shard": "S(0)", "running_mean": "B", "running_var": "B"}
+    layout.update({"mean": "B", "var": "B", "out": "S(0)", "w grad": "B", "new w": "B", "losses": "B"})
+    return Case(
+        {name: (sbp, ranks) for name, sbp in layout.items()},
+        {
+            "x": x,
+            "y": y,
+            "w": w,
+            "by_shard": stacked([one[0].rounded() for one in by_shard]),
+            "running_mean": means[0],
+            "running_var": variances[0],
+            "mean": mean_of_all,
+            "var": var,
+            "out": out,
+            "w grad": gradient,
+            "new w": new_w,
+            "losses": Value(*(np.array([getattr(loss, part) for loss in losses]) for part in ("exact", "bound"))),
+        },
+        [("x", "w", ("S(0)", ranks, (batch, out_features)))],
+        {"running_mean": means, "running_var": variances},
+        moves_before=[(("local", []), ("B", ranks))] * 5,  # the buffers and weights of nn.BatchNorm1d
+        moves=[(("P", ranks), ("B", ranks))] * 2,
+        in_graph={"w grad": ("P", ranks)},
+        steps=steps,
+        moves_after=[(("P", ranks), ("B", ranks))] * steps,
+        added=("by_shard", "running_mean", "running_var", "mean", "var", "out", "w grad", "new w", "losses"),
+        drawn=("x", "y", "w", "by_shard", "mean", "var", "out"),
+        sends=[2 * (n - 1) / n * (w.exact.size + 4 * out_features)] * n,
+    )
+
+
+def averaged(old_mean, old_var, mean, var, rows):
+    """The running statistics of nn.BatchNorm1d: a tenth of the new mean, and of the new variance by rows - 1."""
+    unbiased = var * constant(rows / (rows - 1))
+    return tuple(constant(0.9) * old + constant(0.1) * new[0] for old, new in ((old_mean, mean), (old_var, unbiased)))
+
+
+CASES = {
+    "data_loading": data_loading,
+    "metrics": metrics,
+    "batch_norm": batch_norm,
+}
+SIZES = {
+    "batch_norm": {
+        "even": {},
+        "uneven": {"batch": 9, "in_features": 3, "out_features": 5, "steps": 1, "seed": 1},
+    },
+    "metrics": {"even": {}, "divisible": {"batch": 24, "seed": 1}},
+    "data_loading": {
+        "even": {},
+        "uneven": {"samples": 25, "width": 9, "seed": 1},
+        "few": {"samples": 5, "batch": 3, "seed": 4},
+    },
+}
+GRAPH_ONLY = set()

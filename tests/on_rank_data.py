@@ -1,0 +1,109 @@
+"""What the tests of the chapter of data call on the ranks of a pool; it runs there, beside OneFlow."""
+
+import numpy as np
+import oneflow as flow
+
+from harness.ledger import sent_by
+
+
+class Numbers(flow.utils.data.Dataset):
+    """Sample i is i."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, number):
+        return np.array([number], dtype=np.float32)
+
+
+def everyone():
+    return flow.placement("cpu", list(range(flow.env.get_world_size())))
+
+
+def orders(seed, set_epoch, samples=24):
+    """The order of this rank's samples in two epochs, after a manual_seed that differs by rank."""
+    flow.manual_seed(100 + flow.env.get_rank())
+    sampler = flow.utils.data.distributed.DistributedSampler(Numbers(samples), seed=seed)
+    found = []
+    for epoch in (0, 1):
+        if set_epoch:
+            sampler.set_epoch(epoch)
+        found.append(list(sampler))
+    return found
+
+
+def batch_sizes(samples, batch, drop_last):
+    """Rows of each batch of one epoch on this rank."""
+    data = Numbers(samples)
+    sampler = flow.utils.data.distributed.DistributedSampler(data)
+    return [len(rows) for rows in flow.utils.data.DataLoader(data, batch, sampler=sampler, drop_last=drop_last)]
+
+
+def joined(rows_by_rank):
+    """The rows of what the ranks' local tensors of so many rows become in S(0), or why they do not."""
+    mine = flow.ones(rows_by_rank[flow.env.get_rank()], 2)
+    try:
+        return mine.to_global(placement=everyone(), sbp=flow.sbp.split(0)).shape[0]
+    except RuntimeError as error:
+        return str(error).strip()
+
+
+def bytes_of_joining(rows, columns):
+    """What this rank sends when the ranks' local tensors become one in S(0). Collective."""
+    mine = flow.ones(rows, columns)
+    return sent_by(lambda: mine.to_global(placement=everyone(), sbp=flow.sbp.split(0)))[1]
+
+
+def all_reduced():
+    """What flow.comm.all_reduce returns, and what it makes of a tensor that is 1 on rank 0 and 2 on rank 1."""
+    total = flow.tensor([1.0 + flow.env.get_rank()])
+    return flow.comm.all_reduce(total), total.item()
+
+
+def built_in_batch_norm(features):
+    return flow.nn.BatchNorm1d(features).to_global(placement=everyone(), sbp=flow.sbp.broadcast)
+
+
+def drawn(rows, columns):
+    """A global tensor of normal numbers, split by rows."""
+    return flow.randn(rows, columns, placement=everyone(), sbp=flow.sbp.split(0))
+
+
+def running_means(path):
+    """This rank's running mean after one batch, and that which a checkpoint of it gives back. Collective."""
+    module, new = built_in_batch_norm(5), built_in_batch_norm(5)
+    module(drawn(8, 5))
+    flow.save(module.state_dict(), path, global_dst_rank=0)
+    flow.comm.barrier()
+    new.load_state_dict(flow.load(path, global_src_rank=0))
+    return module.running_mean.to_local().numpy(), new.running_mean.to_local().numpy()
+
+
+def sync_batch_norm():
+    """What nn.SyncBatchNorm raises for a local and for a global tensor."""
+    raised = []
+    for x in (flow.randn(4, 5), drawn(8, 5)):
+        module = flow.nn.SyncBatchNorm(5)
+        if x.is_global:
+            module = module.to_global(placement=everyone(), sbp=flow.sbp.broadcast)
+        try:
+            module(x)
+        except ValueError as error:
+            raised.append((type(error).__name__, str(error)))
+    return raised
+
+
+def layer_norm(x):
+    """nn.LayerNorm of a tensor that is split by rows."""
+    module = flow.nn.LayerNorm(x.shape[1]).to_global(placement=everyone(), sbp=flow.sbp.broadcast)
+    return module(flow.tensor(x, placement=everyone(), sbp=flow.sbp.split(0))).detach().numpy()
+
+
+def bytes_of_built_in_batch_norm(features):
+    """What this rank sends for one forward pass, and its backward, of nn.BatchNorm1d to its input. Collective."""
+    module, x = built_in_batch_norm(features), drawn(8, features).requires_grad_()
+    module.requires_grad_(False)  # the all-reduce of the gradients of its weight and bias is another matter
+    return sent_by(lambda: module(x).sum().backward())[1]
