@@ -167,7 +167,8 @@ def row_sum(a):
     return Value.known(np.ones((1, a.exact.shape[0]))) @ a
 
 
-def stacked(rows):
+def rows_together(rows):
+    """Matrices, one below the other."""
     return Value(*(np.concatenate([getattr(row, part) for row in rows]) for part in ("exact", "bound")))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests import reference
 from tests.case import Case
-from tests.reference import Value, constant, decided, mean, row_sum, split, stacked
+from tests.reference import Value, constant, decided, mean, row_sum, rows_together, split
 
 
 def letters(*shape):
@@ -102,7 +102,7 @@ def metrics(n, seed=0, batch=25, gain=1.0):
     parts = [samples[split((batch, 2), 0, rank, n)] for rank in range(n)]
     counts = [Value.known(part.exact.shape[0]) for part in parts]
     sums, all_samples = row_sum(samples), Value.known(batch)
-    of_means = row_sum(stacked([(row_sum(part) / count).rounded() for part, count in zip(parts, counts)]))
+    of_means = row_sum(rows_together([(row_sum(part) / count).rounded() for part, count in zip(parts, counts)]))
     layout = {"x": "S(0)", "y": "S(0)", "w": "B", "out": "S(0)", "samples": "S(0)", "sums": "P", "means": "B"}
     return Case(
         {
@@ -160,7 +160,7 @@ def batch_norm(n, seed=0, steps=3, batch=8, in_features=4, out_features=8, gain=
             "x": x,
             "y": y,
             "w": w,
-            "by_shard": stacked([one[0].rounded() for one in by_shard]),
+            "by_shard": rows_together([one[0].rounded() for one in by_shard]),
             "running_mean": means[0],
             "running_var": variances[0],
             "mean": mean_of_all,

@@ -17,7 +17,7 @@ def fully_sharded(n, steps=3, gain=1.0, **sizes):
         {name: ("B" if name == "losses" else "S(0)", ranks) for name in values},
         values,
         [("x", whole["w0"], hidden), (hidden, whole["w1"], ("S(0)", ranks, values["y"].exact.shape))],
-        moves=[(("S(0)", ranks), ("B", ranks))] * 2,
+        moves=[(("S(0)", ranks), ("B", ranks), "S(0)")] * 2,
         steps=steps,
         moves_after=[(("P", ranks), ("B", ranks))] * steps,
         added=tuple(name for name in values if name not in ("x", "y", "w0", "w1")),
