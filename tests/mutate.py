@@ -30,7 +30,7 @@ EQUIVALENT = {
     f"[(r + 1) % {WORLD} for r in list(range({WORLD}))])": "OneFlow sorts the ranks of a placement",
     f"[{WORLD} - 1 - r for r in list(range({WORLD}))])": "OneFlow sorts the ranks of a placement",
     "out.to_global(placement=self.rank)": "out is B already, and to_global keeps an SBP that it is not told to change",
-    "to_global(placement=self.ranks, grad_sbp=flow.sbp.partial_sum)": "the weight is B already, and to_global keeps that",
+    "to_global(placement=self.ranks, grad_sbp=flow.sbp.partial_sum)": "it is B already, and stays so",
     "([0])[:1])": "the first of one rank is that rank",
     "([0])[-1:])": "the last of one rank is that rank",
     "([rank])[:1])": "the first of one rank is that rank",
