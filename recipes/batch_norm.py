@@ -42,7 +42,10 @@ except (ImportError, RuntimeError) as error:  # RuntimeError: the empty placehol
     sys.exit(2)
 
 WORLD_SIZES = range(2, 65)
-FITS = {"batch": lambda given, ranks: given.batch >= 2 * ranks}  # one row has no variance
+FITS = {
+    "batch": lambda given, ranks: given.batch >= 2 * ranks,  # one row has no variance
+    "in_features": lambda given, ranks: given.in_features > 1,  # the size of a single weight is normalized away
+}
 
 
 class Normalized(flow.nn.Module):

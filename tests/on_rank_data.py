@@ -3,7 +3,8 @@
 import numpy as np
 import oneflow as flow
 
-from harness.ledger import sent_by
+from harness.ledger import SBPS, OneCall, sent_by
+from harness.observe import kept
 
 
 class Numbers(flow.utils.data.Dataset):
@@ -107,3 +108,21 @@ def bytes_of_built_in_batch_norm(features):
     module, x = built_in_batch_norm(features), drawn(8, features).requires_grad_()
     module.requires_grad_(False)  # the all-reduce of the gradients of its weight and bias is another matter
     return sent_by(lambda: module(x).sum().backward())[1]
+
+
+DRAW = {
+    "functional dropout": lambda x: flow.nn.functional.dropout(x, 0.5),
+    "nn.Dropout": lambda x: flow.nn.Dropout(0.5)(x),
+    "rand": lambda x: flow.rand(*x.shape, placement=x.placement, sbp=x.sbp) * x,
+    "init": lambda x: flow.nn.init.normal_(flow.empty(*x.shape, placement=x.placement, sbp=x.sbp)),
+}
+
+
+def drawn_by(source, graph, sbp, seeds):
+    """This rank's shard of what is drawn when all ranks have one seed, or each its own."""
+    ranks, world_size = everyone(), flow.env.get_world_size()
+    x = flow.ones(8 * world_size, 6, placement=ranks, sbp=SBPS[sbp])
+    draw = OneCall(DRAW[source]) if graph else DRAW[source]
+    kept.append(draw)
+    flow.manual_seed(5 if seeds == "one" else 5 + flow.env.get_rank())
+    return draw(x).to_local().numpy()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.cases import CASES, RECIPES, ROOT
+from tests.ladder import check_tensors
 
 ON_RANK = str(ROOT / "tests" / "on_rank_data.py")
 OBSERVE = str(ROOT / "harness" / "observe.py") + ":observe"
@@ -134,3 +135,107 @@ def test_batch_norm_by_hand_sends_four_rows_and_the_gradient(pools, n, graph):
 def test_batch_norm_of_oneflow_sends_nothing(pools, n):
     for sent in pools(n).call(f"{ON_RANK}:bytes_of_built_in_batch_norm", features=50_000):
         assert sent < 10_000  # where one row has 200 000 bytes
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_manual_seed_repeats_the_masks_and_does_not_reach_nn_dropout(pools, graph):
+    one, again, other = (seen(pools, "random_numbers", 2, graph=graph, seed=seed)[0] for seed in (1, 1, 2))
+    for name in ("mask", "mask_columns", "weight"):
+        assert (one[name]["value"] == again[name]["value"]).all()
+        assert (one[name]["value"] != other[name]["value"]).any()
+    for name in ("repeated", "again", "repeated_columns"):
+        assert ((one[name]["value"] != 0) == (other[name]["value"] != 0)).all()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("graph", [False, True])
+def test_masks_keep_their_share_and_the_mean(pools, n, graph):
+    [rank, *_] = seen(pools, "random_numbers", n, graph=graph, batch=300, features=200)
+    for x, mask, out in (("x", "mask", "out"), ("x_columns", "mask_columns", "out_columns")):
+        size = 300 * 200
+        assert abs(rank[mask]["value"].mean() - 0.8) < 5 * np.sqrt(0.8 * 0.2 / size)  # 5 standard deviations
+        assert abs((rank[out]["value"] - rank[x]["value"]).mean()) < 5 * np.sqrt(0.2 / 0.8 / size)
+
+
+def test_masks_of_another_number_of_ranks_are_others(pools):
+    two, four = (seen(pools, "random_numbers", n)[0] for n in (2, 4))
+    assert (two["weight"]["value"] == four["weight"]["value"]).all()
+    for name in ("mask", "mask_columns"):
+        assert (two[name]["value"] != four[name]["value"]).any()
+
+
+# (what draws, in a graph, SBP) -> whether all ranks' shards are alike when their seeds are one, and when they differ
+ALIKE = {
+    ("functional dropout", False, "S(0)"): (True, False),
+    ("functional dropout", False, "B"): (True, False),
+    ("functional dropout", True, "S(0)"): (True, True),
+    ("functional dropout", True, "B"): (True, True),
+    ("nn.Dropout", False, "S(0)"): (True, True),
+    ("nn.Dropout", False, "B"): (True, True),
+    ("nn.Dropout", True, "S(0)"): (True, True),
+    ("nn.Dropout", True, "B"): (True, True),
+    ("rand", False, "S(0)"): (False, False),
+    ("rand", False, "B"): (True, True),
+    ("rand", True, "S(0)"): (False, False),
+    ("rand", True, "B"): (True, True),
+    ("init", False, "B"): (True, True),
+}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("what", ALIKE, ids=lambda what: f"{what[0]}-{'graph' if what[1] else 'eager'}-{what[2]}")
+def test_who_draws_alike_on_all_ranks(pools, n, what):
+    source, graph, sbp = what
+    for seeds, wanted in zip(("one", "many"), ALIKE[what]):
+        blocks = pools(n).call(f"{ON_RANK}:drawn_by", source=source, graph=graph, sbp=sbp, seeds=seeds)
+        for one, other in combinations(blocks, 2):
+            assert (one == other).all() == wanted, (seeds, wanted)
+
+
+SPOILT = {  # recipe -> (tensor, what rank 1 reports of it in place of what it has, the words of the refusal)
+    "batch_norm": ("running_mean", lambda ranks: ranks[0]["running_mean"], "running_mean: shard differs"),
+    "data_loading": ("mine", lambda ranks: ranks[0]["mine"], "what a rank is fed"),
+    "random_numbers": (
+        "repeated",
+        lambda ranks: {**ranks[1]["repeated"], "shard": ranks[1]["out"]["shard"]},
+        "repeated: shard differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_ladder_sees_a_rank_that_differs_in_a_b_or_breaks_a_claim(pools, name):
+    tensor, other, words = SPOILT[name]
+    case = CASES[name](2)
+    result = pools(2).call(OBSERVE, path=str(RECIPES / f"{name}.py"))
+    check_tensors(case, False, result)
+    result[1]["tensors"][tensor] = other([rank["tensors"] for rank in result])
+    with pytest.raises(AssertionError, match=words):
+        check_tensors(case, False, result)
+
+
+@pytest.mark.parametrize("name", ["data_loading", "random_numbers"])
+def test_every_claim_of_a_case_is_asked(pools, name):
+    result = pools(2).call(OBSERVE, path=str(RECIPES / f"{name}.py"))
+    for words in CASES[name](2).claims:
+        case = CASES[name](2)
+        case.claims[words] = lambda seen: False
+        with pytest.raises(AssertionError, match=words):
+            check_tensors(case, False, result)
+
+
+def test_claims_of_drawn_values_are_false_of_other_values(pools):
+    [loaded, drawn] = (seen(pools, name, 2) for name in ("data_loading", "random_numbers"))
+    for rank in loaded:
+        for name in ("order 0", "order 1"):  # both ranks are fed alike
+            rank[name] = {**rank[name], "shard": loaded[0][name]["shard"], "value": loaded[0]["order 0"]["value"]}
+        rank["letters"] = {**rank["letters"], "value": rank["letters"]["value"] + 1}
+    wrong = [words for words, holds in CASES["data_loading"](2).claims.items() if not holds(loaded)]
+    assert len(wrong) == len(CASES["data_loading"](2).claims)
+    for rank in drawn:
+        repeated = rank["repeated"]
+        rank["mask"] = {part: repeated[part] != 0 for part in ("shard", "value")}  # alike on both ranks
+        rank["mask_columns"] = {part: 2 * rank["mask_columns"][part] for part in ("shard", "value")}
+        rank["repeated"] = {part: 2 * rank["out"][part] for part in ("shard", "value")}
+    wrong = [words for words, holds in CASES["random_numbers"](2).claims.items() if not holds(drawn)]
+    assert len(wrong) == len(CASES["random_numbers"](2).claims)

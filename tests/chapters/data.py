@@ -1,12 +1,13 @@
 """The chapter of data: how it is loaded, measured, normalised and drawn at random when the ranks share it."""
 
+from itertools import combinations
 from pydoc_data.topics import topics
 
 import numpy as np
 
 from tests import reference
 from tests.case import Case
-from tests.reference import Value, constant, decided, mean, row_sum, rows_together, split
+from tests.reference import UNIT_ROUNDOFF, Value, constant, decided, mean, row_sum, rows_together, split
 
 
 def letters(*shape):
@@ -189,12 +190,69 @@ def averaged(old_mean, old_var, mean, var, rows):
     return tuple(constant(0.9) * old + constant(0.1) * new[0] for old, new in ((old_mean, mean), (old_var, unbiased)))
 
 
+def random_numbers(n, seed=0, batch=16, features=8):
+    ranks, keep = list(range(n)), 0.8
+    x = Value.drawn(np.random.default_rng(seed), batch, features)
+    layout = {name: "S(0)" for name in ("x", "repeated", "again", "mask", "out")}
+    layout.update({name: "S(1)" for name in ("x_columns", "repeated_columns", "mask_columns", "out_columns")})
+    values = {name: Value.unknown(batch, features) for name in layout}
+    values.update({"x": x, "x_columns": x, "weight": Value.unknown(features, features)})
+
+    def applied(out, mask, seen):
+        """Whether out is x, scaled, where the mask is not 0, and 0 elsewhere."""
+        wanted = x.exact * mask / keep
+        return all((np.abs(t[out]["value"] - wanted) <= 4 * UNIT_ROUNDOFF * np.abs(wanted)).all() for t in seen)
+
+    def zeros_and_ones(seen):
+        found = np.concatenate([seen[0][name]["value"].ravel() for name in ("mask", "mask_columns")])
+        return set(found) == {0, 1}
+
+    return Case(
+        {name: (sbp, ranks) for name, sbp in {**layout, "weight": "B"}.items()},
+        values,
+        claims={
+            "nn.Dropout drops the same places of every shard": lambda seen: all(
+                alike([shard != 0 for shard in shards(seen, name)])
+                for name in ("repeated", "again", "repeated_columns")
+            ),
+            "each nn.Dropout drops the same places": lambda seen: (
+                seen[0]["repeated"]["value"] == seen[0]["again"]["value"]
+            ).all(),
+            "each shard of a mask is drawn by itself": lambda seen: all(
+                all_differ(shards(seen, name)) for name in ("mask", "mask_columns")
+            ),
+            "a mask has zeros and ones": zeros_and_ones,
+            "nn.Dropout scales what it keeps": lambda seen: all(
+                applied(name, seen[0][name]["value"] != 0, seen) for name in ("repeated", "again", "repeated_columns")
+            ),
+            "out is x by the mask": lambda seen: applied("out", seen[0]["mask"]["value"], seen),
+            "out_columns is x by its mask": lambda seen: applied("out_columns", seen[0]["mask_columns"]["value"], seen),
+        },
+    )
+
+
+def beginnings(blocks):
+    """The first elements of each block, as many as the smallest has: blocks of an uneven split can be compared."""
+    return [block.ravel()[: min(one.size for one in blocks)] for block in blocks]
+
+
+def alike(blocks):
+    first, *others = beginnings(blocks)
+    return all((other == first).all() for other in others)
+
+
+def all_differ(blocks):
+    return all((one != other).any() for one, other in combinations(beginnings(blocks), 2))
+
+
 CASES = {
     "data_loading": data_loading,
     "metrics": metrics,
     "batch_norm": batch_norm,
+    "random_numbers": random_numbers,
 }
 SIZES = {
+    "random_numbers": {"even": {}, "uneven": {"batch": 17, "features": 11, "seed": 1}},
     "batch_norm": {
         "even": {},
         "uneven": {"batch": 9, "in_features": 3, "out_features": 5, "steps": 1, "seed": 1},
