@@ -167,7 +167,7 @@ def as_svg(items, title):
 
 
 def draw_tensor(svg, left, down, tensor):
-    words(svg, left, down + 10, tensor.name, 12, "#111111", bold=True)
+    words(svg, left, down + 10, tensor.name, 12 if len(tensor.name) < 17 else 10, "#111111", bold=True)
     words(svg, left, down + 22, f"{tensor.sbp}  ({', '.join(map(str, tensor.shape))})", 10, "#444444")
     for rank, block in enumerate(tensor.blocks):
         x = left + LABEL + rank * (BLOCK + GAP)

@@ -202,7 +202,7 @@ def per_step(path, **arguments):
     """What this rank sends for one step of the training recipe at `path`, all that it does in it, and what it keeps.
 
     It runs 2 steps and 4 steps: what they do not have in common is 2 steps. Returns {"sent": bytes, "weights": bytes of
-    all weights, on whatever rank, "held": what memory.at_rest says}. Collective.
+    all weights, on whatever rank, "held": what memory.at_rest says, "graph": whether it runs in one}. Collective.
     """
     module = recipe.load(path)
     kept.append(module)
@@ -212,7 +212,8 @@ def per_step(path, **arguments):
         kept.append((vars(module.run).copy(), tensors))  # with its graph
         sent.append(count)
     weights = sum(one.numel() * one.element_size() for name, one in tensors.items() if name.startswith("new "))
-    return {"sent": (sent[1] - sent[0]) / 2, "weights": weights, "held": at_rest(tensors)}
+    graph = isinstance(vars(module.run).get("kept"), flow.nn.Graph)
+    return {"sent": (sent[1] - sent[0]) / 2, "weights": weights, "held": at_rest(tensors), "graph": graph}
 
 
 SBPS = {"B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.split(1), "P": flow.sbp.partial_sum}

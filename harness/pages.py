@@ -43,6 +43,7 @@ SIZES = {  # of what is drawn
 }
 TRAINING_SIZES = {"batch": 384, "in_features": 384, "hidden": 768, "out_features": 384}  # of what is measured by step
 TRAINED_ON = (2, 3, 4)  # ranks
+TWICE = ("checkpoint",)  # it trains on from two layouts, and so has no step that is like the others
 
 
 def units(number):
@@ -119,11 +120,15 @@ def training_costs(steps, language):
         return " · ".join("–" if one is None else units(one) for one in of)
 
     rows = []
-    for name in dict.fromkeys(name for name, _, _ in steps):
+    for name in dict.fromkeys(run[0] for run in steps if steps[run][0]["weights"] and run[0] not in TWICE):
         own = [mode for run, _, mode in steps if run == name]
         row = [f"{name}.py"]
+        in_graph = next(
+            steps[run][0]["graph"] for run in steps if run[0] == name
+        )  # that of its only mode, if it is one
         for mode in MODES:
-            row.append(cell(name, mode if mode in own else "only", lambda one: one["sent"] / one["weights"]))
+            mode = "only" if own[0] == "only" and in_graph == (mode == "graph") else mode
+            row.append(cell(name, mode, lambda one: one["sent"] / one["weights"]))
         first = "eager" if "eager" in own else "only"
         for kind in ("weights", "gradients", "state"):
             row.append(cell(name, first, lambda one, kind=kind: one["held"][kind] / one["weights"]))

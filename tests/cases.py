@@ -40,7 +40,8 @@ def sizes_of(name, n):
     if name == "cross_placement":
         pairs = {pair: {"source": source, "target": target} for pair, (source, target) in PAIRS[n].items()}
         sizes = {**sizes, **pairs}
-    if name not in forward.CASES and n != world_sizes(RECIPES / f"{name}.py")[0]:  # all of them on one world size
+    everywhere = {*forward.CASES, "loss_placement"}  # the others: all sizes on the first world size, odd ones elsewhere
+    if name not in everywhere and n != world_sizes(RECIPES / f"{name}.py")[0]:
         odd = [which for which in sizes if which != "even"]
         sizes = {which: sizes[which] for which in odd[:1] or ["even"]}
     return sizes
