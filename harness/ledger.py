@@ -201,13 +201,13 @@ def measure(path, **arguments):
 def per_step(path, **arguments):
     """What this rank sends for one step of the training recipe at `path`, all that it does in it, and what it keeps.
 
-    It runs 2 steps and 4 steps: what they do not have in common is 2 steps. Returns {"sent": bytes, "weights": bytes of
+    It runs 1 step and 3 steps: what they do not have in common is 2 steps. Returns {"sent": bytes, "weights": bytes of
     all weights, on whatever rank, "held": what memory.at_rest says, "graph": whether it runs in one}. Collective.
     """
     module = recipe.load(path)
     kept.append(module)
     sent = []
-    for steps in (2, 4):
+    for steps in (1, 3):
         tensors, count = sent_by(lambda steps=steps: module.run(steps=steps, **arguments))
         kept.append((vars(module.run).copy(), tensors))  # with its graph
         sent.append(count)

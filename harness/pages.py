@@ -42,7 +42,8 @@ SIZES = {  # of what is drawn
     "steps": 1,
 }
 TRAINING_SIZES = {"batch": 384, "in_features": 384, "hidden": 768, "out_features": 384}  # of what is measured by step
-TRAINED_ON = (2, 3, 4)  # ranks
+TRAINED_ON = (2, 4)  # ranks
+OTHER_SIZES = {"auto_parallel": {"batch": 96}}  # at more it chooses otherwise
 TWICE = ("checkpoint",)  # it trains on from two layouts, and so has no step that is like the others
 
 
@@ -106,7 +107,8 @@ def trained():
 def training_run(pool, name, n, mode, **given):
     """The same for one run, with its default options where none are given."""
     path = recipe.RECIPES / f"{name}.py"
-    given = {**{option: size for option, size in TRAINING_SIZES.items() if option in recipe.entry(path)}, **given}
+    sizes = {**TRAINING_SIZES, **OTHER_SIZES.get(name, {})}
+    given = {**{option: size for option, size in sizes.items() if option in recipe.entry(path)}, **given}
     if mode != "only":
         given["graph"] = mode == "graph"
     return pool.call(PER_STEP, path=str(path), **given)
@@ -309,12 +311,19 @@ def measured():
 def recipe_runs(pools):
     """The ledger of every recipe on its own number of ranks, by name and mode."""
     sizes = {path: recipe.world_sizes(path)[0] for path in sorted(recipe.RECIPES.glob("*.py"))}
-    return {path.stem: {mode: recipe_run(pools(n), path, mode) for mode in modes(path)} for path, n in sizes.items()}
+    return {
+        path.stem: {mode: recipe_run(pools(n), path, mode) for mode in drawn_modes(path)} for path, n in sizes.items()
+    }
 
 
 def modes(path):
     """The modes of a recipe: eager and graph, or only the one that it has."""
     return MODES if "graph" in recipe.entry(path) else ("only",)
+
+
+def drawn_modes(path):
+    """The modes that its picture and the atlas need: one, if it trains."""
+    return modes(path)[:1] if "steps" in recipe.entry(path) else modes(path)
 
 
 def recipe_run(pool, path, mode):

@@ -101,7 +101,7 @@ def test_matmuls_send_what_moving_an_input_takes(found, which):
 SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serves several: the atlas takes them apart
 
 
-LEDGERS = [(name, mode) for name in CASES for mode in pages.modes(RECIPES / f"{name}.py")]
+LEDGERS = [(name, mode) for name in CASES for mode in pages.drawn_modes(RECIPES / f"{name}.py")]
 
 
 @pytest.mark.parametrize("name, mode", LEDGERS)
@@ -143,7 +143,8 @@ def where(mode, boxing):
 def test_pages_and_pictures_are_those_of_this_run(found, runs, steps):
     own = {name: world_sizes(RECIPES / f"{name}.py")[0] for name in CASES}
     by_mode = {
-        name: {mode: runs(name, n, mode) for mode in pages.modes(RECIPES / f"{name}.py")} for name, n in own.items()
+        name: {mode: runs(name, n, mode) for mode in pages.drawn_modes(RECIPES / f"{name}.py")}
+        for name, n in own.items()
     }
     for path, text in pages.made(found, by_mode, {run: steps(*run) for run in pages.trained()}).items():
         difference = pages.differs(path.read_text(), text)

@@ -127,8 +127,8 @@ def test_layer_norm_of_a_split_input_is_right(pools, n):
 @pytest.mark.parametrize("graph", [False, True])
 def test_batch_norm_by_hand_sends_four_rows_and_the_gradient(pools, n, graph):
     sizes = {"batch": 2 * n, "in_features": 1, "out_features": 50_000}  # so that w is one row too
-    for sent in pools(n).call(PER_STEP, path=str(RECIPES / "batch_norm.py"), graph=graph, **sizes):
-        assert abs(sent / (4 * 50_000 * 2 * (n - 1) / n) - 5) < 0.25
+    for found in pools(n).call(PER_STEP, path=str(RECIPES / "batch_norm.py"), graph=graph, **sizes):
+        assert abs(found["sent"] / (4 * 50_000 * 2 * (n - 1) / n) - 5) < 0.25
 
 
 @pytest.mark.parametrize("n", [2, 4])

@@ -11,6 +11,8 @@ VARIANTS = {  # what else than the default sends something else
     "train_model_parallel": [{"input_gradient": "no"}],
     "train_hybrid": [{"second": "pipeline"}, {"hidden": 8}],  # little weight: what is left runs along axis 1
     "train_pipeline": [{"micro_batches": 8}],
+    "loss_placement": [{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
+    "replicate_scatter_gather": [{"batch": 8192, "hidden": 8}],  # large outputs, little weight
 }
 RUNS = [
     (name, n, mode, more)
@@ -18,13 +20,15 @@ RUNS = [
     for n in PROVEN
     if n in world_sizes(RECIPES / f"{name}.py")
     for mode in pages.modes(RECIPES / f"{name}.py")
-    for more in [{}, *VARIANTS.get(name, [])]
+    if n != 3 or mode == "eager"
+    for more in [{}, *(VARIANTS.get(name, []) if n == 4 else [])]
 ]
 
 
 def sizes(name):
     """The sizes at which a recipe is measured: those of its options that it has."""
-    return {option: size for option, size in pages.TRAINING_SIZES.items() if option in entry(RECIPES / f"{name}.py")}
+    every = {**pages.TRAINING_SIZES, **pages.OTHER_SIZES.get(name, {})}
+    return {option: size for option, size in every.items() if option in entry(RECIPES / f"{name}.py")}
 
 
 def run_id(run):
