@@ -6,14 +6,12 @@ import shutil
 import pytest
 
 from harness.pool import Pool, PoolError
-from harness.recipe import HARNESS
 from tests import reference
 from tests.cases import CASES, RECIPES, ROOT
 from tests.ladder import OBSERVE, Checks, close
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 HERE = str(ROOT / "tests" / "on_rank_state.py")
-PER_STEP = f"{HARNESS / 'ledger.py'}:per_step"
 CHECKPOINT = str(RECIPES / "checkpoint.py")
 RESULTS = ("new w0", "new w1", "new w0 momentum", "new w1 momentum", "w0 grad", "w1 grad", "losses")
 MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
@@ -204,10 +202,6 @@ def test_bytes_to_save_and_load(pools, tmp_path, n, weights):
         Checks.that(near, what, bytes_found / tensor, "x the tensor, must be", wanted)
 
 
-SIZES = {"batch": 1536, "in_features": 96, "hidden": 192, "out_features": 384}
-
-
-@MODES
 @pytest.mark.parametrize("n", [2, 3])
 def test_gradient_of_what_was_gathered_comes_back_whole_unless_told(pools, n):
     """What the trap in loss_placement.py says."""
@@ -228,7 +222,6 @@ def test_loss_on_a_rank_that_is_not_there_is_refused(pools, n, loss):
 BY_HAND = str(RECIPES / "replicate_scatter_gather.py")
 
 
-@MODES
 @pytest.mark.parametrize("n", [2, 3])
 def test_gradients_go_back_from_placement_to_placement(pools, n):
     """Of the replicated table and w, of out, and of the gathered out."""

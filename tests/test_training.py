@@ -12,7 +12,7 @@ VARIANTS = {  # what else than the default sends something else
     "train_hybrid": [{"second": "pipeline"}, {"hidden": 8}],  # little weight: what is left runs along axis 1
     "train_pipeline": [{"micro_batches": 8}],
     "loss_placement": [{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
-    "replicate_scatter_gather": [{"batch": 8192, "hidden": 8}],  # large outputs, little weight
+    "replicate_scatter_gather": [{"batch": 8192, "hidden": 8}, {"way": "sbp"}],  # large outputs, little weight
 }
 RUNS = [
     (name, n, mode, more)
