@@ -69,7 +69,7 @@ def near(path):
     scripts = [script for place in places if place.is_dir() for script in sorted(place.glob("*.py"))]
     names = {script.name: script for script in scripts}
     name = path.name if path.suffix == ".py" else path.name + ".py"
-    for close in difflib.get_close_matches(name, names, n=1, cutoff=0.6):
+    for close in difflib.get_close_matches(name, names, n=1, cutoff=0.75):
         script = names[close]
         try:
             return script.resolve().relative_to(Path.cwd())

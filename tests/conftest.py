@@ -31,16 +31,9 @@ def runs(pools):
 
 
 @pytest.fixture(scope="session")
-def steps(pools):
-    """The same of what a step of a training recipe sends and keeps."""
-    known = {}
-
-    def run(name, n, mode):
-        if (name, n, mode) not in known:
-            known[name, n, mode] = pages.training_run(pools(n), name, n, mode)
-        return known[name, n, mode]
-
-    return run
+def steps(early):
+    """What a step of each training recipe sends and keeps, by (name, number of ranks, mode)."""
+    return early["atlas"].result()[1]
 
 
 REPEATED = []  # calls that were made once more because OneFlow died
@@ -59,11 +52,11 @@ def early(request, tmp_path_factory):
     modules = {item.module for item in request.session.items}
     for module in modules & {test_official, test_set_up}:
         jobs.update(module.early_jobs(tmp_path_factory))
-    if any("found" in item.fixturenames for item in request.session.items):
+    if any({"found", "steps"} & set(item.fixturenames) for item in request.session.items):
         jobs["atlas"] = test_atlas.measure_early()
     return jobs
 
 
 def pytest_collection_modifyitems(items):
     """First those that start jobs of their own and mostly wait, last those that wait for what was begun early."""
-    items.sort(key=lambda item: ("found" in item.fixturenames, "pools" in item.fixturenames))
+    items.sort(key=lambda item: (bool({"found", "steps"} & set(item.fixturenames)), "pools" in item.fixturenames))

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import inspect
 import io
 import os
 import signal
@@ -52,6 +53,7 @@ def device_of(path, gpus):
         seen.update(arguments)
         sys.exit()
 
+    run.__signature__ = inspect.signature(module.run)
     module.run, sys.argv = run, [path]
     try:
         module.main()

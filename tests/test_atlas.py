@@ -15,12 +15,13 @@ CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 r
 
 
 def measure_early():
-    """Begin to measure the atlas, on pools of its own, which mostly wait; returns a Future."""
+    """Begin to measure the atlas and the steps of training, on pools of their own; returns a Future."""
     pools, thread = {}, ThreadPoolExecutor(1)
 
     def measure():
         try:
-            return atlas.measured(lambda n: pools.setdefault(n, Pool(n, timeout=120, repeat=True)))
+            parts = (atlas.measured, pages.training_runs)
+            return [part(lambda n: pools.setdefault(n, Pool(n, timeout=120, repeat=True))) for part in parts]
         finally:
             for pool in pools.values():
                 pool.close()
@@ -30,7 +31,7 @@ def measure_early():
 
 @pytest.fixture(scope="session")
 def found(early):
-    return early["atlas"].result()
+    return early["atlas"].result()[0]
 
 
 def near(sent, wanted, *what):
@@ -146,7 +147,7 @@ def test_pages_and_pictures_are_those_of_this_run(found, runs, steps):
         name: {mode: runs(name, n, mode) for mode in pages.drawn_modes(RECIPES / f"{name}.py")}
         for name, n in own.items()
     }
-    for path, text in pages.made(found, by_mode, {run: steps(*run) for run in pages.trained()}).items():
+    for path, text in pages.made(found, by_mode, steps).items():
         difference = pages.differs(path.read_text(), text)
         assert difference is None, f"{path}: {difference}; ./launch.sh docs makes it anew"
 

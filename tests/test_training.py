@@ -40,7 +40,8 @@ def run_id(run):
 def test_bytes_of_a_step(pools, steps, run):
     name, n, mode, more = run
     case = CASES[name](n, **{**sizes(name), **more})
-    found = pages.training_run(pools(n), name, n, mode, **more) if more else steps(name, n, mode)
+    measured = None if more else steps.get((name, n, mode))
+    found = measured or pages.training_run(pools(n), name, n, mode, **more)
     graph = mode == "graph" or name in GRAPH_ONLY
     wanted = (graph and case.sends_in_graph) or case.sends
     for rank in range(n):
