@@ -50,15 +50,15 @@ FITS = {  # on a mesh, graphs need sizes that 4 divides; a stage must not have a
 
 
 class Hybrid(flow.nn.Module):
-    def __init__(self, w0, w1, hidden_sbp, out_sbp):
+    def __init__(self, w0, w1, out_sbp):
         super().__init__()
         self.w0 = flow.nn.Parameter(w0.clone())
         self.w1 = flow.nn.Parameter(w1.clone())
-        self.hidden_sbp, self.out_sbp = hidden_sbp, out_sbp
+        self.out_sbp = out_sbp
 
     def forward(self, x, y):
         hidden = flow.relu(flow.matmul(x, self.w0))
-        hidden = hidden.to_global(placement=y.placement, sbp=self.hidden_sbp)
+        hidden = hidden.to_global(placement=y.placement)  # to the next stage; the SBP stays
         out = flow.matmul(hidden, self.w1).to_global(sbp=self.out_sbp)
         return flow.nn.functional.mse_loss(out, y)
 
@@ -90,15 +90,15 @@ def run(graph=False, device="cpu", seed=0, second="tensor", steps=3, batch=8, in
         y = flow.tensor(y, placement=mesh, sbp=(flow.sbp.split(0), flow.sbp.broadcast))
         w0 = flow.tensor(w0, placement=mesh, sbp=(flow.sbp.broadcast, flow.sbp.split(1)))
         w1 = flow.tensor(w1, placement=mesh, sbp=(flow.sbp.broadcast, flow.sbp.split(0)))
-        hidden_sbp, out_sbp = (flow.sbp.split(0), flow.sbp.split(1)), (flow.sbp.split(0), flow.sbp.broadcast)
+        out_sbp = (flow.sbp.split(0), flow.sbp.broadcast)
     else:
         ranks = [flow.placement(device, [0, 1]), flow.placement(device, [2, 3])]
         x = flow.tensor(x, placement=ranks[0], sbp=flow.sbp.split(0))
         y = flow.tensor(y, placement=ranks[1], sbp=flow.sbp.split(0))
         w0 = flow.tensor(w0, placement=ranks[0], sbp=flow.sbp.broadcast)
         w1 = flow.tensor(w1, placement=ranks[1], sbp=flow.sbp.broadcast)
-        hidden_sbp = out_sbp = (flow.sbp.split(0),)
-    module = Hybrid(w0, w1, hidden_sbp, out_sbp)
+        out_sbp = (flow.sbp.split(0),)
+    module = Hybrid(w0, w1, out_sbp)
     update = flow.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     model = run.kept = TrainingGraph(module, update) if graph else module  # a freed graph may abort OneFlow
     losses = []

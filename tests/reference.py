@@ -263,12 +263,17 @@ def trained(
     layers=2,
     gain=1.0,
     input_gradient=False,
+    shrink=1,
 ):
-    """What training on one device gives, by name: x, y, w0, w1, ..., gradients, state, new weights, the losses."""
+    """What training on one device gives, by name: x, y, w0, w1, ..., gradients, state, new weights, the losses.
+
+    shrink: a power of two, by which the weights that are drawn are divided.
+    """
     rng = np.random.default_rng(seed)
     x, y = Value.drawn(rng, batch, in_features), Value.drawn(rng, batch, out_features)
     widths = [in_features, *[hidden] * (layers - 1), out_features]
-    weights = {f"w{i}": Value.drawn(rng, widths[i], widths[i + 1]) for i in range(layers)}
+    drawn = {f"w{i}": Value.drawn(rng, widths[i], widths[i + 1]) for i in range(layers)}
+    weights = {name: Value.known(w.exact / shrink) for name, w in drawn.items()}
     values, losses, update, gradients = {"x": x, "y": y, **weights}, [], Optimizer(optimizer), {}
     for _ in range(steps):
         loss, gradients = layered(x, y, weights, gain)

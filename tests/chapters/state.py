@@ -139,9 +139,7 @@ def guessed_letters(steps, seed, batch, hidden, gain):
     values.update({"scattered x": values["x"], "out": out, "gathered out": out})
     values.update({f"{name} grad": gradient for name, gradient in gradients.items()})
     values.update({f"new {name}": weight for name, weight in weights.items()})
-    values["losses"] = reference.Value(
-        *(np.array([getattr(one, part) for one in losses]) for part in ("exact", "bound"))
-    )
+    values["losses"] = reference.stacked(losses)
     return values
 
 
