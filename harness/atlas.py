@@ -97,9 +97,14 @@ def measured(pools):
     Returns {"conversions": {(source, target, mode): {(old, new): [units sent by each rank]}},
     "signatures": {(n, which of MATMULS, mode): {(x, w): (out, [bytes sent by each rank])}}}.
     """
+    return merged(measured_on(pools(n)) for n in SAME)
+
+
+def merged(parts):
+    """Several results of `measured_on` as one."""
     found = {"conversions": {}, "signatures": {}}
-    for n in SAME:
-        for what, tables in measured_on(pools(n)).items():
+    for part in parts:
+        for what, tables in part.items():
             found[what].update(tables)
     return found
 

@@ -31,14 +31,16 @@ def held(tensor):
     sbp, device, ranks = where(tensor)
     shard = tensor.to_local() if tensor.is_global else tensor
     outside = tensor.is_global and flow.env.get_rank() not in tensor.placement.ranks
+    shard = None if outside and shard.numel() == 0 else shard.detach().numpy()
+    everywhere = set(sbp.split(", ")) == {"B"} and tensor.placement.ranks.size == flow.env.get_world_size()
     return {
         "shape": tuple(tensor.shape),
         "dtype": str(tensor.dtype).split(".")[-1],
         "sbp": sbp,
         "device": device,
         "ranks": ranks,
-        "shard": None if outside and shard.numel() == 0 else shard.detach().numpy(),
-        "value": tensor.detach().numpy(),
+        "shard": shard,
+        "value": shard if everywhere else tensor.detach().numpy(),  # what each rank has whole needs no gathering
     }
 
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from harness import atlas, draw, picture, recipe, theory
@@ -296,13 +297,16 @@ def page(found, runs):
 
 
 def measured():
-    """All that the pages need, measured on pools of its own."""
+    """All that the pages need, measured on pools of its own, part by part at once: the ranks mostly wait."""
+    with ThreadPoolExecutor() as threads:
+        return tuple(threads.map(on_own_pools, (atlas.measured, recipe_runs, training_runs)))
+
+
+def on_own_pools(part):
+    """Call a function of pools, `part`, with a function from a world size to a pool; ends the pools."""
     pools = {}
     try:
-        return tuple(
-            part(lambda n: pools.setdefault(n, Pool(n, repeat=True)))
-            for part in (atlas.measured, recipe_runs, training_runs)
-        )
+        return part(lambda n: pools.setdefault(n, Pool(n, repeat=True)))
     finally:
         for one in pools.values():
             one.close()

@@ -1,9 +1,8 @@
 import pytest
 
-from harness import pages
 from harness.pool import Pool
-from tests import test_atlas, test_official, test_set_up
-from tests.cases import RECIPES
+from tests import test_atlas, test_official, test_set_up, test_training
+from tests.early import Early
 from tests.ladder import Checks
 
 
@@ -17,23 +16,19 @@ def pools():
         REPEATED.extend(pool.repeated)
 
 
-@pytest.fixture(scope="session")
-def runs(pools):
-    """A function from a recipe's name, a world size and a mode to what its ledger says; measured when first asked."""
-    known = {}
-
-    def run(name, n, mode):
-        if (name, n, mode) not in known:
-            known[name, n, mode] = pages.recipe_run(pools(n), RECIPES / f"{name}.py", mode)
-        return known[name, n, mode]
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def steps(early):
-    """What a step of each training recipe sends and keeps, by (name, number of ranks, mode)."""
-    return early["atlas"].result()[1]
+@pytest.fixture(scope="session", autouse=True)
+def measured(request):
+    """A function to the result of a measurement that was begun before the first test: see early.py."""
+    streams = {"step": {}, "other": {}}
+    for item in request.session.items:
+        if item.module in (test_atlas, test_training):
+            for key, call in item.module.early_calls(item).items():
+                streams["step" if key[0] == "step" else "other"][key] = call
+    streams = {name: Early(calls) for name, calls in streams.items()}
+    yield lambda *key: streams["step" if key[0] == "step" else "other"].result(key)
+    for stream in streams.values():
+        stream.close()
+        REPEATED.extend(stream.repeated)
 
 
 REPEATED = []  # calls that were made once more because OneFlow died
@@ -52,11 +47,9 @@ def early(request, tmp_path_factory):
     modules = {item.module for item in request.session.items}
     for module in modules & {test_official, test_set_up}:
         jobs.update(module.early_jobs(tmp_path_factory))
-    if any({"found", "steps"} & set(item.fixturenames) for item in request.session.items):
-        jobs["atlas"] = test_atlas.measure_early()
     return jobs
 
 
 def pytest_collection_modifyitems(items):
     """First those that start jobs of their own and mostly wait, last those that wait for what was begun early."""
-    items.sort(key=lambda item: (bool({"found", "steps"} & set(item.fixturenames)), "pools" in item.fixturenames))
+    items.sort(key=lambda item: (item.module in (test_atlas, test_training), "pools" in item.fixturenames))

@@ -69,6 +69,10 @@ class Run:
                     found.append(int(entry.name))
         return found
 
+    def ranks(self):
+        """Those of them that are ranks."""
+        return [pid for pid in self.alive() if b"harness/rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
     def all_gone(self, within=5):
         """Whether no process of the job is left after at most `within` seconds."""
         deadline = time.monotonic() + within

@@ -1,12 +1,12 @@
 """What moves, in bytes: theory against the paper's formulas, OneFlow against theory, the pages against a fresh run."""
 
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from harness import atlas, pages, picture, theory
-from harness.pool import Pool
 from harness.recipe import world_sizes
+from tests import test_training
 from tests.cases import CASES, GRAPH_ONLY, PROVEN, RECIPES, TRAINED
 from tests.chapters.forward import SIGNATURES
 from tests.ladder import Checks
@@ -14,24 +14,38 @@ from tests.ladder import Checks
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
 
 
-def measure_early():
-    """Begin to measure the atlas and the steps of training, on pools of their own; returns a Future."""
-    pools, thread = {}, ThreadPoolExecutor(1)
+SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serves several: the atlas takes them apart
+LEDGERS = [(name, mode) for name in CASES for mode in pages.drawn_modes(RECIPES / f"{name}.py")]
 
-    def measure():
-        try:
-            parts = (atlas.measured, pages.training_runs)
-            return [part(lambda n: pools.setdefault(n, Pool(n, timeout=120, repeat=True))) for part in parts]
-        finally:
-            for pool in pools.values():
-                pool.close()
 
-    return thread.submit(measure)
+def early_calls(item):
+    """What a test needs: see early.py."""
+    wanted = ledgers(**item.callspec.params) if item.originalname == "test_ledger_of_every_recipe" else []
+    calls = {}
+    if "found" in item.fixturenames:
+        calls = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
+    if item.originalname == "test_pages_and_pictures_are_those_of_this_run":
+        wanted = [(name, world_sizes(RECIPES / f"{name}.py")[0], mode) for name, mode in LEDGERS]
+        for name, n, mode in pages.trained():
+            calls.update(test_training.early_call(name, n, mode))
+    for name, n, mode in wanted:
+        calls["ledger", name, n, mode] = (n, partial(pages.recipe_run, path=RECIPES / f"{name}.py", mode=mode))
+    return calls
+
+
+def ledgers(name, mode):
+    """(name, number of ranks, mode) of each ledger that is looked at."""
+    sizes = [n for n in PROVEN if n in world_sizes(RECIPES / f"{name}.py")]
+    if name in (*SHARED, "matmul_signatures"):  # the atlas measures these on each n
+        sizes = sizes[:1]
+    if name in TRAINED:  # what a step of it sends is measured as a whole, in test_training.py
+        sizes = sizes[:1]
+    return [(name, n, mode) for n in (sizes if mode == "eager" else sorted({sizes[0], sizes[-1]}))]
 
 
 @pytest.fixture(scope="session")
-def found(early):
-    return early["atlas"].result()[0]
+def found(measured):
+    return atlas.merged(measured("atlas", n) for n in atlas.SAME)
 
 
 def near(sent, wanted, *what):
@@ -99,27 +113,14 @@ def test_matmuls_send_what_moving_an_input_takes(found, which):
             near(sum(sent), wanted, n, which, mode, x, "@", w)
 
 
-SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serves several: the atlas takes them apart
-
-
-LEDGERS = [(name, mode) for name in CASES for mode in pages.drawn_modes(RECIPES / f"{name}.py")]
-
-
 @pytest.mark.parametrize("name, mode", LEDGERS)
-def test_ledger_of_every_recipe(runs, name, mode):
-    path = RECIPES / f"{name}.py"
-    sizes = [n for n in PROVEN if n in world_sizes(path)]
-    if name in (*SHARED, "matmul_signatures"):  # the atlas measures these on each n
-        sizes = [world_sizes(path)[0]]
-    if name in TRAINED:
-        sizes = sizes[:1]
-    for n in sizes if mode == "eager" else {sizes[0], sizes[-1]}:
-        moves = [item for item in picture.drawing(runs(name, n, mode)) if isinstance(item, picture.Move) and item.sent]
+def test_ledger_of_every_recipe(measured, name, mode):
+    for _, n, _ in ledgers(name, mode):
+        items = picture.drawing(measured("ledger", name, n, mode))
+        moves = [item for item in items if isinstance(item, picture.Move) and item.sent]
         in_graph = any(move.what.startswith("a call of") for move in moves)
         Checks.equal(in_graph, mode == "graph" or name in GRAPH_ONLY, name, "runs in a graph")
-        if name in TRAINED:  # what a step of it sends is measured as a whole, in test_training.py
-            continue
-        for move in moves:
+        for move in moves if name not in TRAINED else []:
             what = (name, n, move.what, move.change)
             if move.boxings is None:
                 Checks.equal(move.change.split(" -> ")[0], "local", *what)
@@ -141,12 +142,12 @@ def where(mode, boxing):
     return (mode, atlas.kind(ranks, new_ranks), old, new) if "," not in old else None
 
 
-def test_pages_and_pictures_are_those_of_this_run(found, runs, steps):
-    own = {name: world_sizes(RECIPES / f"{name}.py")[0] for name in CASES}
-    by_mode = {
-        name: {mode: runs(name, n, mode) for mode in pages.drawn_modes(RECIPES / f"{name}.py")}
-        for name, n in own.items()
-    }
+def test_pages_and_pictures_are_those_of_this_run(found, measured):
+    by_mode = {}
+    for name, mode in LEDGERS:
+        n = world_sizes(RECIPES / f"{name}.py")[0]
+        by_mode.setdefault(name, {})[mode] = measured("ledger", name, n, mode)
+    steps = {run: measured("step", *run) for run in pages.trained()}
     for path, text in pages.made(found, by_mode, steps).items():
         difference = pages.differs(path.read_text(), text)
         assert difference is None, f"{path}: {difference}; ./launch.sh docs makes it anew"

@@ -1,0 +1,40 @@
+"""Measurements that a thread of their own makes while tests run: the ranks mostly wait, and no load changes a byte."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from harness.pool import Pool
+
+
+class Early:
+    """Calls to pools of ranks, made one after another from the moment they are given; `result` waits for one of them.
+
+    calls: key -> (number of ranks, function of a pool). Those on as many ranks come together, and their pool is closed
+    when they are done. What a call raises, its result raises.
+    """
+
+    def __init__(self, calls):
+        self.thread, self.pool, self.repeated = ThreadPoolExecutor(1), None, []
+        in_turn = sorted(calls, key=lambda key: calls[key][0])
+        self.futures = {key: self.thread.submit(self._call, *calls[key]) for key in in_turn}
+        self.thread.submit(self._close)
+
+    def _call(self, n, function):
+        if self.pool is None or self.pool.world_size != n:
+            self._close()
+            self.pool = Pool(n, timeout=120, repeat=True)
+        return function(self.pool)
+
+    def _close(self):
+        if self.pool:
+            self.pool.close()
+            self.repeated += self.pool.repeated
+            self.pool = None
+
+    def result(self, key):
+        return self.futures[key].result()
+
+    def close(self):
+        """What is not begun is not made."""
+        for future in self.futures.values():
+            future.cancel()
+        self.thread.shutdown()
