@@ -35,16 +35,17 @@ def rest(result):
 
 
 def test_at_rest_a_fully_sharded_rank_holds_its_share_and_at_the_peak_the_weights_on_top():
-    whole, split = fresh(4, "train_data_parallel", **LARGE), fresh(4, "fully_sharded", **LARGE)
+    n = 2
+    whole, split = fresh(n, "train_data_parallel", **LARGE), fresh(n, "fully_sharded", **LARGE)
     full = {"weights": WEIGHTS, "gradients": WEIGHTS, "state": 2 * WEIGHTS}  # Adam: two moments, all float32
-    for rank in range(4):
+    for rank in range(n):
         Checks.equal(rest(whole[rank]), full, "data parallel, rank", rank)
-        Checks.equal(rest(split[rank]), {kind: size // 4 for kind, size in full.items()}, "fully sharded, rank", rank)
-    # Both also hold the weights as they were before: 5 x. Fully sharded has the whole weights while it uses them. The
-    # margin: OneFlow holds buffers of single weights for some time; measured were 3.4 x where 2.75 x is the difference.
-    less = 5 * WEIGHTS * 3 / 4 - WEIGHTS
-    found = peak(whole) - peak(split)
-    Checks.that(abs(found - less) <= 0.8 * WEIGHTS, "peaks differ by", found / WEIGHTS, "and must by", less / WEIGHTS)
+        Checks.equal(rest(split[rank]), {kind: size // n for kind, size in full.items()}, "fully sharded, rank", rank)
+    # Both also hold the weights as they were before: 5 x. Fully sharded has the whole weights while it uses them. How
+    # soon buffers are freed hangs on what else the machine does: at 1.5 x less, 1.6 to 1.9 x were measured.
+    saved, less = peak(whole) - peak(split), 5 * WEIGHTS * (1 - 1 / n) - WEIGHTS
+    Checks.that(saved >= 0.8 * less, "peaks differ by", saved / WEIGHTS, "and must by", less / WEIGHTS)
+    Checks.that(peak(split) >= 5 * WEIGHTS / n + WEIGHTS, "fully sharded has no whole weights", peak(split) / WEIGHTS)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -125,9 +126,9 @@ def test_checkpointing_changes_no_bit_of_the_gradients(pools, n, graph):
 @pytest.mark.parametrize("graph, blocks", [(False, -1), (True, 4)])
 def test_checkpointing_lowers_the_peak_of_eager_mode_and_raises_that_of_a_graph_on_cpu(graph, blocks):
     """By how many tensors as large as one rank's hidden activations of a block; a graph has 2 anew in each block."""
-    sizes = {"graph": graph, "batch": 8192, "in_features": 8, "hidden": 2048, "out_features": 8, "steps": 2}
+    sizes = {"graph": graph, "batch": 8192, "in_features": 8, "hidden": 1024, "out_features": 8, "steps": 2}
     on, off = (peak(fresh(2, "activation_checkpointing", checkpointing=word, **sizes)) for word in ("on", "off"))
-    hidden = 4 * 8192 // 2 * 2048
+    hidden = 4 * 8192 // 2 * 1024
     Checks.that(abs((on - off) / hidden - blocks) < 0.4, "peak changes by", (on - off) / hidden, "and must by", blocks)
 
 
