@@ -43,7 +43,7 @@ def main():
     import oneflow  # noqa: F401  # all ranks meet here, before the first case is timed
 
     cores = sorted(os.sched_getaffinity(0))
-    if 1 < len(cores) < int(os.environ["WORLD_SIZE"]):
+    if 1 < len(cores) <= int(os.environ["WORLD_SIZE"]):
         os.sched_setaffinity(scheduler(), cores[-1:])
     modules = {}
     while True:

@@ -19,16 +19,14 @@ def pools():
 @pytest.fixture(scope="session", autouse=True)
 def measured(request):
     """A function to the result of a measurement that was begun before the first test: see early.py."""
-    streams = {"step": {}, "other": {}}
+    calls = {}
     for item in request.session.items:
         if item.module in (test_atlas, test_training):
-            for key, call in item.module.early_calls(item).items():
-                streams["step" if key[0] == "step" else "other"][key] = call
-    streams = {name: Early(calls) for name, calls in streams.items()}
-    yield lambda *key: streams["step" if key[0] == "step" else "other"].result(key)
-    for stream in streams.values():
-        stream.close()
-        REPEATED.extend(stream.repeated)
+            calls.update(item.module.early_calls(item))
+    early = Early(calls)
+    yield lambda *key: early.result(key)
+    early.close()
+    REPEATED.extend(early.repeated)
 
 
 REPEATED = []  # calls that were made once more because OneFlow died
