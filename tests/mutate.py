@@ -32,6 +32,7 @@ EQUIVALENT = {
     f"[{WORLD} - 1 - r for r in list(range({WORLD}))])": "OneFlow sorts the ranks of a placement",
     "out.to_global(placement=self.rank)": "out is B already, and to_global keeps an SBP that it is not told to change",
     "to_global(placement=self.ranks, grad_sbp=flow.sbp.partial_sum)": "the weight is B already",
+    "update.zero_grad(set_to_none=True) -> pass": "it clears nothing: that is the trap which the recipe shows",
     **{f"([{rank}])[:1])": "the first of one rank is that rank" for rank in ("rank", "0", "k")},
     **{f"([{rank}])[-1:])": "the last of one rank is that rank" for rank in ("rank", "0", "k")},
     **{
