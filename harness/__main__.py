@@ -11,6 +11,7 @@ from harness import launch  # noqa: E402
 
 COMMANDS = {  # those of launch.COMMANDS
     "test": [sys.executable, "-m", "pytest", f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"],
+    "bench": [sys.executable, str(ROOT / "benchmarks" / "bench.py")],
     "mutate": [sys.executable, str(ROOT / "tests" / "mutate.py")],
 }
 

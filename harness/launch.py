@@ -15,7 +15,7 @@ from harness import recipe
 from harness.rank import BROKEN_PIPE
 from harness.ranks import PortTaken, Ranks, is_consequence
 
-COMMANDS = ("test", "mutate", "show", "bytes", "docs")  # what launch.sh does besides running a script
+COMMANDS = ("test", "mutate", "show", "bytes", "docs", "bench")  # what launch.sh does besides running a script
 BAD_INPUT = 2
 TIME_LIMIT_REACHED = 124
 FATAL = re.compile(rb"F\d{8} ")  # how glog begins the line of an error that ends the process

@@ -306,7 +306,7 @@ def on_own_pools(part):
     """Call a function of pools, `part`, with a function from a world size to a pool; ends the pools."""
     pools = {}
     try:
-        return part(lambda n: pools.setdefault(n, Pool(n, repeat=True)))
+        return part(lambda n: pools.setdefault(n, Pool(n, repeat=True, crowded=True)))
     finally:
         for one in pools.values():
             one.close()

@@ -55,15 +55,18 @@ def _read(connection, size):
 class Pool:
     """Ranks 0 to world_size - 1 on this host. Close it, or use it as a context manager."""
 
-    def __init__(self, world_size, timeout=60.0, repeat=False):
+    def __init__(self, world_size, timeout=60.0, repeat=False, crowded=False):
         """timeout: seconds after which a call without an answer counts as hung.
 
         repeat: make a call once more, on fresh ranks, if a rank died of SIGSEGV. OneFlow 0.9.0 does that by itself,
         about once in a thousand calls; what crashes for a reason crashes again.
+        crowded: for small tensors and more ranks than cores: OneFlow's scheduling threads, which spin, compute too, and
+        have one core together.
         """
         self.world_size = world_size
         self.timeout = timeout
         self.repeat = repeat
+        self.crowded = crowded
         self.repeated = []  # the calls that were made once more
         self.ranks = None
         self.starts = 0  # how often ranks were started, the first time included
@@ -128,6 +131,7 @@ class Pool:
             [WORKER],
             self.world_size,
             channels=[{"HARNESS_POOL": theirs.fileno()} for _, theirs in pairs],
+            variables={"HARNESS_CROWDED": "1"} if self.crowded else {},
             stdout=self.logs,
             stderr=self.logs,
         )

@@ -74,23 +74,24 @@ def is_consequence(code):
 class Ranks:
     """The processes of one job. Use it as a context manager: on leaving it, every process is gone."""
 
-    def __init__(self, command, world_size, port=0, channels=None, stdout=None, stderr=None):
+    def __init__(self, command, world_size, port=0, channels=None, variables=None, stdout=None, stderr=None):
         """Start `python harness/rank.py *command` world_size times.
 
         channels: for each rank a dict of environment variable -> file descriptor to hand over.
+        variables: what all of them have in their environment besides.
         stdout, stderr: for each rank what subprocess.Popen takes; None inherits ours.
         """
         self.port = reserve_port(port)
         self.processes = []
         try:
             for rank in range(world_size):
-                variables = environment(rank, world_size, self.port.getsockname()[1])
+                own = {**environment(rank, world_size, self.port.getsockname()[1]), **(variables or {})}
                 handed = channels[rank] if channels else {}
-                variables.update({name: str(descriptor) for name, descriptor in handed.items()})
+                own.update({name: str(descriptor) for name, descriptor in handed.items()})
                 self.processes.append(
                     subprocess.Popen(
                         [sys.executable, "-u", RANK, *command],
-                        env=variables,
+                        env=own,
                         stdin=subprocess.DEVNULL,
                         stdout=stdout[rank] if stdout else None,
                         stderr=stderr[rank] if stderr else None,

@@ -186,7 +186,7 @@ def main(arguments=None):
     started, survivors, equivalent, count, begin = {}, [], [], 0, time.monotonic()
 
     def pools(n):
-        return started.setdefault(n, Pool(n, timeout=10, repeat=True))
+        return started.setdefault(n, Pool(n, timeout=10, repeat=True, crowded=True))
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

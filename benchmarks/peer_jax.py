@@ -1,0 +1,70 @@
+"""JAX in one process, a host device for each rank: trains as it is told on standard input, like peer_torch.py."""
+
+import json
+import os
+import sys
+import time
+
+N = int(os.environ["WORLD_SIZE"])
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={N}"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+MESHES = {"data": ((N,), ("data",)), "tensor": ((N,), ("tensor",)), "hybrid": ((2, N // 2), ("data", "tensor"))}
+
+
+def training(kind, batch, in_features, hidden, out_features):
+    """A function that makes one step of x @ w0, relu, @ w1 with momentum, and waits for it."""
+    shape, names = MESHES[kind]
+    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+    rows, columns = ("data" if "data" in names else None), ("tensor" if "tensor" in names else None)
+    split = {"x": P(rows), "w0": P(None, columns), "w1": P(columns)}
+    split = {name: NamedSharding(mesh, one) for name, one in split.items()}
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.device_put(jax.random.normal(keys[0], (batch, in_features)), split["x"])
+    y = jax.device_put(jax.random.normal(keys[1], (batch, out_features)), split["x"])
+    weights = {
+        "w0": jax.device_put(jax.random.normal(keys[2], (in_features, hidden)) / 16, split["w0"]),
+        "w1": jax.device_put(jax.random.normal(keys[3], (hidden, out_features)) / 16, split["w1"]),
+    }
+    moving = jax.tree.map(jnp.zeros_like, weights)
+
+    def loss(weights):
+        return jnp.mean((jax.nn.relu(x @ weights["w0"]) @ weights["w1"] - y) ** 2)
+
+    @jax.jit
+    def one(weights, moving):
+        gradients = jax.grad(loss)(weights)
+        moving = jax.tree.map(lambda m, gradient: 0.9 * m + gradient, moving, gradients)
+        return jax.tree.map(lambda w, m: w - 0.1 * m, weights, moving), moving
+
+    one = jax.jit(one, donate_argnums=(0, 1), out_shardings=({k: split[k] for k in weights},) * 2)
+    state = [weights, moving]
+
+    def step():
+        state[:] = one(*state)
+        jax.block_until_ready(state)
+
+    return step
+
+
+def main():
+    steps = {}
+    for line in sys.stdin:
+        given = json.loads(line)
+        count = given.pop("steps")
+        if line not in steps:
+            steps[line] = training(**given)
+        ends = []
+        for _ in range(count):
+            steps[line]()
+            ends.append(time.perf_counter())
+        print(json.dumps([end - begin for begin, end in zip(ends, ends[1:])]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
