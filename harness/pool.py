@@ -132,6 +132,7 @@ class Pool:
             self.world_size,
             channels=[{"HARNESS_POOL": theirs.fileno()} for _, theirs in pairs],
             variables={"HARNESS_CROWDED": "1"} if self.crowded else {},
+            bind=not self.crowded,
             stdout=self.logs,
             stderr=self.logs,
         )

@@ -53,6 +53,17 @@ def blas_kernels(cpuinfo="/proc/cpuinfo"):
     return "Haswell" if flags >= {"avx2", "fma"} else None
 
 
+def cores_of(rank, world_size, cores=None):
+    """The cores that a rank has to itself, or shares where there are fewer than ranks; OMP_NUM_THREADS fits them.
+
+    OneFlow's scheduling thread never sleeps while work is under way. Free to move, those of two ranks on two cores took
+    a core from the thread that computes: a step of data parallel took 1.8 times as long as bound.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
+    each = max(1, len(cores) // world_size)
+    return [cores[(rank * each + i) % len(cores)] for i in range(each)]
+
+
 def environment(rank, world_size, port, base=None):
     """The environment of one rank; what the user has set himself stays as it is."""
     variables = dict(os.environ if base is None else base)
@@ -74,11 +85,12 @@ def is_consequence(code):
 class Ranks:
     """The processes of one job. Use it as a context manager: on leaving it, every process is gone."""
 
-    def __init__(self, command, world_size, port=0, channels=None, variables=None, stdout=None, stderr=None):
+    def __init__(self, command, world_size, port=0, channels=None, variables=None, bind=True, stdout=None, stderr=None):
         """Start `python harness/rank.py *command` world_size times.
 
         channels: for each rank a dict of environment variable -> file descriptor to hand over.
         variables: what all of them have in their environment besides.
+        bind: whether each keeps to its cores; see cores_of.
         stdout, stderr: for each rank what subprocess.Popen takes; None inherits ours.
         """
         self.port = reserve_port(port)
@@ -99,6 +111,9 @@ class Ranks:
                         start_new_session=True,  # a group of its own, so that its children end with it
                     )
                 )
+                if bind:
+                    with contextlib.suppress(OSError):  # it has ended already
+                        os.sched_setaffinity(self.processes[-1].pid, cores_of(rank, world_size))
         except BaseException:
             self.end(grace=0)
             raise

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import bench, peers
-from harness.ranks import blas_kernels, environment
+from harness.ranks import blas_kernels, cores_of, environment
 from tests.cases import CASES
 
 AVX512 = "avx512f avx512cd avx512bw avx512dq avx512vl"
@@ -21,6 +21,19 @@ def test_kernels_go_by_the_flags_of_the_cpu(tmp_path, flags, kernels):
 
 def test_kernels_that_the_user_has_set_stay():
     assert environment(0, 2, 1, base={"OPENBLAS_CORETYPE": "Zen"})["OPENBLAS_CORETYPE"] == "Zen"
+
+
+@pytest.mark.parametrize(
+    "cores, n, wanted",
+    [
+        ([0, 1], 2, [[0], [1]]),
+        ([0, 1], 4, [[0], [1], [0], [1]]),
+        ([2, 3, 5, 7, 8], 2, [[2, 3], [5, 7]]),
+        ([4], 1, [[4]]),
+    ],
+)
+def test_each_rank_has_its_cores(cores, n, wanted):
+    assert [cores_of(rank, n, cores) for rank in range(n)] == wanted
 
 
 def test_without_the_peers_it_says_how_to_get_them(monkeypatch, tmp_path, capsys):
