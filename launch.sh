@@ -32,7 +32,8 @@ options
   -h, --help               this text; SCRIPT --help shows a script's own options
 
 The first run makes .venv here (1.8 GB to download, 3.9 GB on disk) with a Python 3.8-3.10 found on this machine, or
-with the one that PYTHON names. A rank's lines stand behind its number. The first rank that fails ends all others.
+with the one that PYTHON names. A rank's lines stand behind its number. The first rank that fails ends all others. Each
+rank keeps to its share of the cores that launch.sh may use; start it under taskset to give it others.
 
 exit code: 0 all ranks ended well; 2 bad input or no environment; 124 time limit; 128 + N ended by signal N;
            else that of the first rank that failed

@@ -3,7 +3,8 @@
     ./launch.sh bench [--short]
 
 Each figure that compares comes from one run in which the frameworks take turns on the same cores; medians, and of
-ratios the median of the turns' ratios. About 10 minutes on 2 cores; --short takes 3, prints, and writes nothing.
+ratios the median of the turns' ratios. It takes some minutes (the page says how many on 2 cores); --short has one turn,
+prints, and writes nothing.
 """
 
 import argparse
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import peers  # noqa: E402
 from harness import recipe  # noqa: E402
 from harness.pages import table  # noqa: E402
-from harness.pool import Pool  # noqa: E402
+from harness.pool import Pool, PoolError  # noqa: E402
 from harness.ranks import blas_kernels  # noqa: E402
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
@@ -125,26 +126,31 @@ def gemm_limit(turns):
     return rows
 
 
-def kernels(turns):
-    """What the kernels that launch.sh has OpenBLAS take are worth: column, then row on 2 ranks, without / with them."""
-    _, script, options, sizes, _ = STRATEGIES["column, then row"]
-    with Pool(2, timeout=300) as with_them, Pool(2, timeout=300) as without:
-        given = {**options, **sizes}
-        sides = {
-            "with": of_recipe(with_them, script, False, given),
-            "without": of_recipe(without, script, False, given),
-        }
-        sides["with"]()
-        before = os.environ.get("OPENBLAS_CORETYPE")
-        os.environ["OPENBLAS_CORETYPE"] = ""  # OpenBLAS chooses itself
-        try:
-            sides["without"]()
-        finally:
-            del os.environ["OPENBLAS_CORETYPE"]
-            if before is not None:
-                os.environ["OPENBLAS_CORETYPE"] = before
-        found = in_turns(turns, sides)
-    return ratio(found["without"], found["with"])
+LEVERS = {  # what launch.sh sets -> (strategy, what a pool takes to be without it, where to set it elsewhere)
+    f"`OPENBLAS_CORETYPE={blas_kernels() or ''}`": (
+        "column, then row",
+        {"variables": {"OPENBLAS_CORETYPE": ""}},  # OpenBLAS chooses itself
+        "`export` it",
+    ),
+    "each rank bound to its cores": (
+        "data parallel",
+        {"bind": False},
+        "`taskset`, or `os.sched_setaffinity` before OneFlow",
+    ),
+}
+
+
+def levers(turns):
+    """Rows of the table of levers: the time of a step without each, over that with it, on 2 ranks in eager mode."""
+    rows = []
+    for lever, (strategy, without, elsewhere) in LEVERS.items():
+        _, script, options, sizes, _ = STRATEGIES[strategy]
+        with Pool(2, timeout=300) as one, Pool(2, timeout=300, **without) as other:
+            sides = {"with": one, "without": other}
+            found = in_turns(turns, {k: of_recipe(v, script, False, {**options, **sizes}) for k, v in sides.items()})
+        rows.append([lever, strategy, f"{ratio(found['without'], found['with']):.2f} x", elsewhere])
+        say(*rows[-1])
+    return rows
 
 
 def collectives(turns, sizes):
@@ -159,9 +165,8 @@ def collectives(turns, sizes):
                     found = in_turns(
                         turns, {"gloo": of_gloo(torch, name, given), "ours": of_move(pool, old, new, given)}
                     )
-                    row.append(
-                        f"{1e3 * statistics.median(found['ours']):.2g} ({ratio(found['ours'], found['gloo']):.2f})"
-                    )
+                    ms = 1e3 * statistics.median(found["ours"])
+                    row.append(f"{ms:.2f} ({ratio(found['ours'], found['gloo']):.2f})")
                 rows.append(row)
                 say(*row)
     return rows
@@ -185,7 +190,7 @@ def machine():
     return f"{len(os.sched_getaffinity(0))} cores of {(models or [platform.machine()])[0]}"
 
 
-def page(minutes, steps, limit, worth, moves):
+def page(minutes, steps, limit, gains, moves):
     """docs/performance.md."""
     wide, square = (" x ".join(str(size) for size in sizes.values()) for sizes in (WIDE, SQUARE))
     return PAGE_TEXT.format(
@@ -198,8 +203,7 @@ def page(minutes, steps, limit, worth, moves):
         square=square,
         steps=steps,
         limit=limit,
-        kernels=blas_kernels() or "none set",
-        worth=f"{worth:.2f}",
+        gains=gains,
         moves=moves,
     )
 
@@ -208,7 +212,7 @@ PAGE_TEXT = """# Performance
 
 Made by `./launch.sh bench` ({minutes} minutes) on {machine}, {date}: OneFlow {oneflow}, {peers}. Milliseconds are
 medians and belong to this machine; ratios are medians of turns in one run, in which the frameworks alternate on the
-same cores. Above 1 we are slower.
+same cores; OneFlow's and PyTorch's ranks are bound to theirs. Above 1 we are slower.
 
 ## A training step
 
@@ -223,12 +227,11 @@ Of a step of column, then row on 2 ranks the matmuls alone, five for each rank w
 {limit}
 ## Levers
 
-| lever | gain | where |
-| --- | --- | --- |
-| `OPENBLAS_CORETYPE={kernels}` | {worth} x faster | `launch.sh` sets it; with OneFlow's own launcher, export it |
-
-Measured in column, then row on 2 ranks, eager. OneFlow 0.9.0 comes with an OpenBLAS that knows CPUs by their model; on
-one that is newer than itself it takes kernels without AVX. `launch.sh` goes by the CPU's flags instead.
+{gains}
+What `launch.sh` sets, and what a step on 2 ranks in eager mode takes without it over what it takes with it. OneFlow
+0.9.0 comes with an OpenBLAS that knows CPUs by their model; on one that is newer than itself it takes kernels without
+AVX. Its scheduling thread never sleeps while work is under way, and if ranks are free to move it takes a core from one
+that computes.
 
 ## Collectives
 
@@ -240,18 +243,26 @@ many bytes (the size is that of the whole tensor).
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="launch.sh bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="3 minutes: fewer turns and sizes; printed, not written")
+    parser.add_argument("--short", action="store_true", help="one turn, fewer sizes; printed, not written")
     options = parser.parse_args(arguments)
     if not peers.PYTHON.exists():
         needs = "bench needs PyTorch and JAX, in an environment of their own; type"
         parser.exit(2, f"launch.sh: {needs}\n  {peers.HOW_TO_MAKE}\n")
-    begin, turns, sizes = time.monotonic(), 1 if options.short else 3, SIZES[1::2] if options.short else SIZES
+    try:
+        return measure(options.short)
+    except (peers.PeerError, PoolError) as error:
+        print(f"launch.sh: bench: {error}", file=sys.stderr)
+        return 1
+
+
+def measure(short):
+    begin, turns, sizes = time.monotonic(), 1 if short else 3, SIZES[1::2] if short else SIZES
     steps = table(["strategy", "ranks", "eager, ms", "graph, ms", "PyTorch, ms", "JAX, ms", "ratio"], training(turns))
     limit = table(["mode", "matmuls alone / step"], gemm_limit(turns))
-    worth = kernels(turns)
+    gains = table(["lever", "strategy", "gain", "under another launcher"], levers(turns))
     moves = table(["collective", "SBP", "ranks", *map(words, sizes)], collectives(turns, sizes))
-    text = page((time.monotonic() - begin) / 60, steps, limit, worth, moves)
-    if options.short:
+    text = page((time.monotonic() - begin) / 60, steps, limit, gains, moves)
+    if short:
         print(text)
     else:
         PAGE.write_text(text)

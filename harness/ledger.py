@@ -218,7 +218,7 @@ def per_step(path, **arguments):
     def noted_call(graph, *arguments, **named):
         result = call(graph, *arguments, **named)
         wait_for(result)
-        ends.setdefault(id(graph), []).append(quiet_wchar())
+        ends.setdefault(graph, []).append(quiet_wchar())
         return result
 
     def run(steps):

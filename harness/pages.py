@@ -105,11 +105,16 @@ def trained():
                 yield from ((path.stem, n, mode) for mode in modes(path))
 
 
+def training_sizes(name):
+    """The sizes at which a step of a recipe is measured: those of its options that it has."""
+    sizes = {**TRAINING_SIZES, **OTHER_SIZES.get(name, {})}
+    return {option: size for option, size in sizes.items() if option in recipe.entry(recipe.RECIPES / f"{name}.py")}
+
+
 def training_run(pool, name, n, mode, **given):
     """The same for one run, with its default options where none are given."""
     path = recipe.RECIPES / f"{name}.py"
-    sizes = {**TRAINING_SIZES, **OTHER_SIZES.get(name, {})}
-    given = {**{option: size for option, size in sizes.items() if option in recipe.entry(path)}, **given}
+    given = {**training_sizes(name), **given}
     if mode != "only":
         given["graph"] = mode == "graph"
     return pool.call(PER_STEP, path=str(path), **given)

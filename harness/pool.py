@@ -55,18 +55,20 @@ def _read(connection, size):
 class Pool:
     """Ranks 0 to world_size - 1 on this host. Close it, or use it as a context manager."""
 
-    def __init__(self, world_size, timeout=60.0, repeat=False, crowded=False):
+    def __init__(self, world_size, timeout=60.0, repeat=False, crowded=False, variables=None, bind=True):
         """timeout: seconds after which a call without an answer counts as hung.
 
         repeat: make a call once more, on fresh ranks, if a rank died of SIGSEGV. OneFlow 0.9.0 does that by itself,
         about once in a thousand calls; what crashes for a reason crashes again.
         crowded: for small tensors and more ranks than cores: OneFlow's scheduling threads, which spin, compute too, and
-        have one core together.
+        have one core together, and ranks are not bound.
+        variables: what the ranks have in their environment besides. bind: whether each keeps to its cores.
         """
         self.world_size = world_size
         self.timeout = timeout
         self.repeat = repeat
-        self.crowded = crowded
+        self.bind = bind and not crowded
+        self.variables = {**(variables or {}), **({"HARNESS_CROWDED": "1"} if crowded else {})}
         self.repeated = []  # the calls that were made once more
         self.ranks = None
         self.starts = 0  # how often ranks were started, the first time included
@@ -131,8 +133,8 @@ class Pool:
             [WORKER],
             self.world_size,
             channels=[{"HARNESS_POOL": theirs.fileno()} for _, theirs in pairs],
-            variables={"HARNESS_CROWDED": "1"} if self.crowded else {},
-            bind=not self.crowded,
+            variables=self.variables,
+            bind=self.bind,
             stdout=self.logs,
             stderr=self.logs,
         )

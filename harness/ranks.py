@@ -54,7 +54,7 @@ def blas_kernels(cpuinfo="/proc/cpuinfo"):
 
 
 def cores_of(rank, world_size, cores=None):
-    """The cores that a rank has to itself, or shares where there are fewer than ranks; OMP_NUM_THREADS fits them.
+    """The cores that a rank has to itself, or shares where there are fewer than ranks.
 
     OneFlow's scheduling thread never sleeps while work is under way. Free to move, those of two ranks on two cores took
     a core from the thread that computes: a step of data parallel took 1.8 times as long as bound.
@@ -69,7 +69,7 @@ def environment(rank, world_size, port, base=None):
     variables = dict(os.environ if base is None else base)
     variables.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world_size))
     variables.update(RANK=str(rank), LOCAL_RANK=str(rank), HARNESS_PARENT=str(os.getpid()))
-    variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    variables.setdefault("OMP_NUM_THREADS", str(len(cores_of(rank, world_size))))
     if blas_kernels():
         variables.setdefault("OPENBLAS_CORETYPE", blas_kernels())
     variables.setdefault("GLOG_minloglevel", "3")  # without it OneFlow warns of missing GPU drivers

@@ -63,6 +63,14 @@ def test_last_line_of_standard_error_without_an_end_is_shown(script):
     assert (job.code, job.err) == (0, "[1] almost\n")
 
 
+def test_each_rank_keeps_to_its_cores(script):
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // 2)
+    job = launch("-n", 2, script("print(sorted(os.sched_getaffinity(0)))", PLAIN))
+    wanted = [cores[:each], cores[each : 2 * each] or cores[:each]]  # if there is but one, both have it
+    assert sorted(job.out.splitlines()) == [f"[{rank}] {wanted[rank]}" for rank in range(2)]
+
+
 def test_help():
     job = launch("--help")
     assert (job.code, job.err) == (0, "") and "--timeout SECONDS" in job.out
