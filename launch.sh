@@ -13,7 +13,7 @@ Run a OneFlow script on several ranks of this machine, or the tests of the cookb
   ./launch.sh bytes [option ...] SCRIPT [its arguments ...]
   ./launch.sh mutate [recipe ...]
   ./launch.sh docs
-  ./launch.sh bench [--short]
+  ./launch.sh bench [--short] [PART ...]
 
   ./launch.sh recipes/data_parallel.py                 on the recipe's own number of ranks
   ./launch.sh -n 4 recipes/data_parallel.py --graph    on 4 ranks, inside an nn.Graph
@@ -23,7 +23,7 @@ Run a OneFlow script on several ranks of this machine, or the tests of the cookb
   ./launch.sh test -k pipeline                         some of the tests
   ./launch.sh mutate recipes/data_parallel.py          break the recipe in every way; the tests must see each
   ./launch.sh docs                                     measure all again: docs/sbp-atlas.md, pictures, README's table
-  ./launch.sh bench                                    time the recipes beside PyTorch and JAX: docs/performance.md
+  ./launch.sh bench                                    measure all beside PyTorch and JAX: docs/performance.md
 
 options
   -n, --nproc_per_node N   number of ranks (default: the first of the script's WORLD_SIZES, else 2)

@@ -1,34 +1,104 @@
-"""One rank of a recipe, timed step by step: what pool.call runs."""
+"""What a pool's ranks run to be measured: steps of a recipe, the parts of a step, matmuls, collectives."""
 
+import os
+import statistics
 import time
+from collections import Counter
 
 import oneflow as flow
 
 from harness import recipe
 from harness.observe import kept, replaced
+from harness.worker import busiest, many_operations
+
+zero_grad = flow.optim.Optimizer.zero_grad
+CHANGES = {  # of a recipe, to see what a line of it is worth: name -> what is called instead
+    "zeros": {(flow.optim.Optimizer, "zero_grad"): lambda update, set_to_none=False: zero_grad(update)},
+    "squares": {(flow.nn.functional, "mse_loss"): lambda out, y: ((out - y) ** 2).mean()},
+}
 
 
-def step_times(path, **arguments):
+def wait():
+    """Until all that this rank was told to do is done."""
+    flow._oneflow_internal.eager.Sync()
+
+
+def step_times(path, change=None, **arguments):
     """The seconds of each step but the first and the last of a training recipe's own loop, on this rank."""
-    module = recipe.load(path)
-    kept.append(module)
-    begins = []
+    begins = [begin for begin, _ in steps(path, time.perf_counter, change, **arguments)]
+    return [end - begin for begin, end in zip(begins[1:], begins[2:])]
 
-    def timed(function):
-        def begin(*given, **named):
-            flow._oneflow_internal.eager.Sync()
-            begins.append(time.perf_counter())
+
+def steps(path, clock, change=None, in_parts=False, **arguments):
+    """Run a training recipe; returns for each step clock() when it begins and, if in_parts, {part: its seconds}.
+
+    Parts are of eager mode only, and the rank waits for the end of each, which takes some time itself.
+    """
+    module, graph = recipe.load(path), arguments.get("graph")
+    kept.append(module)
+    found = []
+
+    def begin(function):
+        def begun(*given, **named):
+            wait()
+            found.append((clock(), Counter()))
             return function(*given, **named)
 
-        return begin
+        return begun
 
-    places = [(flow.nn.Graph, "__call__")] if arguments.get("graph") else [(flow.optim.Optimizer, "zero_grad")]
-    with replaced({place: timed(getattr(*place)) for place in places}):
+    def part(name, function):
+        def timed(*given, **named):
+            wait()
+            start = time.perf_counter()
+            result = function(*given, **named)
+            wait()
+            found[-1][1][name] += time.perf_counter() - start
+            return result
+
+        return timed
+
+    first = (flow.nn.Graph, "__call__") if graph else (flow.optim.Optimizer, "zero_grad")
+    places = dict(CHANGES.get(change, {}))
+    places[first] = begin(places.get(first) or getattr(*first))
+    if in_parts:
+        for name, place in {"backward": (flow.Tensor, "backward"), "update": (flow.optim.SGD, "step")}.items():
+            places[place] = part(name, getattr(*place))
+    with replaced(places):
         tensors = module.run(**arguments)
-        flow._oneflow_internal.eager.Sync()
-    if arguments.get("graph"):
+        wait()
+    if graph:
         kept.append((vars(module.run).copy(), tensors))
-    return [end - begin for begin, end in zip(begins[1:], begins[2:])]
+    return found
+
+
+def parts_of_step(path, **arguments):
+    """The median seconds on this rank of {"backward", "update", "step": all of it} of a step in eager mode."""
+    parts = [seconds for _, seconds in steps(path, time.perf_counter, in_parts=True, **arguments)][1:-1]
+    middle = {name: statistics.median(one[name] for one in parts) for name in ("backward", "update")}
+    return {**middle, "step": statistics.median(step_times(path, **arguments))}
+
+
+def one_matmul():
+    flow.matmul(flow.ones(2048, 2048), flow.ones(2048, 2048)).numpy()
+
+
+def cpu_times(path, **arguments):
+    """Seconds a step that this rank's threads ran: {"scheduling": OneFlow's thread that spins, "others", "step"}."""
+    computing = busiest(one_matmul)
+    spinning = busiest(many_operations, apart=[computing])
+
+    def ran():
+        times = {}
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/schedstat") as numbers:
+                times["scheduling" if int(thread) == spinning else thread] = int(numbers.read().split()[0]) / 1e9
+        return times, time.perf_counter()
+
+    begins = [begin for begin, _ in steps(path, ran, **arguments)]
+    (before, begin), (after, end), count = begins[1], begins[-1], len(begins) - 2
+    used = {thread: after[thread] - before.get(thread, 0) for thread in after}
+    spun = used.pop("scheduling")
+    return {"scheduling": spun / count, "others": sum(used.values()) / count, "step": (end - begin) / count}
 
 
 SBPS = {"P": flow.sbp.partial_sum, "B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.split(1)}
@@ -41,18 +111,41 @@ def move_times(old, new, elements, steps):
     ends = []
     for _ in range(steps):
         x.to_global(sbp=SBPS[new]).to_local()
-        flow._oneflow_internal.eager.Sync()
+        wait()
         ends.append(time.perf_counter())
     return [end - begin for begin, end in zip(ends, ends[1:])]
 
 
-def gemm_times(shapes, steps):
+def matmul_times(shapes, steps):
     """The seconds that the matmuls of these shapes, (rows, inner, columns), take this rank alone, one after another."""
     pairs = [(flow.ones(rows, inner), flow.ones(inner, columns)) for rows, inner, columns in shapes]
     ends = []
     for _ in range(steps):
         for x, w in pairs:
             flow.matmul(x, w)
-        flow._oneflow_internal.eager.Sync()
+        wait()
+        ends.append(time.perf_counter())
+    return [end - begin for begin, end in zip(ends, ends[1:])]
+
+
+def kernel_times(kernel, shapes, steps):
+    """The seconds of each run but the first of one operation on ones of these shapes, on this rank alone."""
+    given = [flow.ones(*shape) for shape in shapes]
+    weight = flow.nn.Parameter(flow.ones(*shapes[0]))
+    weight.grad = flow.ones(*shapes[0])
+    run = {
+        "matmul": lambda: flow.matmul(*given),
+        "add": lambda: given[0].add_(given[1]),
+        "relu": lambda: flow.relu(given[0]),
+        "mse_loss": lambda: flow.nn.functional.mse_loss(*given),
+        "squares": lambda: ((given[0] - given[1]) ** 2).mean(),
+        "momentum": flow.optim.SGD([weight], lr=0.1, momentum=0.9).step,
+        "sgd": flow.optim.SGD([weight], lr=0.1).step,
+        "adam": flow.optim.Adam([weight], lr=0.1).step,
+    }[kernel]
+    ends = []
+    for _ in range(steps):
+        run()
+        wait()
         ends.append(time.perf_counter())
     return [end - begin for begin, end in zip(ends, ends[1:])]

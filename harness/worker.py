@@ -12,16 +12,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from harness import pool, recipe  # noqa: E402
 
 
-def scheduler():
-    """The number of OneFlow's thread that schedules eager operations, and computes them by the setting in `main`.
+def busiest(work, apart=()):
+    """The number of the thread, of those that OneFlow has started, that runs longest while work() does.
 
-    None where Linux does not say how long each thread has run.
-
-    It yields and never sleeps while anything is under way, a graph's step included. With more ranks than cores these
-    threads take the time of those that work, unless they all have one core: a graph's step on 4 ranks and 2 cores
-    took 0.1 s, and 0.015 s with that.
+    None where Linux does not say how long each thread has run. apart: threads that are not meant.
     """
-    import oneflow as flow
 
     def times():
         found = {}
@@ -31,13 +26,20 @@ def scheduler():
         return found
 
     before = times()
+    work()
+    after = times()
+    for task in (os.getpid(), *apart):
+        after.pop(task, None)
+    return max(after, key=lambda task: after[task] - before.get(task, 0), default=None)
+
+
+def many_operations():
+    import oneflow as flow
+
     x = flow.ones(64)
     for _ in range(300):
         x = x + 1
     x.numpy()
-    after = times()
-    after.pop(os.getpid(), None)
-    return max(after, key=lambda task: after[task] - before.get(task, 0), default=None)
 
 
 def main():
@@ -47,9 +49,12 @@ def main():
     connection = socket.socket(fileno=int(os.environ.pop("HARNESS_POOL")))
     import oneflow  # noqa: F401  # all ranks meet here, before the first case is timed
 
+    # The thread that schedules eager operations, and here computes them, yields and never sleeps while anything is
+    # under way, a graph's step included. With more ranks than cores these threads take the time of those that work,
+    # unless they all have one core: a graph's step on 4 ranks and 2 cores took 0.1 s, and 0.015 s with that.
     cores = sorted(os.sched_getaffinity(0))
     if crowded and 1 < len(cores) <= int(os.environ["WORLD_SIZE"]):
-        thread = scheduler()
+        thread = busiest(many_operations)
         if thread:
             os.sched_setaffinity(thread, cores[-1:])
     modules = {}

@@ -100,7 +100,7 @@ def run(
         if graph:
             loss, *gradients = model(x, y)
         else:
-            update.zero_grad()
+            update.zero_grad(set_to_none=True)
             loss = model(x, y)
             loss.backward()
             update.step()

@@ -95,7 +95,7 @@ def run(graph=False, device="cpu", seed=0, steps=3, batch=8, in_features=4, out_
         if graph:
             loss, out, mean, var, by_shard, w_grad = model(x, y)
         else:
-            update.zero_grad()
+            update.zero_grad(set_to_none=True)
             loss, out, mean, var, by_shard = model(x, y)
             loss.backward()
             update.step()

@@ -187,7 +187,7 @@ def run(
             if graph:
                 loss, w0_grad, w1_grad = model(x, y)
             else:
-                update.zero_grad()
+                update.zero_grad(set_to_none=True)
                 loss = model(x, y)
                 loss.backward()
                 update.step()

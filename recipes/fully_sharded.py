@@ -90,7 +90,7 @@ def run(graph=False, device="cpu", seed=0, steps=3, batch=8, in_features=4, hidd
         if graph:
             loss, w0_grad, w1_grad = model(x, y)
         else:
-            update.zero_grad()
+            update.zero_grad(set_to_none=True)
             loss = model(x, y)
             loss.backward()
             update.step()

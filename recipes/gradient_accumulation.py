@@ -84,7 +84,7 @@ def run(graph=False, device="cpu", seed=0, steps=3, micro_batches=2, batch=8, in
         if graph:
             micro_losses = model(x, y)
         else:
-            update.zero_grad()
+            update.zero_grad(set_to_none=True)
             micro_losses = []
             for x_own, y_own in zip(x.to_local().chunk(micro_batches), y.to_local().chunk(micro_batches)):
                 x_part = x_own.to_global(

@@ -101,7 +101,7 @@ def run(graph=False, device="cpu", seed=0, steps=3, loss="first", batch=8, in_fe
         if graph:
             value, out, there, w0_grad, w1_grad = model(x, y)
         else:
-            update.zero_grad()
+            update.zero_grad(set_to_none=True)
             value, out, there = model(x, y)
             value.backward()
             update.step()

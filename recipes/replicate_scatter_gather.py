@@ -124,7 +124,7 @@ def run(graph=False, device="cpu", seed=0, steps=3, way="steps", batch=8, hidden
         if graph:
             loss, between, table_grad, w_grad = model(x, y)
         else:
-            update.zero_grad()
+            update.zero_grad(set_to_none=True)
             loss, *between = model(x, y)
             loss.backward()
             update.step()

@@ -93,7 +93,7 @@ def run(
         if graph:
             loss, w0_grad, w1_grad, x_grad = model(x, y)
         else:
-            update.zero_grad()
+            update.zero_grad(set_to_none=True)
             x.grad = None
             loss = model(x, y)
             loss.backward()

@@ -103,7 +103,7 @@ def run(graph=False, device="cpu", seed=0, steps=3, micro_batches=2, batch=8, in
         if graph:
             losses.append(model(x, y).mean())  # of the m micro-batches
         else:
-            update.zero_grad()
+            update.zero_grad(set_to_none=True)
             parts = [model(*part) / micro_batches for part in zip(x.chunk(micro_batches), y.chunk(micro_batches))]
             for loss in parts:
                 loss.backward()

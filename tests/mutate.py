@@ -26,13 +26,13 @@ WORLD = "flow.env.get_world_size()"
 SBPS = ("flow.sbp.broadcast", "flow.sbp.split(0)", "flow.sbp.split(1)", "flow.sbp.partial_sum")
 STATEMENTS = ("zero_grad", "backward", "step", "add_optimizer", "retain_grad", "set_gradient_accumulation_steps")
 BY_NUMPY = "the same dict with the outputs computed by numpy"
-# What the changed text ends in -> why nothing changes; a survivor with a reason is no failure.
+# What a recipe's name and the changed text end in -> why nothing changes; a survivor with a reason is no failure.
 EQUIVALENT = {
     f"[(r + 1) % {WORLD} for r in list(range({WORLD}))])": "OneFlow sorts the ranks of a placement",
     f"[{WORLD} - 1 - r for r in list(range({WORLD}))])": "OneFlow sorts the ranks of a placement",
     "out.to_global(placement=self.rank)": "out is B already, and to_global keeps an SBP that it is not told to change",
     "to_global(placement=self.ranks, grad_sbp=flow.sbp.partial_sum)": "the weight is B already",
-    "update.zero_grad(set_to_none=True) -> pass": "it clears nothing: that is the trap which the recipe shows",
+    "ddp.py: update.zero_grad(set_to_none=True) -> pass": "it clears nothing: that is the trap which the recipe shows",
     **{f"([{rank}])[:1])": "the first of one rank is that rank" for rank in ("rank", "0", "k")},
     **{f"([{rank}])[-1:])": "the last of one rank is that rank" for rank in ("rank", "0", "k")},
     **{
@@ -202,7 +202,9 @@ def main(arguments=None):
                 red = first_red(pools, path, name)
                 count += 1
                 if red is None:
-                    reason = next((why for end, why in EQUIVALENT.items() if change.endswith(end)), None)
+                    reason = next(
+                        (why for end, why in EQUIVALENT.items() if f"{name}.py: {change}".endswith(end)), None
+                    )
                     (equivalent if reason else survivors).append(f"{name}.py:{line}: {change}")
                     red = f"survives: {reason}" if reason else "SURVIVES"
                 print(f"{name}.py:{line}: {change}\n    {red[:160]}", flush=True)

@@ -1,8 +1,11 @@
-"""The benchmarks' front door, and the setting of launch.sh that they measure. Times are not tested."""
+"""The benchmarks' front door and page, and the settings of launch.sh that they measure. Times are not tested."""
+
+import hashlib
+import json
 
 import pytest
 
-from benchmarks import bench, peers
+from benchmarks import bench, formulas, page, peers, steps
 from harness.ranks import blas_kernels, cores_of, environment
 from tests.cases import CASES
 
@@ -19,8 +22,10 @@ def test_kernels_go_by_the_flags_of_the_cpu(tmp_path, flags, kernels):
     assert blas_kernels(tmp_path / "cpuinfo") == kernels
 
 
-def test_kernels_that_the_user_has_set_stay():
-    assert environment(0, 2, 1, base={"OPENBLAS_CORETYPE": "Zen"})["OPENBLAS_CORETYPE"] == "Zen"
+@pytest.mark.parametrize("name", ["OPENBLAS_CORETYPE", "OMP_NUM_THREADS"])
+def test_what_the_user_has_set_stays(name):
+    assert environment(0, 2, 1, base={name: "mine"})[name] == "mine"
+    assert environment(0, 2, 1, base={}).get(name) != "mine"
 
 
 @pytest.mark.parametrize(
@@ -45,4 +50,59 @@ def test_without_the_peers_it_says_how_to_get_them(monkeypatch, tmp_path, capsys
 
 
 def test_strategies_are_recipes():
-    assert all(script in CASES for _, script, _, _, _ in bench.STRATEGIES.values())
+    assert all(script in CASES for _, script, _, _, _ in steps.STRATEGIES.values())
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [(["steps"], "steps: no such part; there are training, "), (["--short", "suite"], "leave them out")],
+)
+def test_parts_that_there_are_not(arguments, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        bench.main(arguments)
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+FOUND = json.loads(bench.FOUND.read_text())
+
+
+def test_the_page_has_what_was_found_and_nothing_else():
+    assert bench.PAGE.read_text() == page.page(FOUND)
+    assert list(bench.PARTS) == [section.__name__ for section in page.SECTIONS]
+    assert list(FOUND) in (list(bench.PARTS), list(bench.PARTS)[:-1])  # the last is the time of this suite itself
+
+
+@pytest.mark.parametrize("name", ["scaling", "sizes", "collectives"])
+def test_a_plot_is_of_what_was_found(name):
+    mark = hashlib.sha256(json.dumps(FOUND[name]["data"], sort_keys=True).encode()).hexdigest()
+    plot = (bench.DOCS / "pictures" / f"performance-{name}.svg").read_text()
+    assert mark in plot and f"(pictures/performance-{name}.svg)" in bench.PAGE.read_text()
+
+
+def test_a_page_of_a_part_alone():
+    text = page.page({"launches": FOUND["launches"]})
+    assert "## Launch" in text and "## Levers" not in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    "strategy, name, n, more",
+    [
+        ("data parallel", "train_data_parallel", 2, {"optimizer": "momentum"}),
+        ("column, then row", "train_model_parallel", 2, {"input_gradient": "no"}),
+        ("pipeline", "train_pipeline", 2, {}),
+        ("data x tensor", "train_hybrid", 4, {}),
+    ],
+)
+def test_bytes_of_the_formula_are_those_that_are_proven(monkeypatch, strategy, name, n, more):
+    monkeypatch.setattr(formulas, "BATCH", 32)
+    monkeypatch.setattr(formulas, "FEATURES", 16)
+    case = CASES[name](n, batch=32, in_features=16, hidden=64, out_features=16, steps=1, **more)
+    assert 4 * max(case.sends) == formulas.sent(strategy, n, 64)
+
+
+def test_crossing():
+    assert formulas.crossing([1, 4, 16], [1, 2, 3], [2, 2.5, 2.5]) == pytest.approx(8)
+    assert formulas.crossing([1, 4, 16], [3, 2, 1], [0, 0, 0]) is None
+    assert formulas.crossing([1, 4], [5, 0], [0, 5]) == pytest.approx(2)

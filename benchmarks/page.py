@@ -1,0 +1,298 @@
+"""docs/performance.md, made from docs/performance.json: each part of it a section. No figure stands here."""
+
+import re
+import textwrap
+
+from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, step_time
+from harness.draw import bytes_in_words
+from harness.pages import table
+
+SIDES = ("eager", "graph", "PyTorch", "JAX")
+INTRODUCTION = """# Performance
+
+Made by `./launch.sh bench` from runs on {cores} cores of {model}, Linux {kernel}, with {versions}. Times belong to that
+machine; what counts are ratios, medians of turns in one run, in which the sides alternate on the same cores. OneFlow's
+and PyTorch's ranks are bound to their cores. Where there are more ranks than cores, ranks share them.
+"""
+
+
+def ms(seconds):
+    """Seconds in milliseconds, three digits."""
+    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+
+
+def laid_out(text):
+    """The same text with its paragraphs filled, so that numbers of any length fit in."""
+    blocks = re.split(r"\n{2,}", text.strip())
+    return "\n\n".join(
+        block if block[0] in "|!#" else textwrap.fill(block, 120, break_on_hyphens=False) for block in blocks
+    )
+
+
+def percent(share):
+    return f"{100 * share:.0f} %"
+
+
+def training(rows):
+    lines = []
+    for row in rows:
+        cells = [ms(row["seconds"][side]) if side in row["seconds"] else "–" for side in SIDES]
+        ratios = [f"{row['ratios'][peer]:.2f}" if peer in row["ratios"] else "–" for peer in SIDES[2:]]
+        lines.append([row["strategy"], row["ranks"], *cells, row["best"], *ratios])
+    header = ["strategy", "ranks", *(f"{side}, ms" for side in SIDES), "faster mode", "/ PyTorch", "/ JAX"]
+    return f"""## A training step
+
+The recipes' own loops, SGD with momentum 0.9, float32, batch 512, 1024 features in and out, hidden 4096; the pipeline
+has 1024 everywhere, a layer on each rank, and 8 micro-batches. PyTorch: DistributedDataParallel; DTensor; GPipe of
+distributed.pipelining; DTensor with an all-reduce of the gradients by hand; on gloo. JAX: sharded jit, one process, a
+host device for each rank, which it does not bind; it has no pipeline. The last columns are the faster mode's time over
+the peer's: above 1 we are slower.
+
+{table(header, lines)}"""
+
+
+def limit(data):
+    fastest = min(data["matmuls"].values())
+    rows = [[name, ms(seconds), f"{seconds / fastest:.2f}"] for name, seconds in data["matmuls"].items()]
+    parts = dict(data["parts"])
+    step = parts.pop("step")
+    alone = data["matmuls"]["OneFlow"]
+    shares = [
+        ["five matmuls, alone", percent(alone / step)],
+        ["update, SGD with momentum", percent(parts["update"] / step)],
+    ]
+    shares.append(["all else: relu, loss, all-reduce, waiting", percent(1 - (alone + parts["update"]) / step)])
+    return f"""## The limit
+
+Column, then row on 2 ranks. A rank's five matmuls of a step with nothing else to do, in milliseconds, and over those of
+the fastest: what no recipe can change is OneFlow's kernel for them, OpenBLAS's `sgemm`.
+
+{table(["framework", "matmuls alone, ms", "/ fastest"], rows)}
+Of a step these matmuls are {percent(data["shares"]["eager"])} in eager mode and {percent(data["shares"]["graph"])}
+in a graph, medians of turns. Where an eager step goes, in one run:
+
+{table(["part", "of the step"], shares)}"""
+
+
+def busy(rows):
+    lines = []
+    for row in rows:
+        idle = max(0.0, row["step"] - row["others"] - row["scheduling"])
+        cells = [percent(one / row["step"]) for one in (row["others"], row["scheduling"], idle)]
+        lines.append([row["strategy"], row["ranks"], ms(row["step"]), *cells])
+    header = ["strategy", "ranks", "step, ms", "working", "OneFlow's scheduling thread", "idle"]
+    return f"""## What the first core does
+
+The CPU time of the threads of the ranks that share it, in an eager step. The thread in OneFlow that schedules
+operations (`vm::VirtualMachine::ScheduleLoop`) does not sleep while work is under way, a message that it waits for
+included: it calls `sched_yield` without end. Where a rank has a core of its own that costs little. Where two share one,
+the thread of the rank that waits takes turns with the one that computes: it is what pipelines on
+more ranks than cores pay.
+
+{table(header, lines)}"""
+
+
+def levers(rows):
+    lines = [[row["lever"], row["strategy"], f"{row['gain']:.2f}", row["set"]] for row in rows]
+    return f"""## Levers
+
+A step's time without it over that with it, on 2 ranks in eager mode; each is taken away alone from all others, and what
+was tried and is not set is added alone. OneFlow
+0.9.0's OpenBLAS knows CPUs by their model, and takes kernels without AVX for one newer than itself; `launch.sh` goes by
+the CPU's flags.
+
+{table(["lever", "strategy", "gain", "set by"], lines)}"""
+
+
+def kernels(rows):
+    lines = [
+        [row["kernel"], *(f"{1e3 * seconds:.2f}" for seconds in row["seconds"].values()), f"{row['ratio']:.2f}"]
+        for row in rows
+    ]
+    return f"""## Kernels
+
+Operations of a step alone on one core, milliseconds, float32: what a recipe cannot change but by taking another one.
+
+{table(["operation", "OneFlow", "PyTorch", "ratio"], lines)}"""
+
+
+def scaling(rows):
+    def cells(kind, strategy, side):
+        found = {
+            row["ranks"]: row["seconds"][side] for row in rows if (row["kind"], row["strategy"]) == (kind, strategy)
+        }
+        return [f"{ms(found[n])} ({found[1] / found[n]:.2f})" for n in found]
+
+    ways = list(dict.fromkeys((row["kind"], row["strategy"]) for row in rows))
+    lines = [
+        [kind, strategy, side, *cells(kind, strategy, side)] for kind, strategy in ways for side in ("eager", "PyTorch")
+    ]
+    return f"""## Scaling
+
+Milliseconds, and in parentheses the time on 1 rank over it: ideal is the number of ranks for strong scaling (a batch of
+512 in all), and 1 for weak scaling (256 for each rank). Each rank has one core. Where there are more ranks than cores,
+ranks share them: then more ranks cannot be faster in strong scaling, and need as many times the time as share a core in
+weak scaling. The dashed line is that ideal.
+
+![step time against ranks](pictures/performance-scaling.svg)
+
+{table(["scaling", "strategy", "side", "1 rank", "2 ranks", "4 ranks"], lines)}"""
+
+
+def sizes(data, cores):
+    steps = data["steps"]
+    lines = []
+    for strategy, ranks in dict.fromkeys((row["strategy"], row["ranks"]) for row in steps):
+        rows = [row for row in steps if row["strategy"] == strategy]
+        for side in ("eager", "PyTorch"):
+            lines.append([strategy, ranks, side, *(ms(row["seconds"][side]) for row in rows)])
+        lines.append(
+            [strategy, ranks, "formula"]
+            + [ms(step_time(strategy, ranks, row["hidden"], data["per_rank"], cores)) for row in rows]
+        )
+    crossed = [
+        [f"{one} · {other}", *(f"{where[kind]:.0f}" if where[kind] else "none" for kind in KINDS)]
+        for one, other, where in crossings(data, cores)
+    ]
+    rates = data["per_rank"]
+    return f"""## How cost grows with size
+
+Milliseconds of a step with a batch of {BATCH}, {FEATURES} features in and out, by hidden
+size; on 2 ranks the three strategies do the same work. The formula adds up, with rates measured in the same run,
+matmuls at {rates["flops"] / 1e9:.0f} GFLOP/s, the update at {1e9 * rates["update"]:.2f} ns a parameter, and bytes at
+{rates["bytes"] / 1e9:.2f} GB/s, those of an all-reduce of 16 MB.
+
+![step time against hidden size](pictures/performance-sizes.svg)
+
+{table(["strategy", "ranks", "side", *HIDDEN], lines)}
+The hidden size from {HIDDEN[0]} to {HIDDEN[-1]} at which one of two strategies becomes the better one: in bytes that
+a rank sends, by the formula for time, and in measured time. "none": one of them is better over the whole range. By
+bytes data parallel and column, then row cross at batch x out / (in + out), and the pipeline sends less than column,
+then row below hidden = out; time adds what bytes do not know, the update (all weights on each rank against half of
+them) and waiting.
+
+{table(["strategies", "bytes", "formula", "eager", "PyTorch"], crossed)}"""
+
+
+KINDS = ("bytes", "formula", "eager", "PyTorch")
+
+
+def idle(data):
+    lines = [
+        [row["micro_batches"], f"{row['ratio']:.2f}", percent(row["idle"]), percent(row["formula"])]
+        for row in data["rows"]
+    ]
+    return f"""## Idle pipeline stages
+
+A graph of train_pipeline.py on {data["ranks"]} ranks with m micro-batches of one batch of 2048. The step with one
+micro-batch, in which one stage works after the other, is the work of both; what is not work in a step of both is idle.
+The formula knows equal stages only: here the last has 3 of the 5 matmuls, since the first needs no gradient of its
+input, which alone leaves 1 - 5/6 = 17 % idle, and smaller micro-batches have slower matmuls (see Kernels).
+
+{table(["m", "step / step with m = 1", "idle", "(n-1)/(m+n-1)"], lines)}"""
+
+
+def collectives(data):
+    sizes = list(dict.fromkeys(row["bytes"] for row in data["moves"]))
+    lines = []
+    for key in dict.fromkeys((row["collective"], row["sbp"], row["ranks"]) for row in data["moves"]):
+        rows = [row for row in data["moves"] if (row["collective"], row["sbp"], row["ranks"]) == key]
+        lines.append([*key, *(f"{ms(row['seconds']['ours'])} ({row['ratio']:.2f})" for row in rows)])
+    copies = {row["bytes"]: row["bytes"] / row["seconds"] / 1e9 for row in data["copies"]}
+    lines.append(["copy in memory, GB/s", "", "", *(f"{copies[size]:.1f}" for size in sizes)])
+    return f"""## Collectives
+
+`to_global` from one SBP to another in eager mode, milliseconds, and in parentheses the ratio to gloo's collective of as
+many bytes; the size is that of the whole tensor. The last row is what copying as much in memory reaches.
+
+![bytes a second against size](pictures/performance-collectives.svg)
+
+{table(["collective", "SBP", "ranks", *map(size_in_words, sizes)], lines)}"""
+
+
+def size_in_words(size):
+    return f"{size >> 20} MB" if size >= 2**20 else f"{size >> 10} KB"
+
+
+def costs(rows):
+    lines = []
+    for row in rows:
+        cells = []
+        for kind in ("sent", "kept"):
+            found, theory = row[kind], row[f"{kind}_theory"]
+            cells += [bytes_in_words(found), bytes_in_words(theory), f"{found / theory:.3f}" if theory else "–"]
+        lines.append([row["recipe"], row["ranks"], row["mode"], *cells])
+    header = ["recipe", "ranks", "mode", "sends", "theory", "ratio", "keeps", "theory", "ratio"]
+    return f"""## Bytes and memory
+
+A step of each recipe that trains two layers, with weights of 2.36 MB: what the rank that sends most sends, and what the
+one that keeps most keeps of weights, gradients and optimizer state between two steps. Control messages are counted.
+
+{table(header, lines)}"""
+
+
+def launches(data):
+    lines = [
+        [row["ranks"], *(f"{seconds:.2f}" for seconds in row["seconds"].values()), f"{row['ratio']:.2f}"]
+        for row in data["pairs"]
+    ]
+    return f"""## Launch
+
+From the command to its end, seconds, for a job that adds up one number: `./launch.sh` with OneFlow against
+torchrun with PyTorch and gloo.
+
+{table(["ranks", "launch.sh", "torchrun", "ratio"], lines)}
+{data["alone"]} launches on 4 ranks: median {data["median"]:.2f} s, longest {data["longest"]:.2f} s;
+{data["stalls"]} fell into the 10 s sleep of a rank that looks for rank 0 too early.
+"""
+
+
+def fresh_clone(rows):
+    lines = [[row["phase"], f"{row['seconds']:.1f}"] for row in rows]
+    return f"""## From a fresh clone to the first result
+
+`git clone`, then `./launch.sh recipes/data_parallel.py`, seconds; the download hangs on the network.
+
+{table(["phase", "seconds"], lines)}"""
+
+
+def suite(data):
+    return f"""## The test suite
+
+`./launch.sh test`: {data["tests"]} tests, {data["checks"]} checks against numpy and the declared layouts,
+{data["seconds"]:.0f} s.
+"""
+
+
+WITH_CORES = (sizes,)
+SECTIONS = (
+    training,
+    limit,
+    kernels,
+    busy,
+    levers,
+    scaling,
+    sizes,
+    idle,
+    collectives,
+    costs,
+    launches,
+    fresh_clone,
+    suite,
+)
+
+
+def page(found):
+    """The text of the page, with a section for each part that was measured."""
+    last = max(found.values(), key=lambda part: part["date"])["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in last["versions"].items())
+    texts = [INTRODUCTION.format(**{**last, "versions": versions})]
+    for section in SECTIONS:
+        if section.__name__ in found:
+            part = found[section.__name__]
+            more = (part["machine"]["cores"],) if section in WITH_CORES else ()
+            texts.append(section(part["data"], *more))
+    lines = [[f"`./launch.sh bench {name}`", part["date"], part["minutes"]] for name, part in found.items()]
+    total = sum(part["minutes"] for part in found.values())
+    when = table(["part", "measured on", "minutes"], [*lines, ["`./launch.sh bench`", "", f"{total:.0f}"]])
+    return laid_out("\n\n".join([*texts, f"## When\n\n{when}"])) + "\n"

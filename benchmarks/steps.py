@@ -1,0 +1,317 @@
+"""Training steps: of the recipes beside PyTorch and JAX, against the limit of the matmuls, by lever, ranks and size.
+
+Each function measures one part of the page and returns what page.py and plots.py need, as JSON takes it. Seconds.
+"""
+
+import itertools
+import os
+import statistics
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from benchmarks.formulas import BATCH, HIDDEN
+from benchmarks.peers import Peer
+from harness import recipe
+from harness.pool import Pool
+from harness.ranks import blas_kernels
+
+OURS = f"{Path(__file__).with_name('ours.py')}"
+WIDE = {"batch": 512, "in_features": 1024, "hidden": 4096, "out_features": 1024}
+SQUARE = {"batch": 512, "in_features": 1024, "hidden": 1024, "out_features": 1024}
+STRATEGIES = {  # name -> (kind of the peers, recipe, its options, sizes, numbers of ranks)
+    "data parallel": ("data", "train_data_parallel", {"optimizer": "momentum"}, WIDE, (2, 4)),
+    "column, then row": ("tensor", "train_model_parallel", {"input_gradient": "no"}, WIDE, (2, 4)),
+    "pipeline": ("pipeline", "train_pipeline", {"micro_batches": 8}, SQUARE, (2, 4)),
+    "data x tensor": ("hybrid", "train_hybrid", {}, WIDE, (4,)),
+}
+PEERS = {"PyTorch": "torch", "JAX": "jax"}
+MODES = ("eager", "graph")
+STEPS = 5  # that are timed at once
+KINDS = ("scheduling", "others", "step")  # of times that ours.cpu_times tells
+
+
+def slowest(by_rank):
+    """The median step of the rank that takes longest."""
+    return max(statistics.median(times) for times in by_rank)
+
+
+def in_turns(turns, sides):
+    """Call each of `sides`, name -> function, once in a turn; name -> list of seconds. The first turn is dropped."""
+    for side in sides.values():
+        side()
+    found = {name: [] for name in sides}
+    for _ in range(turns):
+        for name, side in sides.items():
+            found[name].append(side())
+    return found
+
+
+def medians(found):
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def ratio(ones, others):
+    """The median of the turns' ratios."""
+    return statistics.median(one / other for one, other in zip(ones, others))
+
+
+def of_peer(peer, kind, given):
+    """A function that trains some steps and returns the time of one."""
+    sizes = {key: value for key, value in given.items() if key in (*WIDE, "micro_batches")}
+    return lambda: slowest(peer.step_times(steps=STEPS, kind=kind, **sizes))
+
+
+def of_recipe(pool, script, mode, given):
+    """The same of a recipe."""
+    path = str(recipe.RECIPES / f"{script}.py")
+    return lambda: slowest(pool.call(f"{OURS}:step_times", path=path, graph=mode == "graph", steps=STEPS + 1, **given))
+
+
+@contextmanager
+def sides(n, names, variables=None, bind=True):
+    """Yields a function from (strategy, its changed sizes and options) to {name: function that returns a step's time}.
+
+    names: of the modes and the peers that take part, each with n ranks of its own.
+    """
+    with ExitStack() as stack:
+        peers = {name: stack.enter_context(Peer(PEERS[name], n)) for name in names if name in PEERS}
+        pool = stack.enter_context(Pool(n, timeout=300, variables=variables, bind=bind))
+        pool.call(f"{OURS}:wait")
+
+        def of(strategy, **changed):
+            kind, script, options, sizes, _ = STRATEGIES[strategy]
+            given = {**options, **sizes, **changed}
+            return {
+                name: of_peer(peers[name], kind, given) if name in peers else of_recipe(pool, script, name, given)
+                for name in names
+                if not (name == "JAX" and strategy == "pipeline")  # it has no pipeline of its own
+            }
+
+        yield of
+
+
+def training(turns, say, short=False):
+    """[{"strategy", "ranks", "seconds": by side, "best": the faster mode, "ratios": its time / a peer's, by peer}]"""
+    rows = []
+    for n in (2,) if short else (2, 4):
+        for strategy in (name for name, row in STRATEGIES.items() if n in row[-1]):
+            with sides(n, (*PEERS, *MODES)) as of:  # new ranks for each, as graphs are never freed
+                found = in_turns(turns, of(strategy))
+            seconds = medians(found)
+            best = min(MODES, key=seconds.get)
+            ratios = {name: ratio(found[best], found[name]) for name in PEERS if name in found}
+            rows.append({"strategy": strategy, "ranks": n, "seconds": seconds, "best": best, "ratios": ratios})
+            say(strategy, n, {name: round(1e3 * one) for name, one in seconds.items()})
+    return rows
+
+
+def tall(batch, inner, hidden, out, n=2):
+    """The shapes of a rank's five matmuls in a step of column, then row; x needs no gradient."""
+    part = hidden // n
+    forward = [(batch, inner, part), (batch, part, out)]
+    return [*forward, (batch, out, part), (part, batch, out), (inner, batch, part)]
+
+
+def limit(turns, say):
+    """Column, then row on 2 ranks: {"matmuls": seconds of a step's matmuls alone, by framework, "shares": of a step's
+    time, that they are, by mode, "parts": seconds of the parts of an eager step}."""
+    shapes, strategy = tall(*WIDE.values()), "column, then row"
+    _, script, options, sizes, _ = STRATEGIES[strategy]
+    with ExitStack() as stack:
+        pool = stack.enter_context(Pool(2, timeout=300))
+        peers = {name: stack.enter_context(Peer(PEERS[name], 2)) for name in PEERS}
+        alone = {
+            name: lambda peer=peer: slowest(peer.step_times(steps=STEPS, kind="matmuls", shapes=shapes))
+            for name, peer in peers.items()
+        }
+        alone["OneFlow"] = lambda: slowest(pool.call(f"{OURS}:matmul_times", shapes=shapes, steps=STEPS))
+        given = {**options, **sizes}
+        found = in_turns(turns, {**alone, **{mode: of_recipe(pool, script, mode, given) for mode in MODES}})
+        path = str(recipe.RECIPES / f"{script}.py")
+        [parts, *_] = pool.call(f"{OURS}:parts_of_step", path=path, steps=STEPS + 3, **given)
+    shares = {mode: ratio(found["OneFlow"], found[mode]) for mode in MODES}
+    say(shares)
+    return {"matmuls": {name: statistics.median(found[name]) for name in alone}, "shares": shares, "parts": parts}
+
+
+LEVERS = {  # -> strategy, the ranks' environment without it, the recipe's arguments without it, what sets it
+    f"OpenBLAS told its kernels: `OPENBLAS_CORETYPE={blas_kernels() or ''}`": (
+        *("column, then row", {"variables": {"OPENBLAS_CORETYPE": ""}}, {}),
+        "launch.sh, by the CPU's flags",
+    ),
+    "each rank bound to its cores": ("data parallel", {"bind": False}, {}, "launch.sh; elsewhere `taskset`"),
+    "`zero_grad(set_to_none=True)`, PyTorch's default, in place of OneFlow's": (
+        *("data parallel", {}, {"change": "zeros"}),
+        "the recipes",
+    ),
+    "`mse_loss` in place of `((out - y) ** 2).mean()`": ("data parallel", {}, {"change": "squares"}, "the recipes"),
+    "`SGD` with momentum in place of without": (
+        *("data parallel", {}, {"optimizer": "sgd"}),
+        "`--optimizer momentum`",
+    ),
+}
+TRIED = {  # what is not set -> strategy, the ranks' environment with it
+    "huge pages: `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`": (
+        *("column, then row", {"variables": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}),
+    ),
+    "computing on the scheduling thread: `ONEFLOW_VM_COMPUTE_ON_WORKER_THREAD=0`": (
+        *("data parallel", {"variables": {"ONEFLOW_VM_COMPUTE_ON_WORKER_THREAD": "0"}}),
+    ),
+    "kernels without oneDNN: `ONEFLOW_ENABLE_ONEDNN_OPTS=0`": (
+        *("pipeline", {"variables": {"ONEFLOW_ENABLE_ONEDNN_OPTS": "0"}}),
+    ),
+}
+
+
+def levers(turns, say):
+    """[{"lever", "strategy", "gain": a step's time without it / with it, "set": what sets it}], eager, on 2 ranks.
+
+    Each is taken away alone from all that launch.sh and the recipes have; what was tried and is not set is added alone.
+    """
+    rows = []
+
+    def compare(lever, strategy, with_it, without_it, arguments, set_by):
+        with sides(2, ("eager",), **with_it) as one, sides(2, ("eager",), **without_it) as other:
+            pair = {"with": one(strategy)["eager"], "without": other(strategy, **arguments)["eager"]}
+            found = in_turns(2 * turns, pair)
+        gain = ratio(found["without"], found["with"])
+        rows.append({"lever": lever, "strategy": strategy, "gain": gain, "set": set_by})
+        say(f"{lever}: {gain:.2f}")
+
+    for lever, (strategy, environment, arguments, set_by) in LEVERS.items():
+        compare(lever, strategy, {}, environment, arguments, set_by)
+    for lever, (strategy, environment) in TRIED.items():
+        compare(lever, strategy, environment, {}, {}, "nothing: tried")
+    return rows
+
+
+# Operations of a step: name -> (what it does, shapes of what it takes); the loss and the updates take the same shapes.
+KERNELS = {
+    "matmul (512, 1024) @ (1024, 2048)": ("matmul", [(512, 1024), (1024, 2048)]),
+    "of a micro-batch: matmul (64, 1024) @ (1024, 1024)": ("matmul", [(64, 1024), (1024, 1024)]),
+    "its weight's gradient: (1024, 64) @ (64, 1024)": ("matmul", [(1024, 64), (64, 1024)]),
+    "a gradient added to .grad, (1024, 1024)": ("add", [(1024, 1024), (1024, 1024)]),
+    "relu (512, 2048)": ("relu", [(512, 2048)]),
+    "mse_loss (512, 1024)": ("mse_loss", [(512, 1024), (512, 1024)]),
+    "((out - y) ** 2).mean()": ("squares", [(512, 1024), (512, 1024)]),
+    "SGD with momentum, (2048, 2048)": ("momentum", [(2048, 2048)]),
+    "SGD without": ("sgd", [(2048, 2048)]),
+    "Adam": ("adam", [(2048, 2048)]),
+}
+
+
+def kernels(turns, say):
+    """[{"kernel", "seconds": by framework, "ratio": ours / PyTorch's}], of one rank on one core."""
+    rows = []
+    with cores(1), Pool(1, timeout=300) as pool, Peer("torch", 1) as torch:
+        for name, (kind, shapes) in KERNELS.items():
+            given = {"kernel": kind, "shapes": shapes, "steps": 30}
+            pair = {
+                "OneFlow": lambda given=given: slowest(pool.call(f"{OURS}:kernel_times", **given)),
+                "PyTorch": lambda given=given: slowest(torch.step_times(kind="kernel", **given)),
+            }
+            found = in_turns(2 * turns, pair)
+            seconds = medians(found)
+            rows.append({"kernel": name, "seconds": seconds, "ratio": ratio(found["OneFlow"], found["PyTorch"])})
+            say(name, {side: f"{1e3 * one:.3f} ms" for side, one in seconds.items()})
+    return rows
+
+
+def busy(turns, say):
+    """[{"strategy", "ranks", and by KINDS seconds of a step}]: what the ranks of a core do in an eager step, by CPU
+    time, summed over the ranks on the first core."""
+    rows = []
+    for n in (2, 4):
+        with Pool(n, timeout=300) as pool:
+            cores = min(n, len(os.sched_getaffinity(0)))
+            for strategy, (_, script, options, sizes, ranks) in STRATEGIES.items():
+                if n in ranks:
+                    path = str(recipe.RECIPES / f"{script}.py")
+                    found = pool.call(f"{OURS}:cpu_times", path=path, steps=10, **options, **sizes)[::cores]
+                    total = {kind: sum(one[kind] for one in found) for kind in KINDS[:2]}
+                    rows.append({"strategy": strategy, "ranks": n, **total, "step": found[0]["step"]})
+                    say(rows[-1])
+    return rows
+
+
+@contextmanager
+def cores(count):
+    """While it lasts, this process, and what it starts, keeps to the first `count` cores."""
+    every = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(every)[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, every)
+
+
+def scaling(turns, say):
+    """[{"strategy", "kind": "strong" or "weak", "ranks", "seconds": by side}]: each rank has one core at most."""
+    rows, names = [], ("eager", "PyTorch")
+    for n in (1, 2, 4):
+        with cores(n), sides(n, names, {"OMP_NUM_THREADS": "1"}) as of:
+            for kind, strategy in itertools.product(("strong", "weak"), ("data parallel", "column, then row")):
+                batch = 512 if kind == "strong" else 256 * n
+                seconds = medians(in_turns(turns, of(strategy, batch=batch)))
+                rows.append({"strategy": strategy, "kind": kind, "ranks": n, "seconds": seconds})
+                say(rows[-1])
+    return rows
+
+
+def sizes(turns, say):
+    """{"steps": [{"strategy", "ranks", "hidden", "seconds": by side}], "per_rank": {"flops": of a rank's matmuls in a
+    second, "update": seconds for each parameter, "bytes": of an all-reduce in a second}}; the batch is BATCH."""
+    rows = []
+    for strategy, n in {"data parallel": 2, "column, then row": 2, "pipeline": 2, "data x tensor": 4}.items():
+        with sides(n, ("eager", "PyTorch")) as of:
+            for hidden in HIDDEN:
+                seconds = medians(in_turns(turns, of(strategy, batch=BATCH, hidden=hidden)))
+                rows.append({"strategy": strategy, "ranks": n, "hidden": hidden, "seconds": seconds})
+                say(rows[-1])
+    return {"steps": rows, "per_rank": rates(turns)}
+
+
+def rates(turns):
+    """What formulas for a step's time need, measured with 2 ranks at work: see `sizes`."""
+    path = str(recipe.RECIPES / "train_data_parallel.py")
+    shapes, elements = tall(*WIDE.values()), 2**22
+    with Pool(2, timeout=300) as pool:
+        found = in_turns(
+            turns,
+            {
+                "matmuls": lambda: slowest(pool.call(f"{OURS}:matmul_times", shapes=shapes, steps=STEPS)),
+                "moved": lambda: slowest(
+                    pool.call(f"{OURS}:move_times", old="P", new="B", elements=elements, steps=2 * STEPS)
+                ),
+                "update": lambda: max(
+                    one["update"]
+                    for one in pool.call(f"{OURS}:parts_of_step", path=path, optimizer="momentum", steps=STEPS, **WIDE)
+                ),
+            },
+        )
+    seconds = medians(found)
+    parameters = WIDE["hidden"] * (WIDE["in_features"] + WIDE["out_features"])
+    flops = sum(2 * rows * inner * columns for rows, inner, columns in shapes)
+    return {
+        "flops": flops / seconds["matmuls"],
+        "update": seconds["update"] / parameters,
+        "bytes": 4 * elements / seconds["moved"],
+    }
+
+
+def idle(turns, say):
+    """{"ranks", "rows": [{"micro_batches", "ratio": a step / one with one micro-batch, "idle", "formula"}]}.
+
+    A graph of recipes/train_pipeline.py. With one micro-batch the stages work one after the other, so that its time is
+    the work of all of them; what is not work in n times the time of a step is idle. The formula: (n-1)/(m+n-1).
+    """
+    rows, n, given = [], 2, {"batch": 2048}
+    for m in (2, 4, 8, 16):
+        with sides(n, ("graph",)) as of:  # new ranks for each, as graphs are never freed
+            pair = {"one": of("pipeline", micro_batches=1, **given), "m": of("pipeline", micro_batches=m, **given)}
+            found = in_turns(turns, {name: side["graph"] for name, side in pair.items()})
+        shorter = ratio(found["m"], found["one"])
+        formula = (n - 1) / (m + n - 1)
+        rows.append({"micro_batches": m, "ratio": shorter, "idle": 1 - 1 / (n * shorter), "formula": formula})
+        say(rows[-1])
+    return {"ranks": n, "rows": rows}
