@@ -48,7 +48,13 @@ distributed.pipelining; DTensor with an all-reduce of the gradients by hand; on 
 host device for each rank, which it does not bind; it has no pipeline. The last columns are the faster mode's time over
 the peer's: above 1 we are slower.
 
-{table(header, lines)}"""
+{table(header, lines)}
+Where a ratio stays above 1, the next sections show why. Pipelines: OneFlow's matmul of a micro-batch and its addition of
+gradients are slower kernels (Kernels), and its scheduling thread takes time from ranks that work (What the first core
+does). Column, then row against JAX: all but matmuls and the update is little there too (The limit); JAX's matmuls are
+faster, and its ranks share one memory, so that its all-reduce crosses no socket. Data parallel and data x tensor on more
+ranks than cores vary from run to run, and with them the ratio to PyTorch's.
+"""
 
 
 def limit(data):
