@@ -43,17 +43,17 @@ def training(rows):
     return f"""## A training step
 
 The recipes' own loops, SGD with momentum 0.9, float32, batch 512, 1024 features in and out, hidden 4096; the pipeline
-has 1024 everywhere, a layer on each rank, and 8 micro-batches. PyTorch: DistributedDataParallel; DTensor; GPipe of
-distributed.pipelining; DTensor with an all-reduce of the gradients by hand; on gloo. JAX: sharded jit, one process, a
-host device for each rank, which it does not bind; it has no pipeline. The last columns are the faster mode's time over
-the peer's: above 1 we are slower.
+has 1024 everywhere, a layer on each rank, and 8 micro-batches; fully sharded has Adam. PyTorch, on gloo:
+DistributedDataParallel; DTensor; GPipe of distributed.pipelining; DTensor with an all-reduce of the gradients by hand;
+FSDP2. JAX: sharded jit, one process, a host device for each rank, which it does not bind; it has no pipeline. The last
+columns are the faster mode's time over the peer's: above 1 we are slower.
 
 {table(header, lines)}
-Where a ratio stays above 1, the next sections show why. Pipelines: OneFlow's matmul of a micro-batch and its addition of
-gradients are slower kernels (Kernels), and its scheduling thread takes time from ranks that work (What the first core
-does). Column, then row against JAX: all but matmuls and the update is little there too (The limit); JAX's matmuls are
-faster, and its ranks share one memory, so that its all-reduce crosses no socket. Data parallel and data x tensor on more
-ranks than cores vary from run to run, and with them the ratio to PyTorch's.
+Where a ratio stays above 1, the next sections show why. Pipelines: OneFlow's matmul of a micro-batch and its addition
+of gradients are slower kernels (Kernels), and its scheduling thread takes time from ranks that work (What the first
+core does). Column, then row against JAX: all but matmuls and the update is little there too (The limit); JAX's matmuls
+are faster, and its ranks share one memory, so that its all-reduce crosses no socket. Data parallel and data x tensor on
+more ranks than cores vary from run to run, and with them the ratio to PyTorch's.
 """
 
 

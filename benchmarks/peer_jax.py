@@ -15,14 +15,35 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 MESHES = {"data": ((N,), ("data",)), "tensor": ((N,), ("tensor",)), "hybrid": ((2, N // 2), ("data", "tensor"))}
+MESHES["sharded"] = MESHES["data"]
+
+
+def momentum(weights, gradients, state):
+    """SGD; state: {"m": momentum}."""
+    m = jax.tree.map(lambda m, gradient: 0.9 * m + gradient, state["m"], gradients)
+    return jax.tree.map(lambda w, m: w - 0.1 * m, weights, m), {"m": m}
+
+
+def adam(weights, gradients, state):
+    """state: {"m", "v": the moments, "t": steps so far}."""
+    t = state["t"] + 1
+    m = jax.tree.map(lambda m, gradient: 0.9 * m + 0.1 * gradient, state["m"], gradients)
+    v = jax.tree.map(lambda v, gradient: 0.999 * v + 0.001 * gradient**2, state["v"], gradients)
+
+    def moved(w, m, v):
+        return w - 0.1 * (m / (1 - 0.9**t)) / (jnp.sqrt(v / (1 - 0.999**t)) + 1e-8)
+
+    return jax.tree.map(moved, weights, m, v), {"m": m, "v": v, "t": t}
 
 
 def training(kind, batch, in_features, hidden, out_features):
-    """A function that makes one step of x @ w0, relu, @ w1 with momentum, and waits for it."""
+    """A function that makes one step of x @ w0, relu, @ w1 with momentum, or sharded with Adam, and waits for it."""
     shape, names = MESHES[kind]
     mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
     rows, columns = ("data" if "data" in names else None), ("tensor" if "tensor" in names else None)
     split = {"x": P(rows), "w0": P(None, columns), "w1": P(columns)}
+    if kind == "sharded":  # weights and the moments too
+        split.update(w0=P(rows), w1=P(rows))
     split = {name: NamedSharding(mesh, one) for name, one in split.items()}
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.device_put(jax.random.normal(keys[0], (batch, in_features)), split["x"])
@@ -31,23 +52,24 @@ def training(kind, batch, in_features, hidden, out_features):
         "w0": jax.device_put(jax.random.normal(keys[2], (in_features, hidden)) / 16, split["w0"]),
         "w1": jax.device_put(jax.random.normal(keys[3], (hidden, out_features)) / 16, split["w1"]),
     }
-    moving = jax.tree.map(jnp.zeros_like, weights)
+    optimizer, moments = (adam, "mv") if kind == "sharded" else (momentum, "m")
+    state = {moment: jax.tree.map(jnp.zeros_like, weights) for moment in moments}
+    state_split = {moment: {name: split[name] for name in weights} for moment in moments}
+    if optimizer is adam:
+        state["t"], state_split["t"] = jnp.zeros(()), NamedSharding(mesh, P())
 
     def loss(weights):
         return jnp.mean((jax.nn.relu(x @ weights["w0"]) @ weights["w1"] - y) ** 2)
 
-    @jax.jit
-    def one(weights, moving):
-        gradients = jax.grad(loss)(weights)
-        moving = jax.tree.map(lambda m, gradient: 0.9 * m + gradient, moving, gradients)
-        return jax.tree.map(lambda w, m: w - 0.1 * m, weights, moving), moving
+    def one(weights, state):
+        return optimizer(weights, jax.grad(loss)(weights), state)
 
-    one = jax.jit(one, donate_argnums=(0, 1), out_shardings=({k: split[k] for k in weights},) * 2)
-    state = [weights, moving]
+    one = jax.jit(one, donate_argnums=(0, 1), out_shardings=({name: split[name] for name in weights}, state_split))
+    now = [weights, state]
 
     def step():
-        state[:] = one(*state)
-        jax.block_until_ready(state)
+        now[:] = one(*now)
+        jax.block_until_ready(now)
 
     return step
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -34,9 +35,9 @@ def momentum(module):
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
-def plain(model, x, y, sum_up=lambda: None):
+def plain(model, x, y, sum_up=lambda: None, optimizer=momentum):
     """A function that makes one step, and waits for it, as all of PyTorch does on a CPU."""
-    update = momentum(model)
+    update = optimizer(model)
 
     def step():
         update.zero_grad()
@@ -51,6 +52,15 @@ def data(batch, in_features, hidden, out_features):
     """DistributedDataParallel; batch: that of all ranks together, as everywhere here."""
     model = nn.parallel.DistributedDataParallel(Layers(in_features, hidden, out_features))
     return plain(model, torch.randn(batch // N, in_features), torch.randn(batch // N, out_features))
+
+
+def sharded(batch, in_features, hidden, out_features):
+    """Fully sharded data parallel, of each layer: FSDP2."""
+    model, mesh = Layers(in_features, hidden, out_features), init_device_mesh("cpu", (N,))
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=mesh)
+    x, y = torch.randn(batch // N, in_features), torch.randn(batch // N, out_features)
+    return plain(model, x, y, optimizer=lambda module: torch.optim.Adam(module.parameters(), lr=0.1))
 
 
 SPLIT = {"first": ColwiseParallel(), "second": RowwiseParallel()}
@@ -139,7 +149,7 @@ def copy(elements):
 def main():
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
-    kinds = {"data": data, "tensor": tensor, "hybrid": hybrid, "pipeline": pipeline}
+    kinds = {"data": data, "tensor": tensor, "hybrid": hybrid, "pipeline": pipeline, "sharded": sharded}
     kinds.update({"matmuls": matmuls, "kernel": kernel, "collective": collective, "copy": copy})
     steps = {}
     for line in sys.stdin:

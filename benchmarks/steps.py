@@ -23,6 +23,7 @@ STRATEGIES = {  # name -> (kind of the peers, recipe, its options, sizes, number
     "column, then row": ("tensor", "train_model_parallel", {"input_gradient": "no"}, WIDE, (2, 4)),
     "pipeline": ("pipeline", "train_pipeline", {"micro_batches": 8}, SQUARE, (2, 4)),
     "data x tensor": ("hybrid", "train_hybrid", {}, WIDE, (4,)),
+    "fully sharded, Adam": ("sharded", "fully_sharded", {}, WIDE, (2, 4)),
 }
 PEERS = {"PyTorch": "torch", "JAX": "jax"}
 MODES = ("eager", "graph")
