@@ -5,7 +5,7 @@ here=$(cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 
 usage() {
     cat <<'END'
-Run a OneFlow script on several ranks of this machine, or the tests of the cookbook.
+Run a OneFlow script on several ranks of this machine or of several, or the tests of the cookbook.
 
   ./launch.sh [option ...] SCRIPT [its arguments ...]
   ./launch.sh test [pytest's arguments ...]
@@ -17,6 +17,8 @@ Run a OneFlow script on several ranks of this machine, or the tests of the cookb
 
   ./launch.sh recipes/data_parallel.py                 on the recipe's own number of ranks
   ./launch.sh -n 4 recipes/data_parallel.py --graph    on 4 ranks, inside an nn.Graph
+  ./launch.sh --nnodes 2 --node_rank 0 --master_addr 10.0.0.1 --master_port 29500 recipes/hybrid_parallel.py
+                                                       this is host 0 of 2; on the other the same with --node_rank 1
   ./launch.sh -n 3 ~/mine.py --my-option               a script of yours: same start, same protection
   ./launch.sh show recipes/row_parallel.py             draw what each rank holds, and what moves in between
   ./launch.sh bytes -n 4 ~/mine.py --graph             list what each step sends, of any script with an entry `run`
@@ -28,7 +30,11 @@ Run a OneFlow script on several ranks of this machine, or the tests of the cookb
 options
   -n, --nproc_per_node N   number of ranks (default: the first of the script's WORLD_SIZES, else 2)
   --timeout SECONDS        end the job after that time, showing where each rank is (default 600; 0: no limit)
-  --master_port PORT       the port on which the ranks meet (default: a free one)
+  --master_port PORT       the port on which the ranks meet (default: a free one), or the nodes, where there are several
+  --nnodes N, --node_rank K, --master_addr HOST
+                           run on N hosts: start the same command on each, each with a K of its own from 0 to N-1; HOST
+                           is the name or address of node 0
+  --max-restarts R         after a failure start all ranks again, on every node, up to R times (default 0)
   -h, --help               this text; SCRIPT --help shows a script's own options
 
 The first run makes .venv here (1.8 GB to download, 3.9 GB on disk) with a Python 3.8-3.10 found on this machine, or

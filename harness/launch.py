@@ -1,4 +1,4 @@
-"""The launcher of one host: starts the ranks of a script, shows their output, and ends them all together."""
+"""The launcher: starts the ranks of a script on this host, shows their output, and ends them all together."""
 
 import argparse
 import difflib
@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 from harness import recipe
+from harness.nodes import SECOND_OPINION, Apart, Nodes
 from harness.rank import BROKEN_PIPE
-from harness.ranks import PortTaken, Ranks, is_consequence
+from harness.ranks import PortTaken, Ranks, Share, is_consequence, reserve_port
 
 COMMANDS = ("test", "mutate", "show", "bytes", "docs", "bench")  # what launch.sh does besides running a script
 BAD_INPUT = 2
@@ -37,7 +38,11 @@ def parser():
     """The options of launch.sh; their help stands in launch.sh itself, which can show it before Python is set up."""
     options = Parser(prog="launch.sh", add_help=False, allow_abbrev=False)
     options.add_argument("-n", "--nproc_per_node", type=int)
+    options.add_argument("--nnodes", type=int, default=1)
+    options.add_argument("--node_rank", type=int, default=0)
+    options.add_argument("--master_addr")
     options.add_argument("--master_port", type=int, default=0)
+    options.add_argument("--max-restarts", type=int, default=0)
     options.add_argument("--timeout", type=float, default=600.0)
     options.add_argument("script", nargs="?")
     options.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -63,13 +68,18 @@ def checked(arguments):
         raise BadInput(f"{script}: not a Python script: line {error.lineno}: {error.msg}") from None
     except (OSError, ValueError) as error:
         raise BadInput(f"{script}: {error}") from None
-    if options.nproc_per_node is None:
-        options.nproc_per_node = sizes[0] if sizes else 2
+    check_nodes(options)
+    if options.nproc_per_node is None:  # as few as the script takes, the same on each node
+        fitting = [size for size in sizes or (2,) if size % options.nnodes == 0]
+        options.nproc_per_node = fitting[0] // options.nnodes if fitting else 1
     if options.nproc_per_node < 1:
         raise BadInput(f"-n must be 1 or more, got {options.nproc_per_node}")
-    if sizes and options.nproc_per_node not in sizes:
+    world_size = options.nnodes * options.nproc_per_node
+    if sizes and world_size not in sizes:
         accepted = f"{sizes[0]} to {sizes[-1]}" if isinstance(sizes, range) else " or ".join(map(str, sizes))
-        raise BadInput(f"{script.name} runs on {accepted} ranks, not on {options.nproc_per_node}: type -n {sizes[0]}")
+        on_nodes = f" ({options.nproc_per_node} on each of {options.nnodes} nodes)" if options.nnodes > 1 else ""
+        hint = f": type -n {sizes[0]}" if options.nnodes == 1 else ""
+        raise BadInput(f"{script.name} runs on {accepted} ranks, not on {world_size}{on_nodes}{hint}")
     if not options.timeout >= 0:
         raise BadInput(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
     if options.master_port and not 1024 <= options.master_port <= 65535:
@@ -77,59 +87,166 @@ def checked(arguments):
     return options
 
 
-class Job:
-    """One run of a script on all ranks, watched until it ends. `run` returns the exit code for the shell."""
+def check_nodes(options):
+    """The options for several hosts. Raises BadInput."""
+    nodes, number = options.nnodes, options.node_rank
+    if nodes < 1:
+        raise BadInput(f"--nnodes must be 1 or more, got {nodes}")
+    if not 0 <= number < nodes:
+        raise BadInput(f"--node_rank must be from 0 to {nodes - 1} with --nnodes {nodes}, got {number}")
+    if nodes > 1 and not (options.master_addr and options.master_port):
+        raise BadInput("--nnodes needs node 0's address, the same on each node: --master_addr HOST --master_port 29500")
+    if options.max_restarts < 0:
+        raise BadInput(f"--max-restarts must be 0 or more, got {options.max_restarts}")
+    options.master_addr = options.master_addr or "127.0.0.1"
 
-    def __init__(self, options):
-        self.options = options
-        self.world_size = options.nproc_per_node
-        self.reports = {}  # rank -> what its wrapper said of its end
+
+class Job:
+    """The ranks of this node, watched until the job ends on all nodes. `run` returns the exit code for the shell."""
+
+    def __init__(self, options, nodes):
+        self.options, self.nodes = options, nodes
+        self.here = options.nproc_per_node
+        self.first, self.world_size = nodes.number * self.here, nodes.count * self.here
+        self.caught = []  # signals
+        self.deadline = time.monotonic() + options.timeout if options.timeout else float("inf")
+
+    def run(self):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: self.caught.append(number))
+        end = {"again": 0}
+        while "again" in end:
+            with self.nodes:
+                self.nodes.meet(self.deadline, say, lambda: self.caught)
+                if self.caught:
+                    say(f"{signal.Signals(self.caught[0]).name}: nothing was started")
+                    return 128 + self.caught[0]
+                end = self.attempt(end["again"])
+        return end["code"]
+
+    def attempt(self, restarts):
+        """Start this node's ranks and watch them; returns how the job ends, or {"again": number of restarts}."""
+        self.reports = {}  # rank -> what its wrapper said of its end; ranks are counted on this node
         self.notes = {}  # rank -> that as bytes, as far as they have come
         self.rest = {}  # rank -> the part of a line of standard error that has no end yet
         self.last_words = {}  # rank -> what it wrote from OneFlow's fatal error on
         self.selector = selectors.DefaultSelector()
-
-    def run(self):
-        caught = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda number, frame: caught.append(number))
-        errors = [os.pipe() for _ in range(self.world_size)]
-        reports = [os.pipe() for _ in range(self.world_size)]
+        reserved = None
+        if self.nodes.number == 0:
+            reserved = reserve_port(self.options.master_port if self.nodes.count == 1 else 0)
+        start = self.nodes.begin(reserved and reserved.getsockname()[1])
+        address = self.options.master_addr
+        share = Share(self.world_size, self.here, self.first, start["local"], address, start["port"])
+        errors = [os.pipe() for _ in range(self.here)]
+        reports = [os.pipe() for _ in range(self.here)]
         with Ranks(
             [self.options.script, *self.options.arguments],
-            self.world_size,
-            self.options.master_port,
+            share,
             channels=[{"HARNESS_REPORT": write} for _, write in reports],
             stderr=[write for _, write in errors],
         ) as ranks:
-            for rank in range(self.world_size):
+            for rank in range(self.here):
                 for (read, write), take in ((errors[rank], self.show), (reports[rank], self.note)):
                     os.close(write)
                     os.set_blocking(read, False)
                     self.selector.register(read, selectors.EVENT_READ, (take, rank))
-            return self.watch(ranks, caught)
+            end = self.watch(ranks, restarts)
+            self.tell(end, ranks)
+        if reserved:
+            reserved.close()
+        return end
 
-    def watch(self, ranks, caught):
-        deadline = time.monotonic() + self.options.timeout if self.options.timeout else float("inf")
-        while not caught and time.monotonic() < deadline:
+    def watch(self, ranks, restarts):
+        """Until the job ends, here or elsewhere; returns {"code", "text": what to say of it, "node", and more}."""
+        failures, own, over, done, decided = [], None, False, set(), float("inf")
+        while True:
             running = ranks.running()
             self.take_output(0.02)
-            codes = {rank: process.returncode for rank, process in enumerate(ranks.processes) if rank not in running}
-            failed = [rank for rank in codes if codes[rank]]
-            if failed or not running:
-                self.take_output(0)
-                for rank, rest in self.rest.items():
-                    if rest:  # a last line without an end
-                        self.show(rank, b"\n")
-            if failed:
-                first = min(failed, key=lambda rank: (self.time_of_end(rank), is_consequence(codes[rank])))
-                return self.tell_failure(first, codes)
-            if not running:
-                return 0
-        if caught:
-            say(f"{signal.Signals(caught[0]).name}: ending {len(ranks.running())} ranks")
-            return 128 + caught[0]
-        return self.tell_time_limit(ranks)
+            own = own or self.failure(ranks, running)
+            if own and own not in failures:
+                failures.append(own)
+                self.nodes.tell(failed=own)
+            elif not (own or over or running):
+                over = True
+                self.nodes.tell(done=True)
+            for peer, message in self.nodes.poll():
+                if "end" in message:
+                    return message["end"]
+                if "failed" in message:
+                    failures.append(message["failed"])
+                if "done" in message:
+                    done.add(peer)
+                if "gone" in message:
+                    failures.append({"code": 1, "text": f"{peer} is gone", "node": peer.number, "time": time.time()})
+            if failures and decided == float("inf"):  # another node may know a better cause
+                wait = self.nodes.number or (self.nodes.peers and all(one.get("consequence") for one in failures))
+                decided = time.monotonic() + (SECOND_OPINION if wait else 0) * (2 if self.nodes.number else 1)
+            if time.monotonic() >= decided:  # node 0 decides, and another node only if node 0 does not
+                end = min(failures, key=lambda one: (one.get("consequence", False), one["time"]))
+                leads = self.nodes.number == 0 or not self.nodes.peers
+                if leads and restarts < self.options.max_restarts and end.get("restart", True):
+                    end = {**end, "again": restarts + 1}
+                self.nodes.tell(end=end)
+                return end
+            if over and not failures and self.nodes.number == 0 and len(done) == self.nodes.count - 1:
+                end = {"code": 0, "node": 0}
+                self.nodes.tell(end=end)
+                return end
+
+    def failure(self, ranks, running):
+        """What has ended, or must end, this node's ranks, or None."""
+        common = {"node": self.nodes.number, "time": time.time()}
+        where = f" on {self.nodes.name}" if self.nodes.count > 1 else ""
+        if self.caught:
+            name = signal.Signals(self.caught[0]).name
+            return {
+                "code": 128 + self.caught[0],
+                "text": f"{name}{where}: every rank is ended",
+                "restart": False,
+                **common,
+            }
+        if time.monotonic() >= self.deadline:
+            return {"code": TIME_LIMIT_REACHED, "limit": True, "text": "", "restart": False, **common}
+        codes = {rank: process.returncode for rank, process in enumerate(ranks.processes) if rank not in running}
+        failed = [rank for rank in codes if codes[rank]]
+        if failed or not running:
+            self.take_output(0)
+            for rank, rest in self.rest.items():
+                if rest:  # a last line without an end
+                    self.show(rank, b"\n")
+        if not failed:
+            return None
+        rank = min(failed, key=lambda rank: (self.time_of_end(rank), is_consequence(codes[rank])))
+        code, text = codes[rank], self.reports.get(rank, {}).get("text", "")
+        cause = f"exit code {code}" if code > 0 else f"killed by signal {-code}, {signal.Signals(-code).name}"
+        found = {
+            "code": code if code > 0 else 128 - code,
+            "text": f"rank {self.first + rank} of {self.world_size}{where} failed: {cause}; every rank is ended",
+            "rank": rank,
+            "consequence": is_consequence(code),
+            "restart": code not in (BAD_INPUT, BROKEN_PIPE),
+        }
+        if code == BAD_INPUT and text:  # the same on every rank, so without a mark
+            found["text"] = text
+        found["time"] = min(self.time_of_end(rank), common.pop("time"))
+        return {**found, **common}
+
+    def tell(self, end, ranks):
+        """Say how the job ended, on standard error."""
+        if end["code"] in (0, BROKEN_PIPE):
+            return
+        if end.get("limit"):
+            self.tell_where(ranks)
+        elif end["code"] == BAD_INPUT and not end["text"].startswith("rank "):
+            print(end["text"], file=sys.stderr)
+        else:
+            if end["node"] == self.nodes.number and "rank" in end:
+                sys.stderr.buffer.writelines(self.last_words.pop(end["rank"], []))
+                for line in self.reports.get(end["rank"], {}).get("text", "").splitlines():
+                    self.show(end["rank"], line.encode() + b"\n")
+            say(end["text"])
+            if "again" in end:
+                say(f"restart {end['again']} of {self.options.max_restarts}")
 
     def take_output(self, seconds):
         """Wait up to `seconds` for output, then hand on all that there is."""
@@ -152,7 +269,7 @@ class Job:
     def show(self, rank, data):
         """Pass on standard error, line by line, behind the mark of its rank."""
         *lines, self.rest[rank] = (self.rest.get(rank, b"") + data).split(b"\n")
-        mark = b"[%d] " % rank if self.world_size > 1 else b""
+        mark = b"[%d] " % (self.first + rank) if self.world_size > 1 else b""
         for line in lines:
             if rank in self.last_words or FATAL.match(line):  # it may only follow from the death of another rank
                 self.last_words.setdefault(rank, []).append(mark + line + b"\n")
@@ -169,32 +286,18 @@ class Job:
     def time_of_end(self, rank):
         return self.reports.get(rank, {}).get("time", float("inf"))
 
-    def tell_failure(self, rank, codes):
-        code, text = codes[rank], self.reports.get(rank, {}).get("text", "")
-        if code == BROKEN_PIPE:
-            return BROKEN_PIPE
-        if code == BAD_INPUT and text:  # the same on every rank, so without a mark
-            print(text, file=sys.stderr)
-            return BAD_INPUT
-        sys.stderr.buffer.writelines(self.last_words.pop(rank, []))
-        for line in text.splitlines():
-            self.show(rank, line.encode() + b"\n")
-        cause = f"exit code {code}" if code > 0 else f"killed by signal {-code}, {signal.Signals(-code).name}"
-        say(f"rank {rank} of {self.world_size} failed: {cause}; every rank is ended")
-        return code if code > 0 else 128 - code
-
-    def tell_time_limit(self, ranks):
+    def tell_where(self, ranks):
+        """The time limit is reached: show where each rank is."""
         running = ranks.running()
         say(f"time limit of {self.options.timeout:g} s reached (--timeout): this is where each rank is")
         ranks.signal(signal.SIGUSR1)
         end = time.monotonic() + 1
         while time.monotonic() < end:
             self.take_output(0.05)
-        for rank in range(self.world_size):
+        for rank in range(self.here):
             done = rank in self.reports
             state = "has ended" if rank not in running else "has run to its end" if done else "is running"
-            say(f"rank {rank} of {self.world_size} {state}")
-        return TIME_LIMIT_REACHED
+            say(f"rank {self.first + rank} of {self.world_size} {state}")
 
 
 def say(text):
@@ -204,8 +307,11 @@ def say(text):
 def main(arguments):
     """Run a command line of launch.sh; returns the exit code."""
     try:
-        return Job(checked(arguments)).run()
-    except (BadInput, PortTaken) as error:
+        options = checked(arguments)
+        port = options.master_port
+        nodes = Nodes(options.nnodes, options.node_rank, options.nproc_per_node, options.master_addr, port)
+        return Job(options, nodes).run()
+    except (BadInput, PortTaken, Apart) as error:
         say(str(error))
         return BAD_INPUT
     except BrokenPipeError:  # nobody reads our standard error any more

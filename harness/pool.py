@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness.ranks import Ranks, is_consequence
+from harness.ranks import Ranks, Share, is_consequence
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 GRACE = 0.5  # seconds that the other ranks get to answer once one has failed
@@ -131,7 +131,7 @@ class Pool:
         self.logs = [tempfile.TemporaryFile() for _ in range(self.world_size)]  # noqa: SIM115
         self.ranks = Ranks(
             [WORKER],
-            self.world_size,
+            Share(self.world_size),
             channels=[{"HARNESS_POOL": theirs.fileno()} for _, theirs in pairs],
             variables=self.variables,
             bind=self.bind,

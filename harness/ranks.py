@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 RANK = str(Path(__file__).with_name("rank.py"))
@@ -64,16 +65,31 @@ def cores_of(rank, world_size, cores=None):
     return [cores[(rank * each + i) % len(cores)] for i in range(each)]
 
 
-def environment(rank, world_size, port, base=None):
-    """The environment of one rank; what the user has set himself stays as it is."""
+@dataclass
+class Share:
+    """The ranks of a job that run on this node, and where all ranks meet."""
+
+    world_size: int
+    count: int = 0  # of ranks here; 0: all
+    first: int = 0  # the lowest rank here
+    local: int = 0  # its LOCAL_RANK: how many ranks other nodes have at this very address
+    address: str = "127.0.0.1"  # of rank 0
+    port: int = 0  # of rank 0; 0: a free one, if rank 0 is here
+
+    def __post_init__(self):
+        self.count = self.count or self.world_size
+
+
+def environment(i, share, port, base=None):
+    """The environment of the i-th rank on this node; what the user has set himself stays as it is."""
     variables = dict(os.environ if base is None else base)
-    variables.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world_size))
-    variables.update(RANK=str(rank), LOCAL_RANK=str(rank), HARNESS_PARENT=str(os.getpid()))
-    variables.setdefault("OMP_NUM_THREADS", str(len(cores_of(rank, world_size))))
+    variables.update(MASTER_ADDR=share.address, MASTER_PORT=str(port), WORLD_SIZE=str(share.world_size))
+    variables.update(RANK=str(share.first + i), LOCAL_RANK=str(share.local + i), HARNESS_PARENT=str(os.getpid()))
+    variables.setdefault("OMP_NUM_THREADS", str(len(cores_of(i, share.count))))
     if blas_kernels():
         variables.setdefault("OPENBLAS_CORETYPE", blas_kernels())
     variables.setdefault("GLOG_minloglevel", "3")  # without it OneFlow warns of missing GPU drivers
-    variables["no_grpc_proxy"] = "127.0.0.1"  # ranks do not meet through an http_proxy
+    variables["no_grpc_proxy"] = share.address  # ranks do not meet through an http_proxy
     return variables
 
 
@@ -85,19 +101,20 @@ def is_consequence(code):
 class Ranks:
     """The processes of one job. Use it as a context manager: on leaving it, every process is gone."""
 
-    def __init__(self, command, world_size, port=0, channels=None, variables=None, bind=True, stdout=None, stderr=None):
-        """Start `python harness/rank.py *command` world_size times.
+    def __init__(self, command, share, channels=None, variables=None, bind=True, stdout=None, stderr=None):
+        """Start `python harness/rank.py *command` for each rank of a Share. What is by rank here, is by its place here.
 
         channels: for each rank a dict of environment variable -> file descriptor to hand over.
         variables: what all of them have in their environment besides.
         bind: whether each keeps to its cores; see cores_of.
         stdout, stderr: for each rank what subprocess.Popen takes; None inherits ours.
         """
-        self.port = reserve_port(port)
+        self.port = None if share.port else reserve_port()
+        port = share.port or self.port.getsockname()[1]
         self.processes = []
         try:
-            for rank in range(world_size):
-                own = {**environment(rank, world_size, self.port.getsockname()[1]), **(variables or {})}
+            for rank in range(share.count):
+                own = {**environment(rank, share, port), **(variables or {})}
                 handed = channels[rank] if channels else {}
                 own.update({name: str(descriptor) for name, descriptor in handed.items()})
                 self.processes.append(
@@ -113,7 +130,7 @@ class Ranks:
                 )
                 if bind:
                     with contextlib.suppress(OSError):  # it has ended already
-                        os.sched_setaffinity(self.processes[-1].pid, cores_of(rank, world_size))
+                        os.sched_setaffinity(self.processes[-1].pid, cores_of(rank, share.count))
         except BaseException:
             self.end(grace=0)
             raise
@@ -143,7 +160,8 @@ class Ranks:
         for rank, process in enumerate(self.processes):
             self._signal_group(rank, signal.SIGKILL)  # also what an ended rank has left behind
             process.wait()
-        self.port.close()
+        if self.port:
+            self.port.close()
 
     def _signal_group(self, rank, number):
         with contextlib.suppress(ProcessLookupError):

@@ -1,0 +1,184 @@
+"""launch.sh on several hosts: what it prints on each, that values are right, and that all end when one does."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.hosts import Hosts
+from tests.jobs import LAUNCH, Run, free_port
+
+HEAD = "import os, sys, time\nimport oneflow as flow\nrank = flow.env.get_rank()\nflow.comm.barrier()\n"
+EQUAL = "equal to the single-device values: largest difference "
+IN_TIME = 15  # seconds within which a job must end when a rank or a node is gone
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    with Hosts(2) as both:
+        yield both
+
+
+def start(hosts, *arguments, only=(0, 1), port=None, **more):
+    """The same command on each of two hosts; without hosts, on two nodes that have one address."""
+    port, runs = port or free_port(), []
+    for node in only:
+        address, prefix = (hosts.addresses[0], hosts.on(node)) if hosts else ("127.0.0.1", [])
+        where = ["--nnodes", 2, "--node_rank", node, "--master_addr", address, "--master_port", port]
+        runs.append(Run(*prefix, LAUNCH, *where, *arguments, **more))
+    return runs
+
+
+def ended(runs):
+    """All of them, at their end, with nothing left."""
+    for run in runs:
+        run.wait()
+    assert all(run.all_gone() for run in runs)
+    return runs
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(lines, head=HEAD):
+        path = tmp_path / "mine.py"
+        path.write_text(head + lines + "\n")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("more", [(), ("--graph",)], ids=["eager", "graph"])
+def test_hybrid_recipe_on_two_hosts(hosts, more):
+    first, second = ended(start(hosts, "recipes/hybrid_parallel.py", *more))
+    assert (first.code, first.err, second.code, second.err) == (0, "", 0, "")
+    lines = first.out.splitlines() + second.out.splitlines()
+    assert lines.pop(8).startswith(f"[0] {EQUAL}")
+    names = ("x0", "w0", "out0", "x1", "w1", "out1")
+    assert {line[:3] for line in first.out.splitlines()} == {"[0]", "[1]"}
+    assert {line[:3] for line in second.out.splitlines()} == {"[2]", "[3]"}
+    assert all(line.split()[3] in names for line in lines if line.startswith("rank"))
+
+
+def test_two_nodes_with_one_address():
+    first, second = ended(start(None, "-n", 2, "recipes/row_parallel.py"))
+    assert (first.code, second.code, first.err + second.err) == (0, 0, "")
+    assert EQUAL in first.out and "[3] rank 3: x        rows 0-3   columns 6-7    S(1)" in second.out
+
+
+def test_rank_that_fails_ends_both(hosts, script):
+    first, second = ended(start(hosts, "-n", 2, script("if rank == 3: 1 / 0\ntime.sleep(60)")))
+    assert (first.code, second.code) == (1, 1) and second.seconds < IN_TIME
+    assert "[3] ZeroDivisionError: division by zero" in second.err and "Traceback" not in first.err
+    for run in (first, second):
+        assert "rank 3 of 4 on node 1 (" in run.err.splitlines()[-1], run.err
+        assert run.err.splitlines()[-1].endswith("failed: exit code 1; every rank is ended")
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_node_that_dies_ends_the_other(hosts, script, node):
+    runs = start(hosts, "-n", 2, script("print('met', flush=True)\ntime.sleep(60)"))
+    for run in runs:
+        run.until("met")
+    for pid in runs[node].alive():
+        os.kill(pid, signal.SIGKILL)
+    begin = time.monotonic()
+    [other] = ended([runs[1 - node]])
+    assert other.code == 1 and time.monotonic() - begin < IN_TIME
+    assert f"node {node} (" in other.err.splitlines()[-1] and "is gone" in other.err.splitlines()[-1], other.err
+
+
+def test_link_that_goes_down_ends_both(hosts, script):
+    runs = start(hosts, "-n", 1, script("print('met', flush=True)\ntime.sleep(60)"))
+    for run in runs:
+        run.until("met")
+    begin = time.monotonic()
+    hosts.link(1, "down")
+    try:
+        first, second = ended(runs)
+    finally:
+        hosts.link(1, "up")
+    assert time.monotonic() - begin < IN_TIME and (first.code, second.code) == (1, 1)
+    assert "node 1 (" in first.err and "is gone" in first.err and "node 0 (" in second.err, second.err
+
+
+@pytest.mark.parametrize("node, missing", [(0, "node 1 of 2"), (1, "node 0 at 10.0.0.1:")])
+def test_node_that_never_comes(hosts, node, missing):
+    [run] = ended(start(hosts, "--timeout", 4, "recipes/hybrid_parallel.py", only=[node]))
+    waits, gives_up = run.err.splitlines()
+    assert run.code == 2 and waits.startswith(f"launch.sh: waiting for {missing}")
+    assert gives_up.startswith(f"launch.sh: {missing}") and "did not come until --timeout" in gives_up
+
+
+def test_node_that_comes_late(hosts, script):
+    port = free_port()
+    [second] = start(hosts, "-n", 1, script("print('met')"), only=[1], port=port)
+    time.sleep(3)
+    [first] = start(hosts, "-n", 1, script("print('met')"), only=[0], port=port)
+    ended([first, second])
+    assert (first.code, first.err, first.out, second.out) == (0, "", "[0] met\n", "[1] met\n")
+    assert second.err.startswith("launch.sh: waiting for node 0 at 10.0.0.1:")
+
+
+def test_nodes_that_do_not_agree_say_so(hosts):
+    port = free_port()
+    [first] = start(hosts, "-n", 2, "--timeout", 4, "recipes/row_parallel.py", only=[0], port=port)
+    [second] = start(hosts, "-n", 1, "recipes/row_parallel.py", only=[1], port=port)
+    ended([first, second])
+    words = "--nproc_per_node 1 here, and 2 on node 0: type the same on each node"
+    assert (first.code, second.code) == (2, 2) and second.err == f"launch.sh: {words}\n"
+
+
+def test_interrupt_on_one_node_ends_both(hosts, script):
+    runs = start(hosts, "-n", 2, script("print('met', flush=True)\ntime.sleep(60)"))
+    for run in runs:
+        run.until("met")
+    os.killpg(runs[1].process.pid, signal.SIGINT)
+    first, second = ended(runs)
+    assert (first.code, second.code) == (130, 130)
+    assert all("SIGINT on node 1 (" in run.err for run in runs)
+
+
+def test_time_limit_shows_where_each_rank_is_on_each_node(hosts, script):
+    first, second = ended(start(hosts, "-n", 1, "--timeout", 6, script("time.sleep(60)")))
+    assert (first.code, second.code) == (124, 124)
+    assert "rank 0 of 2 is running" in first.err and "rank 1 of 2 is running" in second.err
+    assert all("mine.py" in run.err for run in (first, second))
+
+
+def test_restart_on_every_node(hosts, script, tmp_path):
+    lines = (
+        f"mark = '{tmp_path}/failed'\nif rank == 1 and not os.path.exists(mark):\n    open(mark, 'w'); sys.exit(3)\n"
+    )
+    path = script(lines + "flow.comm.barrier()\nprint('met again')")
+    first, second = ended(start(hosts, "-n", 1, "--max-restarts", 2, path))
+    assert (first.code, first.out, second.code, second.out) == (0, "[0] met again\n", 0, "[1] met again\n")
+    for run in (first, second):
+        reason, restart = run.err.splitlines()
+        assert "rank 1 of 2 on node 1 (" in reason and "failed: exit code 3; every rank is ended" in reason
+        assert restart == "launch.sh: restart 1 of 2"
+
+
+def test_restarts_come_to_an_end(script):
+    path = script("sys.exit(3 if rank == 0 else 0)", "import os, sys\nrank = int(os.environ['RANK'])\n")
+    run = Run(LAUNCH, "-n", 2, "--max-restarts", 2, path).wait()
+    assert run.code == 3 and run.err.count("rank 0 of 2 failed: exit code 3") == 3 and run.all_gone()
+    assert [line for line in run.err.splitlines() if "restart" in line] == [
+        f"launch.sh: restart {k} of 2" for k in (1, 2)
+    ]
+
+
+BAD_INPUT = {
+    "--nnodes 0": "--nnodes must be 1 or more, got 0",
+    "--nnodes 2 --node_rank 2": "--node_rank must be from 0 to 1 with --nnodes 2, got 2",
+    "--nnodes 2": "--nnodes needs node 0's address, the same on each node: --master_addr HOST --master_port 29500",
+    "--nnodes 2 --master_addr nowhere.invalid --master_port 29500 --node_rank 1": "--master_addr nowhere.invalid: ",
+    "--nnodes 3 --master_addr 127.0.0.1 --master_port 29500": "runs on 4 ranks, not on 3 (1 on each of 3 nodes)",
+    "--max-restarts -1": "--max-restarts must be 0 or more, got -1",
+}
+
+
+@pytest.mark.parametrize("line", BAD_INPUT)
+def test_bad_input_is_refused_in_one_line(line):
+    run = Run(LAUNCH, *line.split(), "recipes/hybrid_parallel.py").wait()
+    assert run.code == 2 and BAD_INPUT[line] in run.err and len(run.err.splitlines()) == 1, run.err
