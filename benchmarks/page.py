@@ -52,9 +52,9 @@ columns are the faster mode's time over the peer's: above 1 we are slower.
 Where a ratio stays above 1, the next sections show why. Pipelines: OneFlow's matmul of a micro-batch and its addition
 of gradients are slower kernels (Kernels), and its scheduling thread takes time from ranks that work (What the first
 core does). Column, then row against JAX: all but matmuls and the update is little there too (The limit); JAX's matmuls
-are faster, and its ranks share one memory, so that its all-reduce crosses no socket. Fully sharded against JAX: weights and
-gradients cross sockets (Collectives), and Adam (Kernels). Data parallel and data x tensor on more ranks than cores vary
-from run to run, and with them the ratio to PyTorch's.
+are faster, and its ranks share one memory, so that its all-reduce crosses no socket. Fully sharded against JAX: weights
+and gradients cross sockets (Collectives), and Adam (Kernels). Data parallel and data x tensor on more ranks than cores
+vary from run to run, and with them the ratio to PyTorch's.
 """
 
 

@@ -179,8 +179,9 @@ class Job:
                 if "gone" in message:
                     failures.append({"code": 1, "text": f"{peer} is gone", "node": peer.number, "time": time.time()})
             if failures and decided == float("inf"):  # another node may know a better cause
-                wait = self.nodes.number or (self.nodes.peers and all(one.get("consequence") for one in failures))
-                decided = time.monotonic() + (SECOND_OPINION if wait else 0) * (2 if self.nodes.number else 1)
+                waits = 2 * SECOND_OPINION if self.nodes.number else SECOND_OPINION  # for node 0 to decide
+                sure = self.nodes.number == 0 and not all(one.get("consequence") for one in failures)
+                decided = time.monotonic() + (waits if self.nodes.peers and not sure else 0)
             if time.monotonic() >= decided:  # node 0 decides, and another node only if node 0 does not
                 end = min(failures, key=lambda one: (one.get("consequence", False), one["time"]))
                 leads = self.nodes.number == 0 or not self.nodes.peers

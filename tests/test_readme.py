@@ -22,7 +22,13 @@ def tables(path):
 
 
 COMMANDS = [line for block in blocks(ENGLISH, "bash") for line in block.splitlines()]
-ELSEWHERE = ("./launch.sh test", "python -m oneflow.distributed.launch", "./launch.sh -n 2 mine.py")  # other tests
+# What other tests run.
+ELSEWHERE = (
+    "./launch.sh test",
+    "python -m oneflow.distributed.launch",
+    "./launch.sh -n 2 mine.py",
+    "./launch.sh --nnodes",
+)
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith(ELSEWHERE)])
