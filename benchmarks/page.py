@@ -5,7 +5,7 @@ import textwrap
 
 from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, step_time
 from harness.draw import bytes_in_words
-from harness.pages import table
+from harness.pages import TRAINING_SIZES, table
 
 SIDES = ("eager", "graph", "PyTorch", "JAX")
 INTRODUCTION = """# Performance
@@ -92,8 +92,8 @@ def busy(rows):
 
 The CPU time of the threads of the ranks that share it, in an eager step. The thread in OneFlow that schedules
 operations (`vm::VirtualMachine::ScheduleLoop`) does not sleep while work is under way, a message that it waits for
-included: it calls `sched_yield` without end. Where a rank has a core of its own that costs little. Where two share one,
-the thread of the rank that waits takes turns with the one that computes: it is what pipelines on
+included: it calls `sched_yield` without end. Where a rank has a core of its own, it does so while the rank would
+wait anyway. Where two share one, the thread of the rank that waits takes turns with the one that computes: it is what pipelines on
 more ranks than cores pay.
 
 {table(header, lines)}"""
@@ -222,7 +222,8 @@ def size_in_words(size):
 
 
 def costs(rows):
-    lines = []
+    lines, sizes = [], TRAINING_SIZES
+    weights = 4 * sizes["hidden"] * (sizes["in_features"] + sizes["out_features"])
     for row in rows:
         cells = []
         for kind in ("sent", "kept"):
@@ -232,8 +233,8 @@ def costs(rows):
     header = ["recipe", "ranks", "mode", "sends", "theory", "ratio", "keeps", "theory", "ratio"]
     return f"""## Bytes and memory
 
-A step of each recipe that trains two layers, with weights of 2.36 MB: what the rank that sends most sends, and what the
-one that keeps most keeps of weights, gradients and optimizer state between two steps. Control messages are counted.
+A step of each recipe that trains two layers, with weights of {bytes_in_words(weights)}: what the rank that
+sends most sends, and what the one that keeps most keeps of weights, gradients and optimizer state between two steps. Control messages are counted.
 
 {table(header, lines)}"""
 
