@@ -93,8 +93,8 @@ def busy(rows):
 The CPU time of the threads of the ranks that share it, in an eager step. The thread in OneFlow that schedules
 operations (`vm::VirtualMachine::ScheduleLoop`) does not sleep while work is under way, a message that it waits for
 included: it calls `sched_yield` without end. Where a rank has a core of its own, it does so while the rank would
-wait anyway. Where two share one, the thread of the rank that waits takes turns with the one that computes: it is what pipelines on
-more ranks than cores pay.
+wait anyway. Where two share one, the thread of the rank that waits takes turns with the one that computes: it is
+what pipelines on more ranks than cores pay.
 
 {table(header, lines)}"""
 
@@ -234,7 +234,8 @@ def costs(rows):
     return f"""## Bytes and memory
 
 A step of each recipe that trains two layers, with weights of {bytes_in_words(weights)}: what the rank that
-sends most sends, and what the one that keeps most keeps of weights, gradients and optimizer state between two steps. Control messages are counted.
+sends most sends, and what the one that keeps most keeps of weights, gradients and optimizer state
+between two steps. Control messages are counted.
 
 {table(header, lines)}"""
 
