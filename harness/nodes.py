@@ -58,7 +58,14 @@ class Peer:
         if time.monotonic() - self.heard > SILENCE:
             self.gone = True
         *lines, self.rest = self.rest.split(b"\n")
-        return [json.loads(line) for line in lines]
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            messages = [None]
+        if not all(isinstance(message, dict) for message in messages):  # no launcher of ours
+            self.gone = True
+            return []
+        return messages
 
 
 class Nodes:
@@ -137,8 +144,8 @@ class Nodes:
         for name, option in (("nodes", "--nnodes"), ("ranks", "--nproc_per_node")):
             if hello.get(name) != self.hello[name]:
                 wrong = f"{option} {hello.get(name)} here, and {self.hello[name]} on node 0: type the same on each node"
-        if not wrong and hello["node"] in [0, *(one.hello["node"] for one in self.peers)]:
-            wrong = f"--node_rank {hello['node']} is taken: number the nodes from 0 to {self.count - 1}, each once"
+        if not wrong and hello.get("node") not in set(range(1, self.count)) - {one.number for one in self.peers}:
+            wrong = f"--node_rank {hello.get('node')} is taken: number the nodes from 0 to {self.count - 1}, each once"
         peer.hello = hello
         if wrong:
             peer.send(refused=wrong)

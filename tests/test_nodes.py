@@ -1,7 +1,9 @@
 """launch.sh on several hosts: what it prints on each, that values are right, and that all end when one does."""
 
+import contextlib
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -143,6 +145,25 @@ def test_node_that_comes_late(hosts, script):
     ended([first, second])
     assert (first.code, first.err, first.out, second.out) == (0, "", "[0] met\n", "[1] met\n")
     assert second.err.startswith("launch.sh: waiting for node 0 at ")
+
+
+@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"node": 1}\n', b""])
+def test_stranger_at_the_port_does_no_harm(script, words):
+    port, path = free_port(), script("print('met')", "")
+    [first] = start(None, "-n", 1, path, only=[0], port=port)
+    while True:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(words)
+            [second] = start(None, "-n", 1, path, only=[1], port=port)
+            ended([first, second])
+            break
+    assert (first.code, first.err, first.out, second.out) == (0, "", "[0] met\n", "[1] met\n")
+
+
+def test_nodes_with_one_number_say_so():
+    runs = start(None, "-n", 1, "--timeout", 3, "recipes/row_parallel.py", only=[0, 0])
+    assert sorted(run.code for run in ended(runs)) == [2, 2]
+    assert any("take another one, the same on each node" in run.err for run in runs)
 
 
 def test_nodes_that_do_not_agree_say_so(waiting):
