@@ -28,7 +28,8 @@ Run a OneFlow script on several ranks of this machine or of several, or the test
   ./launch.sh bench                                    measure all beside PyTorch and JAX: docs/performance.md
 
 options
-  -n, --nproc_per_node N   number of ranks (default: the first of the script's WORLD_SIZES, else 2)
+  -n, --nproc_per_node N   number of ranks on each host (default: so many that all together are the first of the
+                           script's WORLD_SIZES that fits, else 2)
   --timeout SECONDS        end the job after that time, showing where each rank is (default 600; 0: no limit)
   --master_port PORT       the port on which the ranks meet (default: a free one), or the nodes, where there are several
   --nnodes N, --node_rank K, --master_addr HOST

@@ -28,7 +28,6 @@ STRATEGIES = {  # name -> (kind of the peers, recipe, its options, sizes, number
 PEERS = {"PyTorch": "torch", "JAX": "jax"}
 MODES = ("eager", "graph")
 STEPS = 5  # that are timed at once
-KINDS = ("scheduling", "others", "step")  # of times that ours.cpu_times tells
 
 
 def slowest(by_rank):
@@ -219,8 +218,8 @@ def kernels(turns, say):
 
 
 def busy(turns, say):
-    """[{"strategy", "ranks", and by KINDS seconds of a step}]: what the ranks of a core do in an eager step, by CPU
-    time, summed over the ranks on the first core."""
+    """[{"strategy", "ranks", "scheduling", "others", "step": seconds}]: what the ranks of a core do in an eager step, by
+    CPU time, summed over the ranks on the first core."""
     rows = []
     for n in (2, 4):
         with Pool(n, timeout=300) as pool:
@@ -229,7 +228,7 @@ def busy(turns, say):
                 if n in ranks:
                     path = str(recipe.RECIPES / f"{script}.py")
                     found = pool.call(f"{OURS}:cpu_times", path=path, steps=10, **options, **sizes)[::cores]
-                    total = {kind: sum(one[kind] for one in found) for kind in KINDS[:2]}
+                    total = {kind: sum(one[kind] for one in found) for kind in ("scheduling", "others")}
                     rows.append({"strategy": strategy, "ranks": n, **total, "step": found[0]["step"]})
                     say(rows[-1])
     return rows

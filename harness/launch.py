@@ -98,7 +98,8 @@ def check_nodes(options):
         raise BadInput("--nnodes needs node 0's address, the same on each node: --master_addr HOST --master_port 29500")
     if options.max_restarts < 0:
         raise BadInput(f"--max-restarts must be 0 or more, got {options.max_restarts}")
-    options.master_addr = options.master_addr or "127.0.0.1"
+    if nodes == 1:
+        options.master_addr = "127.0.0.1"  # whatever the host is called elsewhere, its own ranks meet here
 
 
 class Job:
@@ -152,6 +153,9 @@ class Job:
                     self.selector.register(read, selectors.EVENT_READ, (take, rank))
             end = self.watch(ranks, restarts)
             self.tell(end, ranks)
+        for key in list(self.selector.get_map().values()):  # of ranks that were ended
+            os.close(key.fd)
+        self.selector.close()
         if reserved:
             reserved.close()
         return end

@@ -202,6 +202,11 @@ def test_restart_on_every_node(hosts, script, tmp_path):
         assert restart == "launch.sh: restart 1 of 2"
 
 
+def test_on_one_host_no_address_is_needed():
+    run = Run(LAUNCH, "--master_addr", "10.9.9.9", "--timeout", 30, "recipes/data_parallel.py").wait()
+    assert (run.code, run.err) == (0, "") and EQUAL in run.out
+
+
 def test_restarts_come_to_an_end(script):
     path = script("sys.exit(3 if rank == 0 else 0)", "import os, sys\nrank = int(os.environ['RANK'])\n")
     run = Run(LAUNCH, "-n", 2, "--max-restarts", 2, path).wait()
