@@ -218,8 +218,8 @@ def kernels(turns, say):
 
 
 def busy(turns, say):
-    """[{"strategy", "ranks", "scheduling", "others", "step": seconds}]: what the ranks of a core do in an eager step, by
-    CPU time, summed over the ranks on the first core."""
+    """[{"strategy", "ranks", "scheduling", "others", "step": seconds}]: what the ranks of a core do in an eager step,
+    by CPU time, summed over the ranks on the first core."""
     rows = []
     for n in (2, 4):
         with Pool(n, timeout=300) as pool:
