@@ -12,6 +12,7 @@ Run a OneFlow script on several ranks of this machine or of several, or the test
   ./launch.sh show [option ...] SCRIPT [its arguments ...]
   ./launch.sh bytes [option ...] SCRIPT [its arguments ...]
   ./launch.sh mutate [recipe ...]
+  ./launch.sh faults [--tries K]
   ./launch.sh docs
   ./launch.sh bench [--short] [PART ...]
 
@@ -24,6 +25,7 @@ Run a OneFlow script on several ranks of this machine or of several, or the test
   ./launch.sh bytes -n 4 ~/mine.py --graph             list what each step sends, of any script with an entry `run`
   ./launch.sh test -k pipeline                         some of the tests
   ./launch.sh mutate recipes/data_parallel.py          break the recipe in every way; the tests must see each
+  ./launch.sh faults                                   kill, stop and damage jobs in every way: docs/faults.md
   ./launch.sh docs                                     measure all again: docs/sbp-atlas.md, pictures, README's table
   ./launch.sh bench                                    measure all beside PyTorch and JAX: docs/performance.md
 
@@ -36,16 +38,25 @@ options
                            run on N hosts: start the same command on each, each with a K of its own from 0 to N-1; HOST
                            is the name or address of node 0
   --max-restarts R         after a failure start all ranks again, on every node, up to R times (default 0)
+  --log-dir DIR            write all that rank k says to DIR/rank_k.log, behind what earlier jobs have left there; here
+                           only the first rank of this host is shown, and a line of progress each minute
+  --progress SECONDS       another time between the lines of progress (0: none)
   -h, --help               this text; SCRIPT --help shows a script's own options
+                           (- and _ within the name of an option are the same)
 
 The first run makes .venv here (1.8 GB to download, 3.9 GB on disk) with a Python 3.8-3.10 found on this machine, or
 with the one that PYTHON names. A rank's lines stand behind its number. The first rank that fails ends all others. Each
-rank keeps to its share of the cores that launch.sh may use; start it under taskset to give it others.
+rank keeps to its share of the cores that launch.sh may use; start it under taskset to give it others. Each task of srun
+or mpirun that runs this script is a node with one rank (-n: more), without another option: see docs/clusters.md.
 
 exit code: 0 all ranks ended well; 2 bad input or no environment; 124 time limit; 128 + N ended by signal N;
            else that of the first rank that failed
 END
 }
+
+# Output that was closed when we were started is given to the first files that are opened, as a rule this very one.
+[[ -e /proc/self/fd/1 && ! /proc/self/fd/1 -ef ${BASH_SOURCE[0]} ]] || exec 1>/dev/null
+[[ -e /proc/self/fd/2 && ! /proc/self/fd/2 -ef ${BASH_SOURCE[0]} ]] || exec 2>/dev/null
 
 case ${1-} in
     -h | --help) usage; exit 0 ;;

@@ -1,17 +1,22 @@
 """What launch.sh calls once the environment is there: `python harness ARGUMENT ...`."""
 
 import os
+import signal
 import sys
 from pathlib import Path
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # so early there is nothing to end, and nothing to say
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # in place of harness/ itself, which Python puts there
 
 from harness import launch  # noqa: E402
 
-COMMANDS = {  # those of launch.COMMANDS
+COMMANDS = {  # those of launch.COMMANDS that are programs of their own
     "test": [sys.executable, "-m", "pytest", f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"],
     "bench": [sys.executable, str(ROOT / "benchmarks" / "bench.py")],
+    "faults": [sys.executable, str(ROOT / "tests" / "faults.py")],
     "mutate": [sys.executable, str(ROOT / "tests" / "mutate.py")],
 }
 
@@ -21,6 +26,8 @@ def main():
     if arguments and arguments[0] in COMMANDS:
         os.chdir(ROOT)
         os.execv(sys.executable, COMMANDS[arguments[0]] + arguments[1:])
+    if arguments and arguments[0] in ("show", "bytes", "docs") and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if arguments and arguments[0] in ("show", "bytes"):
         from harness import show
 

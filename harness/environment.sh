@@ -21,6 +21,8 @@ environment_is_whole() {
     local recorded
     recorded=$(<"$venv/made")
     [[ $recorded == "$(cksum <"$here/requirements.txt")"$'\n'* ]] || return 1
+    "$venv/bin/python" -ISc 'import os, sys; os.chdir("%s/lib/python%d.%d" % (sys.argv[1], *sys.version_info[:2]))' "$venv" \
+        2>/dev/null || return 1
     recorded=${recorded#*$'\n'}
     [[ $recorded == "$(cd "$venv" && cut -d ' ' -f 2- <<<"$recorded" | tr '\n' '\0' | sizes 2>/dev/null)" ]]
 }
@@ -110,6 +112,9 @@ diagnose() {
     fi
 }
 
+# Runs a command in the background and waits for it: for one in the foreground, bash would not heed a signal.
+heed() { "$@" & wait $!; }
+
 make_environment() {
     local free log reason
     check_system
@@ -120,21 +125,18 @@ make_environment() {
     say "setting up .venv with $python ($version), once: about 1.8 GB to download, 3.9 GB on disk"
     # shellcheck disable=SC2064 # the path of today
     trap "rm -rf '$venv'" EXIT
-    trap 'kill "${pip-}" 2>/dev/null; wait; say "set-up was interrupted; run this again"; exit 130' INT TERM HUP
-    "$python" -m venv "$venv" >&2 || refuse "$python -m venv failed; see above"
+    trap 'kill $(jobs -p) 2>/dev/null || true; wait; say "set-up was interrupted; run this again"; exit 130' INT TERM HUP
+    heed "$python" -m venv "$venv" >&2 || refuse "$python -m venv failed; see above"
     log=$venv/set-up.log
     mkdir "$venv/tmp" # pip downloads 1 GB wheels into TMPDIR, and /tmp is often small
-    # pip's own output stays on the terminal, where it draws progress bars; the log is for diagnose. It runs in the
-    # background, because bash heeds a signal only once a command in the foreground has ended.
-    TMPDIR=$venv/tmp PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install \
-        -r "$here/requirements.txt" --log "$log" >&2 &
-    pip=$!
-    if ! wait "$pip"; then
+    # pip's own output stays on the terminal, where it draws progress bars; the log is for diagnose
+    if ! TMPDIR=$venv/tmp PIP_DISABLE_PIP_VERSION_CHECK=1 heed "$venv/bin/python" -m pip install \
+        -r "$here/requirements.txt" --log "$log" >&2; then
         reason=$(diagnose "$log")
         refuse "$reason"
     fi
     rm -rf "$venv/tmp"
-    "$venv/bin/python" -c 'import oneflow' >"$log" 2>&1 || refuse "OneFlow does not start: $(tail -n 1 "$log")"
+    heed "$venv/bin/python" -c 'import oneflow' >"$log" 2>&1 || refuse "OneFlow does not start: $(tail -n 1 "$log")"
     { cksum <"$here/requirements.txt" && (cd "$venv" && vital_files | sizes); } >"$venv/made.part"
     mv "$venv/made.part" "$venv/made"
     trap - EXIT INT TERM HUP

@@ -1,25 +1,42 @@
 """The launcher: starts the ranks of a script on this host, shows their output, and ends them all together."""
 
 import argparse
+import contextlib
 import difflib
+import hashlib
 import json
 import os
 import re
+import resource
+import select
 import selectors
 import signal
 import sys
 import time
 from pathlib import Path
 
-from harness import recipe
+from harness import recipe, schedulers
+from harness.logs import Logs
 from harness.nodes import SECOND_OPINION, Apart, Nodes
 from harness.rank import BROKEN_PIPE
 from harness.ranks import PortTaken, Ranks, Share, is_consequence, reserve_port
 
-COMMANDS = ("test", "mutate", "show", "bytes", "docs", "bench")  # what launch.sh does besides running a script
+COMMANDS = (
+    "test",
+    "mutate",
+    "show",
+    "bytes",
+    "docs",
+    "bench",
+    "faults",
+)  # what launch.sh does besides running a script
 BAD_INPUT = 2
 TIME_LIMIT_REACHED = 124
-FATAL = re.compile(rb"F\d{8} ")  # how glog begins the line of an error that ends the process
+COMES_AGAIN = 60.0  # seconds in which each node must be back for a restart
+LONGEST_LINE = 1 << 16  # bytes of a line that is shown in one piece
+PATIENCE = 1.0  # seconds in which somebody must read what we write, when the job is to end
+# How glog begins the line of an error that ends the process.
+FATAL = re.compile(rb"F\d{8} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\] ")
 NOISE = (b"libibverbs not available",)  # OneFlow says so on every host without InfiniBand
 
 
@@ -31,18 +48,21 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are BadInput."""
 
     def error(self, message):
+        message = re.sub(r"^argument (\S+)/--\S+:", r"argument \1:", message)  # without its other spelling
         raise BadInput(f"{message}; see ./launch.sh --help")
 
 
 def parser():
     """The options of launch.sh; their help stands in launch.sh itself, which can show it before Python is set up."""
     options = Parser(prog="launch.sh", add_help=False, allow_abbrev=False)
-    options.add_argument("-n", "--nproc_per_node", type=int)
-    options.add_argument("--nnodes", type=int, default=1)
-    options.add_argument("--node_rank", type=int, default=0)
-    options.add_argument("--master_addr")
-    options.add_argument("--master_port", type=int, default=0)
-    options.add_argument("--max-restarts", type=int, default=0)
+    options.add_argument("-n", "--nproc_per_node", "--nproc-per-node", type=int)
+    options.add_argument("--nnodes", type=int)
+    options.add_argument("--node_rank", "--node-rank", type=int)
+    options.add_argument("--master_addr", "--master-addr")
+    options.add_argument("--master_port", "--master-port", type=int, default=0)
+    options.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
+    options.add_argument("--log-dir", "--log_dir")
+    options.add_argument("--progress", type=float, default=60.0)
     options.add_argument("--timeout", type=float, default=600.0)
     options.add_argument("script", nargs="?")
     options.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -69,6 +89,8 @@ def checked(arguments):
     except (OSError, ValueError) as error:
         raise BadInput(f"{script}: {error}") from None
     check_nodes(options)
+    if options.nproc_per_node is None and options.task:
+        options.nproc_per_node = 1
     if options.nproc_per_node is None:  # as few as the script takes, the same on each node
         fitting = [size for size in sizes or (2,) if size % options.nnodes == 0]
         options.nproc_per_node = fitting[0] // options.nnodes if fitting else 1
@@ -76,19 +98,47 @@ def checked(arguments):
         raise BadInput(f"-n must be 1 or more, got {options.nproc_per_node}")
     world_size = options.nnodes * options.nproc_per_node
     if sizes and world_size not in sizes:
-        accepted = f"{sizes[0]} to {sizes[-1]}" if isinstance(sizes, range) else " or ".join(map(str, sizes))
-        on_nodes = f" ({options.nproc_per_node} on each of {options.nnodes} nodes)" if options.nnodes > 1 else ""
+        first, last = (sizes[0], sizes[-1]) if isinstance(sizes, range) else (min(sizes), max(sizes))
+        whole = 1 < len(sizes) == last - first + 1
+        accepted = f"{first} to {last}" if whole else " or ".join(map(str, sizes))
+        each = "tasks of " + options.task.scheduler if options.task else "nodes"
+        on_nodes = f" ({options.nproc_per_node} on each of {options.nnodes} {each})" if options.nnodes > 1 else ""
         hint = f": type -n {sizes[0]}" if options.nnodes == 1 else ""
         raise BadInput(f"{script.name} runs on {accepted} ranks, not on {world_size}{on_nodes}{hint}")
     if not options.timeout >= 0:
         raise BadInput(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
     if options.master_port and not 1024 <= options.master_port <= 65535:
         raise BadInput(f"--master_port must be from 1024 to 65535, got {options.master_port}")
+    if not options.progress >= 0:
+        raise BadInput(f"--progress must be a number of seconds, or 0 for never, got {options.progress:g}")
+    files, allowed = 64 + 8 * options.nproc_per_node, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if allowed != resource.RLIM_INFINITY and files > allowed:
+        raise BadInput(f"-n {options.nproc_per_node} opens {files} files, and {allowed} may be: type ulimit -n {files}")
+    if options.log_dir == "":
+        raise BadInput("--log-dir must name a folder, got an empty name: type --log-dir logs")
     return options
 
 
 def check_nodes(options):
-    """The options for several hosts. Raises BadInput."""
+    """The options for several hosts, or what srun or mpirun says in their place. Raises BadInput."""
+    try:
+        typed = options.nnodes is not None or options.node_rank is not None
+        options.task = None if typed else schedulers.task()
+        if options.task:
+            options.nnodes, options.node_rank = options.task.count, options.task.number
+            options.master_addr = options.master_addr or options.task.address
+            options.master_port = options.master_port or options.task.port
+    except (KeyError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise BadInput(f"the variables of srun or mpirun are not whole ({what}): unset SLURM_* and OMPI_*") from None
+    if options.task and not options.master_addr:
+        raise BadInput(f"{options.task.scheduler} does not say where task 0 runs: type --master_addr HOST")
+    if not (typed or options.task) and schedulers.unknown():
+        number, count = schedulers.unknown()
+        where = f"--nnodes {count} --node_rank {number} --master_addr HOST --master_port 29500"
+        raise BadInput(f"task {number} of {count} of an mpirun that is not Open MPI's: type {where}, or unset PMI_SIZE")
+    options.nnodes = 1 if options.nnodes is None else options.nnodes
+    options.node_rank = options.node_rank or 0
     nodes, number = options.nnodes, options.node_rank
     if nodes < 1:
         raise BadInput(f"--nnodes must be 1 or more, got {nodes}")
@@ -100,6 +150,26 @@ def check_nodes(options):
         raise BadInput(f"--max-restarts must be 0 or more, got {options.max_restarts}")
     if nodes == 1:
         options.master_addr = "127.0.0.1"  # whatever the host is called elsewhere, its own ranks meet here
+    address = options.master_addr
+    if ":" in address:
+        raise BadInput(f"--master_addr {address}: OneFlow knows IPv4 only: type a name, or an address like 10.0.0.1")
+    try:
+        address.encode("idna")
+    except UnicodeError:
+        raise BadInput(f"--master_addr {address} is no name of a host: type one, or an address like 10.0.0.1") from None
+
+
+def same_job(options):
+    """What launchers of one job have in common besides the options that say where it runs: name -> words."""
+    script, words = Path(options.script), " ".join(options.arguments) or "none"
+    if len(words) > 100:  # what launchers tell each other is short
+        words = f"{words[:50]} ... ({hashlib.sha256(encoded(words)).hexdigest()[:16]})"
+    return {
+        "script": script.name,
+        "version of the script": hashlib.sha256(script.read_bytes()).hexdigest()[:16],
+        "arguments": words,
+        "job": options.task.job if options.task else "of no scheduler",
+    }
 
 
 class Job:
@@ -109,18 +179,54 @@ class Job:
         self.options, self.nodes = options, nodes
         self.here = options.nproc_per_node
         self.first, self.world_size = nodes.number * self.here, nodes.count * self.here
-        self.caught = []  # signals
-        self.deadline = time.monotonic() + options.timeout if options.timeout else float("inf")
+        self.caught = []  # signals that end the job
+        self.asked = False  # by SIGUSR1, where each rank is
+        self.unread = False  # nobody takes what we write
+        self.logs = None
+        self.begin = time.monotonic()
+        self.deadline = self.begin + options.timeout if options.timeout else float("inf")
+        self.next_progress = self.begin + options.progress
 
     def run(self):
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        ending = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+            ending.remove(signal.SIGHUP)
+        for number in ending:
             signal.signal(number, lambda number, frame: self.caught.append(number))
+        signal.signal(signal.SIGUSR1, lambda number, frame: setattr(self, "asked", True))
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who started us may ignore it: no rank would have an exit code
+        with contextlib.ExitStack() as stack:
+            if self.options.log_dir:
+                stack.enter_context(self._open_logs())
+            try:
+                return self._run()
+            except BrokenPipeError:  # nobody reads our output any more
+                if self.logs:
+                    self.logs.remark("nobody reads the output of launch.sh any more: every rank is ended")
+                return BROKEN_PIPE
+            finally:  # srun sends SIGTERM when another task has ended; Python takes its handlers back before it ends
+                for number in ending:
+                    signal.signal(number, signal.SIG_IGN)
+
+    def _open_logs(self):
+        try:
+            self.logs = Logs(self.options.log_dir, range(self.first, self.first + self.here))
+        except OSError as error:
+            raise BadInput(f"--log-dir {self.options.log_dir}: {error.strerror}: name another folder") from None
+        words = " ".join([self.options.script, *self.options.arguments])
+        self.logs.remark(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, one of {self.world_size} ranks of {words}")
+        return self.logs
+
+    def _run(self):
         end = {"again": 0}
         while "again" in end:
             with self.nodes:
-                self.nodes.meet(self.deadline, say, lambda: self.caught)
+                limit = (self.deadline, "until --timeout")
+                if end["again"]:  # all were there a moment ago
+                    limit = min(limit, (time.monotonic() + COMES_AGAIN, f"again within {COMES_AGAIN:.0f} s"))
+                self.nodes.meet(limit[0], self.say, lambda: self.caught, limit[1])
                 if self.caught:
-                    say(f"{signal.Signals(self.caught[0]).name}: nothing was started")
+                    self.say(f"{signal.Signals(self.caught[0]).name}: nothing was started")
                     return 128 + self.caught[0]
                 end = self.attempt(end["again"])
         return end["code"]
@@ -130,29 +236,38 @@ class Job:
         self.reports = {}  # rank -> what its wrapper said of its end; ranks are counted on this node
         self.notes = {}  # rank -> that as bytes, as far as they have come
         self.rest = {}  # rank -> the part of a line of standard error that has no end yet
+        self.printed = {}  # rank -> that of a line of standard output
+        self.ended = False
         self.last_words = {}  # rank -> what it wrote from OneFlow's fatal error on
         self.selector = selectors.DefaultSelector()
         reserved = None
         if self.nodes.number == 0:
             reserved = reserve_port(self.options.master_port if self.nodes.count == 1 else 0)
         start = self.nodes.begin(reserved and reserved.getsockname()[1])
-        address = self.options.master_addr
-        share = Share(self.world_size, self.here, self.first, start["local"], address, start["port"])
-        errors = [os.pipe() for _ in range(self.here)]
-        reports = [os.pipe() for _ in range(self.here)]
+        start["address"] = start["address"] or self.options.master_addr
+        share = Share(self.world_size, self.here, self.first, **start)
+        kinds = {"stderr": self.show, "report": self.note}  # where it comes from -> what takes it
+        if self.logs:
+            kinds["stdout"] = self.print
+        pipes = {kind: [os.pipe() for _ in range(self.here)] for kind in kinds}
+        writing = {kind: [write for _, write in pairs] for kind, pairs in pipes.items()}
         with Ranks(
             [self.options.script, *self.options.arguments],
             share,
-            channels=[{"HARNESS_REPORT": write} for _, write in reports],
-            stderr=[write for _, write in errors],
+            channels=[{"HARNESS_REPORT": write} for write in writing["report"]],
+            variables={"HARNESS_MARK": ""} if self.logs else None,
+            stdout=writing.get("stdout"),
+            stderr=writing["stderr"],
         ) as ranks:
-            for rank in range(self.here):
-                for (read, write), take in ((errors[rank], self.show), (reports[rank], self.note)):
+            for kind, pairs in pipes.items():
+                for rank, (read, write) in enumerate(pairs):
                     os.close(write)
                     os.set_blocking(read, False)
-                    self.selector.register(read, selectors.EVENT_READ, (take, rank))
+                    self.selector.register(read, selectors.EVENT_READ, (kinds[kind], rank))
             end = self.watch(ranks, restarts)
             self.tell(end, ranks)
+        if self.logs:
+            self.close_logs(end)
         for key in list(self.selector.get_map().values()):  # of ranks that were ended
             os.close(key.fd)
         self.selector.close()
@@ -166,6 +281,10 @@ class Job:
         while True:
             running = ranks.running()
             self.take_output(0.02)
+            self.tell_progress()
+            if self.asked:
+                self.asked = False
+                ranks.signal(signal.SIGUSR1)
             own = own or self.failure(ranks, running)
             if own and own not in failures:
                 failures.append(own)
@@ -182,6 +301,7 @@ class Job:
                     done.add(peer)
                 if "gone" in message:
                     failures.append({"code": 1, "text": f"{peer} is gone", "node": peer.number, "time": time.time()})
+                    failures[-1]["restart"] = False  # there is nobody to start again there
             if failures and decided == float("inf"):  # another node may know a better cause
                 waits = 2 * SECOND_OPINION if self.nodes.number else SECOND_OPINION  # for node 0 to decide
                 sure = self.nodes.number == 0 and not all(one.get("consequence") for one in failures)
@@ -216,9 +336,10 @@ class Job:
         failed = [rank for rank in codes if codes[rank]]
         if failed or not running:
             self.take_output(0)
-            for rank, rest in self.rest.items():
-                if rest:  # a last line without an end
-                    self.show(rank, b"\n")
+            for take, parts in ((self.show, self.rest), (self.print, self.printed)):
+                for rank, rest in parts.items():
+                    if rest:  # a last line without an end
+                        take(rank, b"\n")
         if not failed:
             return None
         rank = min(failed, key=lambda rank: (self.time_of_end(rank), is_consequence(codes[rank])))
@@ -229,7 +350,8 @@ class Job:
             "text": f"rank {self.first + rank} of {self.world_size}{where} failed: {cause}; every rank is ended",
             "rank": rank,
             "consequence": is_consequence(code),
-            "restart": code not in (BAD_INPUT, BROKEN_PIPE),
+            "restart": code != BAD_INPUT and not self.reports.get(rank, {}).get("unread"),
+            "unread": self.reports.get(rank, {}).get("unread", False),
         }
         if code == BAD_INPUT and text:  # the same on every rank, so without a mark
             found["text"] = text
@@ -238,24 +360,28 @@ class Job:
 
     def tell(self, end, ranks):
         """Say how the job ended, on standard error."""
-        if end["code"] in (0, BROKEN_PIPE):
+        if end.get("unread"):
             return
+        if end["code"] == 0 or end.get("limit"):  # no rank's death made them say it
+            for lines in self.last_words.values():
+                self.put(sys.stderr, b"".join(lines))
         if end.get("limit"):
             self.tell_where(ranks)
         elif end["code"] == BAD_INPUT and not end["text"].startswith("rank "):
-            print(end["text"], file=sys.stderr)
-        else:
+            self.put(sys.stderr, encoded(end["text"]) + b"\n")
+        elif end["code"]:
             if end["node"] == self.nodes.number and "rank" in end:
-                sys.stderr.buffer.writelines(self.last_words.pop(end["rank"], []))
+                said = self.last_words.pop(end["rank"], [])
                 for line in self.reports.get(end["rank"], {}).get("text", "").splitlines():
-                    self.show(end["rank"], line.encode() + b"\n")
-            say(end["text"])
+                    said.append(self.mark(end["rank"]) + encoded(line) + b"\n")
+                self.put(sys.stderr, b"".join(said))
+            self.say(end["text"])
             if "again" in end:
-                say(f"restart {end['again']} of {self.options.max_restarts}")
+                self.say(f"restart {end['again']} of {self.options.max_restarts}")
 
     def take_output(self, seconds):
-        """Wait up to `seconds` for output, then hand on all that there is."""
-        while True:
+        """Wait up to `seconds` for output, then hand on all that there is; of what has no end, a good part."""
+        for _ in range(16):  # each of all that a pipe holds
             ready = self.selector.select(seconds)
             for key, _ in ready:
                 take, rank = key.data
@@ -273,14 +399,83 @@ class Job:
 
     def show(self, rank, data):
         """Pass on standard error, line by line, behind the mark of its rank."""
-        *lines, self.rest[rank] = (self.rest.get(rank, b"") + data).split(b"\n")
-        mark = b"[%d] " % (self.first + rank) if self.world_size > 1 else b""
+        self.log(rank, data)
+        lines = self.lines(self.rest, rank, data)
+        mark, shown = self.mark(rank), []
         for line in lines:
             if rank in self.last_words or FATAL.match(line):  # it may only follow from the death of another rank
                 self.last_words.setdefault(rank, []).append(mark + line + b"\n")
-            elif not line.startswith(NOISE):
-                sys.stderr.buffer.write(mark + line + b"\n")
-        sys.stderr.buffer.flush()
+            elif self.is_shown(rank) and not line.startswith(NOISE):
+                shown.append(mark + line + b"\n")
+        self.put(sys.stderr, b"".join(shown))
+
+    def print(self, rank, data):
+        """Pass on standard output, where a log is kept: of the first rank here only."""
+        self.log(rank, data)
+        lines = self.lines(self.printed, rank, data)
+        if self.is_shown(rank):
+            self.put(sys.stdout, b"".join(self.mark(rank) + line + b"\n" for line in lines))
+
+    def put(self, stream, data):
+        """Write to our own output. A reader who takes nothing makes the job wait, but must not keep it from its end."""
+        waited = 0.0
+        while data and not self.unread:
+            if select.select([], [stream], [], 0.1)[1]:
+                try:
+                    data = data[os.write(stream.fileno(), data[: select.PIPE_BUF]) :]  # so much does not block
+                except BrokenPipeError:
+                    raise
+                except OSError:  # such as a full disk
+                    self.unread = True
+            elif self.caught or time.monotonic() >= self.deadline:
+                waited += 0.1
+                self.unread = waited > PATIENCE
+            self.nodes.beat()
+
+    def say(self, text):
+        self.put(sys.stderr, encoded(f"launch.sh: {text}\n"))
+
+    @staticmethod
+    def lines(rests, rank, data):
+        """The lines that end in `data`; what is behind the last end is kept, unless it is very long."""
+        *lines, rest = (rests.get(rank, b"") + data).split(b"\n")
+        rests[rank] = rest if len(rest) < LONGEST_LINE else b""
+        return lines + [rest] * (len(rest) >= LONGEST_LINE)
+
+    def mark(self, rank):
+        return b"[%d] " % (self.first + rank) if self.world_size > 1 else b""
+
+    def is_shown(self, rank):
+        """Whether the terminal shows what a rank writes; the logs, if there are any, have it of all."""
+        return not self.ended and (not self.logs or rank == 0)
+
+    def log(self, rank, data):
+        if self.logs:
+            self.logs.write(rank, data)
+
+    def tell_progress(self):
+        """Once in a while, where logs are kept: how far it is."""
+        if self.logs and self.logs.lost:
+            self.say(self.logs.lost)
+            self.logs.lost = ""  # said once
+        if self.logs and self.options.progress and time.monotonic() >= self.next_progress:
+            self.next_progress += self.options.progress
+            self.say(f"{time.monotonic() - self.begin:.0f} s; {self.logs.progress()}")
+
+    def close_logs(self, end):
+        """What is left of a rank's output goes to its log alone: it has been ended for another's failure."""
+        self.ended = True
+        self.take_output(0)
+        for rank in range(self.here):
+            text = self.reports.get(rank, {}).get("text", "")
+            if text:
+                self.logs.write(rank, encoded(text) + b"\n")
+        words = "" if end["code"] else "ended well"
+        if end.get("limit"):
+            words = f"time limit of {self.options.timeout:g} s reached (--timeout)"
+        self.logs.remark(words or end["text"] or f"exit code {end['code']}")
+        if "again" in end:
+            self.logs.remark(f"restart {end['again']} of {self.options.max_restarts}")
 
     def note(self, rank, data):
         """Keep what a rank's wrapper says of its end, a line of JSON."""
@@ -294,15 +489,21 @@ class Job:
     def tell_where(self, ranks):
         """The time limit is reached: show where each rank is."""
         running = ranks.running()
-        say(f"time limit of {self.options.timeout:g} s reached (--timeout): this is where each rank is")
+        self.say(f"time limit of {self.options.timeout:g} s reached (--timeout): this is where each rank is")
         ranks.signal(signal.SIGUSR1)
         end = time.monotonic() + 1
         while time.monotonic() < end:
             self.take_output(0.05)
         for rank in range(self.here):
-            done = rank in self.reports
-            state = "has ended" if rank not in running else "has run to its end" if done else "is running"
-            say(f"rank {self.first + rank} of {self.world_size} {state}")
+            state = ranks.state(rank) if rank in running else "has ended"
+            if state == "is running" and rank in self.reports:
+                state = "has run to its end"
+            self.say(f"rank {self.first + rank} of {self.world_size} {state}")
+
+
+def encoded(text):
+    """Bytes of a text that may have what is no letter, such as a name of a file in another encoding."""
+    return text.encode(errors="backslashreplace")
 
 
 def say(text):
@@ -314,10 +515,13 @@ def main(arguments):
     try:
         options = checked(arguments)
         port = options.master_port
-        nodes = Nodes(options.nnodes, options.node_rank, options.nproc_per_node, options.master_addr, port)
+        where = (options.nnodes, options.node_rank, options.nproc_per_node, options.master_addr, port)
+        each = f" (each task of {options.task.scheduler} is a node)" if options.task else ""
+        nodes = Nodes(*where, same_job(options), each)
         return Job(options, nodes).run()
     except (BadInput, PortTaken, Apart) as error:
         say(str(error))
         return BAD_INPUT
-    except BrokenPipeError:  # nobody reads our standard error any more
-        return BROKEN_PIPE
+    except OSError as error:  # no more processes or files are to be had, say
+        say(f"{error}: every rank is ended")
+        return 1

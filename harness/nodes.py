@@ -5,7 +5,9 @@ a port of its own, which node 0 finds free and tells. A launcher that is silent 
 """
 
 import contextlib
+import itertools
 import json
+import os
 import socket
 import time
 
@@ -24,7 +26,9 @@ class Peer:
     def __init__(self, connection, address):
         connection.setblocking(False)
         self.connection, self.address = connection, address
+        self.ours = connection.getsockname()[0]  # our address, as this node knows us
         self.heard, self.rest, self.gone = time.monotonic(), b"", False
+        self.unread = []  # messages that have come and are for a later receive()
         self.hello = {"node": 0, "host": address}
 
     @property
@@ -44,6 +48,7 @@ class Peer:
 
     def receive(self):
         """The messages that have come; sets `gone` at the end of the connection, or after a long silence."""
+        before, self.unread = self.unread, []
         try:
             while True:
                 data = self.connection.recv(65536)
@@ -64,19 +69,25 @@ class Peer:
             messages = [None]
         if not all(isinstance(message, dict) for message in messages):  # no launcher of ours
             self.gone = True
-            return []
-        return messages
+            return before
+        return before + messages
 
 
 class Nodes:
     """This node among those of a job. A context manager, again and again: on leaving it, the connections are closed."""
 
-    def __init__(self, count, number, ranks_each, address, port):
-        """count: of nodes; number: of this one; address, port: where node 0 listens."""
-        self.count, self.number, self.address, self.port = count, number, address, port
-        self.hello = {"node": number, "nodes": count, "ranks": ranks_each, "host": socket.gethostname()}
+    def __init__(self, count, number, ranks_each, address, port, same=None, remark=""):
+        """count: of nodes; number: of this one; address, port: where node 0 listens.
+
+        same: name -> words that must be the same on each node, such as the script and its arguments.
+        remark: what else to say of nodes that are waited for.
+        """
+        self.count, self.number, self.address, self.port, self.remark = count, number, address, port, remark
+        self.same = {"--nnodes": count, "--nproc_per_node": ranks_each, "--master_addr": address, **(same or {})}
+        self.hello = {"node": number, "ranks": ranks_each, "host": socket.gethostname(), "same": self.same}
+        self.hello["cores"] = sorted(os.sched_getaffinity(0))  # a scheduler may give each node its own of one host
         self.name = f"node {number} ({self.hello['host']})"
-        self.peers, self.beat, self.started = [], 0.0, None
+        self.peers, self.last_beat, self.started = [], 0.0, None
 
     def __enter__(self):
         return self
@@ -86,8 +97,8 @@ class Nodes:
             peer.connection.close()
         self.peers = []
 
-    def meet(self, deadline, say, stopped):
-        """Wait until all nodes are there, until time.monotonic() is `deadline`.
+    def meet(self, deadline, say, stopped, limit="until --timeout"):
+        """Wait until all nodes are there, until time.monotonic() is `deadline`, which `limit` names.
 
         say: takes a line; stopped: whether to give up. Raises Apart.
         """
@@ -99,10 +110,10 @@ class Nodes:
             if stopped():
                 return
             if time.monotonic() > deadline:
-                raise Apart(f"{missing} did not come until --timeout; see that launch.sh runs there and can reach us")
+                raise Apart(f"{missing} did not come {limit}; see that launch.sh runs there and can reach us")
             if time.monotonic() > said:
                 said = float("inf")
-                say(f"waiting for {missing}")
+                say(f"waiting for {missing}{self.remark}")
             time.sleep(0.02)
 
     def _gather(self):
@@ -110,19 +121,27 @@ class Nodes:
         try:
             listener = socket.create_server(("0.0.0.0", self.port))
         except OSError as error:
-            reason = f"--master_port {self.port}: {error.strerror}; take another one, the same on each node"
+            reason = f"--master_port {self.port}: {os.strerror(error.errno)}; take another one, the same on each node"
             raise Apart(reason) from None
         with listener:
             listener.setblocking(False)
             yield from self._gather_from(listener)
+        hosts, ranks = len({"", *(peer.address for peer in self.peers)}), self.count * self.hello["ranks"]
+        if ranks % hosts:  # it would hang
+            needs = f"OneFlow 0.9.0 would hang: {ranks} ranks cannot be divided by {hosts} hosts"
+            for peer in self.peers:
+                peer.send(refused=needs)
+            raise Apart(needs)
 
     def _gather_from(self, listener):
         strangers = []
         while len(self.peers) < self.count - 1:
             with contextlib.suppress(BlockingIOError):
                 connection, (address, _) = listener.accept()
-                here = connection.getsockname()[0]  # who comes from our own address shares it with us
-                strangers.append(Peer(connection, "" if address in (here, "127.0.0.1") else address))
+                peer = Peer(connection, address)
+                if address in (peer.ours, "127.0.0.1"):  # it shares our address
+                    peer.address = ""
+                strangers.append(peer)
             for one in list(strangers):
                 for message in one.receive():
                     strangers.remove(one)
@@ -133,17 +152,18 @@ class Nodes:
             there = {peer.hello["node"] for peer in self.peers}
             missing = [number for number in range(1, self.count) if number not in there]
             yield f"node{'s'[: len(missing) > 1]} {', '.join(map(str, missing))} of {self.count}"
-            self._beat()
+            self.beat()
             for peer in self.peers:
                 peer.receive()
             self.peers = [peer for peer in self.peers if not peer.gone]  # it may come again
 
     def _judge(self, peer, hello):
         """Take a node in, or tell it why not."""
-        wrong = None
-        for name, option in (("nodes", "--nnodes"), ("ranks", "--nproc_per_node")):
-            if hello.get(name) != self.hello[name]:
-                wrong = f"{option} {hello.get(name)} here, and {self.hello[name]} on node 0: type the same on each node"
+        wrong, theirs = None, hello.get("same")
+        for name, ours in self.same.items():
+            there = theirs.get(name) if isinstance(theirs, dict) else None
+            if there != ours and not wrong:
+                wrong = f"{name} {there} here, and {ours} on node 0: type the same on each node"
         if not wrong and hello.get("node") not in set(range(1, self.count)) - {one.number for one in self.peers}:
             wrong = f"--node_rank {hello.get('node')} is taken: number the nodes from 0 to {self.count - 1}, each once"
         peer.hello = hello
@@ -161,36 +181,52 @@ class Nodes:
             if leader is None:
                 try:
                     connection = socket.create_connection((self.address, self.port), timeout=1)
-                except socket.gaierror as error:
-                    reason = f"--master_addr {self.address}: {error.strerror}: type node 0's name or address"
-                    raise Apart(reason) from None
+                except socket.gaierror as error:  # in some clusters a host has its name when it has started
+                    yield f"{where} ({error.strerror})"
+                    continue
                 except OSError:
                     yield where
                     continue
                 leader = Peer(connection, self.address)
                 leader.send(**self.hello)
-            for message in leader.receive():
+                self.peers = [leader]
+            messages = leader.receive()
+            for i, message in enumerate(messages):
                 if "refused" in message:
                     raise Apart(message["refused"])
                 if "start" in message:
-                    self.started = message["start"]
+                    self.started, leader.unread = message["start"], messages[i + 1 :]
                     return
             self.peers = [] if leader.gone else [leader]
             leader = None if leader.gone else leader
-            self._beat()
+            self.beat()
             yield where if leader is None else f"the other nodes, with {where}"
 
     def begin(self, port=0):
-        """All are there: {"port": of rank 0, which node 0 gives, "local": LOCAL_RANK of the first rank here}."""
-        if self.count == 1:
-            return {"port": port, "local": 0}
-        if self.number == 0:
-            before = {"": self.hello["ranks"]}  # address -> ranks there on lower nodes; "" is ours
-            for peer in sorted(self.peers, key=lambda peer: peer.hello["node"]):
-                peer.send(start={"port": port, "local": before.get(peer.address, 0)})
-                before[peer.address] = before.get(peer.address, 0) + self.hello["ranks"]
-            return {"port": port, "local": 0}
-        return self.started
+        """All are there; what node 0 tells each: "port" of rank 0, which is given to it; its "address" where that is
+        not the one to start with; how many ranks the lower nodes have at this node's address ("local", the first
+        LOCAL_RANK here) and on its cores ("before"; "beside": all nodes). "local" is None where addresses differ in
+        their number of ranks or take turns: OneFlow, told of such numbers, leaves ranks without their shards.
+        """
+        if self.number:
+            return self.started
+        everyone = [(None, "", self.hello), *((peer, peer.address, peer.hello) for peer in self.peers)]
+        everyone.sort(key=lambda one: one[2]["node"])
+        runs = [len(list(run)) for _, run in itertools.groupby(everyone, key=lambda one: one[1])]
+        even = len(set(runs)) == 1 and len(runs) == len({address for _, address, _ in everyone})
+        # A host may know its own name as 127.0.1.1, and by that other hosts would look for its ranks on themselves.
+        known = next((peer.ours for peer in self.peers if peer.address), None)
+        told = {}
+        for peer, address, hello in everyone:
+            there = [other for _, where, other in everyone if where == address]
+            cores = [other for other in there if other.get("cores") == hello.get("cores")]
+            lower = [[other for other in some if other["node"] < hello["node"]] for some in (there, cores)]
+            local, before, beside = (sum(other["ranks"] for other in some) for some in (*lower, cores))
+            told[peer] = {"port": port, "local": local if even else None, "before": before, "beside": beside}
+            told[peer]["address"] = None if address else known
+            if peer:
+                peer.send(start=told[peer])
+        return told[None]
 
     def tell(self, **message):
         """Send a message to all peers: to the other nodes from node 0, to node 0 from them."""
@@ -199,7 +235,7 @@ class Nodes:
 
     def poll(self):
         """[(peer, message)] of what has come; of a peer that is gone {"gone": True}, once. Call it often."""
-        self._beat()
+        self.beat()
         found = []
         for peer in self.peers:
             found += [(peer, message) for message in peer.receive() if message]
@@ -207,8 +243,8 @@ class Nodes:
         self.peers = [peer for peer in self.peers if not peer.gone]
         return found
 
-    def _beat(self):
-        """Say that we are alive, once in a while."""
-        if time.monotonic() - self.beat > HEARTBEAT:
-            self.beat = time.monotonic()
+    def beat(self):
+        """Say that we are alive, once in a while. Call it often."""
+        if time.monotonic() - self.last_beat > HEARTBEAT:
+            self.last_beat = time.monotonic()
             self.tell()

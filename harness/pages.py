@@ -38,14 +38,18 @@ COLUMNS = {
     "en": ["from → to", "collective", "same p ranks", "eager", "graph", "p1 → p2 other ranks", "eager", "graph"],
     "zh": ["从 → 到", "集合通信", "同样的 p 个 rank", "eager", "graph", "p1 → 另外 p2 个 rank", "eager", "graph"],
 }
+WORDS = {"en": {}, "zh": {"nothing": "无", "local slice": "本地切片", "local fill": "本地填充"}}  # the rest are names
 SIZES = {  # of what is drawn
     **{"batch": 480, "in_features": 720, "hidden": 960, "out_features": 1080, "rows": 480, "columns": 1080},
     "steps": 1,
 }
 TRAINING_SIZES = {"batch": 384, "in_features": 384, "hidden": 768, "out_features": 384}  # of what is measured by step
 TRAINED_ON = (2, 4)  # ranks
-OTHER_SIZES = {"auto_parallel": {"batch": 96}}  # at more it chooses otherwise
-TWICE = ("checkpoint",)  # it trains on from two layouts, and so has no step that is like the others
+OTHER_SIZES = {
+    "auto_parallel": {"batch": 96},  # at more it chooses otherwise
+    "elastic_training": {"every": 3},  # one checkpoint, at the end, of 1 step as of 3
+}
+TWICE = ("checkpoint", "elastic_training")  # they save in between, and so have no step that is like the others
 
 
 def units(number):
@@ -75,7 +79,8 @@ def headline(found, language):
     """The paper's table of boxing costs with a measured column for each mode beside each formula."""
     rows = []
     for old, new in HEADLINE:
-        row = [f"{old} → {new}", theory.collective(theory.Layout(old, [0, 1]), theory.Layout(new, [0, 1]))]
+        collective = theory.collective(theory.Layout(old, [0, 1]), theory.Layout(new, [0, 1]))
+        row = [f"{old} → {new}", WORDS[language].get(collective, collective)]
         for which, placements in (("same", atlas.SAME), ("disjoint", atlas.DISJOINT)):
             row += [atlas.formula_in_words(which, old, new)]
             row += [totals(found, placements, mode, (old, new)) for mode in MODES]

@@ -53,9 +53,9 @@ def _read(connection, size):
 
 
 class Pool:
-    """Ranks 0 to world_size - 1 on this host. Close it, or use it as a context manager."""
+    """Ranks 0 to world_size - 1, on this host if not told otherwise. Close it, or use it as a context manager."""
 
-    def __init__(self, world_size, timeout=60.0, repeat=False, crowded=False, variables=None, bind=True):
+    def __init__(self, world_size, timeout=60.0, repeat=False, crowded=False, variables=None, bind=True, hosts=None):
         """timeout: seconds after which a call without an answer counts as hung.
 
         repeat: make a call once more, on fresh ranks, if a rank died of SIGSEGV. OneFlow 0.9.0 does that by itself,
@@ -63,12 +63,14 @@ class Pool:
         crowded: for small tensors and more ranks than cores: OneFlow's scheduling threads, which spin, compute too, and
         have one core together, and ranks are not bound.
         variables: what the ranks have in their environment besides. bind: whether each keeps to its cores.
+        hosts: the address of rank 0's host, and for each rank the words that run a command on its host.
         """
         self.world_size = world_size
         self.timeout = timeout
         self.repeat = repeat
         self.bind = bind and not crowded
         self.variables = {**(variables or {}), **({"HARNESS_CROWDED": "1"} if crowded else {})}
+        self.hosts = hosts
         self.repeated = []  # the calls that were made once more
         self.ranks = None
         self.starts = 0  # how often ranks were started, the first time included
@@ -119,6 +121,9 @@ class Pool:
                         deadline = min(deadline, time.monotonic() + GRACE)
         except (EOFError, OSError):  # a rank is gone: its end of the socket is closed
             time.sleep(0.1)
+        except BaseException:  # what a rank sends cannot be read here: the next call must not get other ranks' answers
+            self.close()
+            raise
         failed = [rank for rank, answer in answers.items() if "error" in answer]
         if len(answers) == self.world_size and not failed:
             return [answers[rank]["result"] for rank in range(self.world_size)]
@@ -129,14 +134,19 @@ class Pool:
     def _start(self):
         pairs = [socket.socketpair() for _ in range(self.world_size)]
         self.logs = [tempfile.TemporaryFile() for _ in range(self.world_size)]  # noqa: SIM115
+        share, before = Share(self.world_size), None
+        if self.hosts:
+            port = 20000 + self.starts % 1000  # nobody else uses the hosts
+            share, before = Share(self.world_size, local=None, address=self.hosts[0], port=port), self.hosts[1]
         self.ranks = Ranks(
             [WORKER],
-            Share(self.world_size),
+            share,
             channels=[{"HARNESS_POOL": theirs.fileno()} for _, theirs in pairs],
             variables=self.variables,
             bind=self.bind,
             stdout=self.logs,
             stderr=self.logs,
+            before=before,
         )
         for _, theirs in pairs:
             theirs.close()

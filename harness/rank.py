@@ -6,19 +6,26 @@ line of output with the rank, and dies with its parent. It imports neither OneFl
 """
 
 import argparse
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import io
 import json
 import os
+import re
 import runpy
+import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
+LONGEST_LINE = 1 << 16  # letters of a line that is written in one piece
+LINE_END = "(?<=\n)|(?<=\r)(?!\n|\\Z)"
 
 
 def die_with_parent():
@@ -36,7 +43,7 @@ class WaitForRank0:
     """
 
     def find_spec(self, name, path=None, target=None):
-        if name == "oneflow.framework.env_util":
+        if name == "oneflow.framework.env_util" and os.environ.get("RANK") != "0":  # as the script may have set it
             sys.meta_path.remove(self)
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             while True:
@@ -49,13 +56,25 @@ class WaitForRank0:
 
 
 class MarkedLines(io.TextIOBase):
-    """Standard output, each whole line behind a mark and in one write, so that the lines of ranks never mix."""
+    """Standard output, each whole line behind a mark and in one write, so that lines of ranks do not mix.
 
-    def __init__(self, stream, mark):
-        self.stream, self.mark, self.rest = stream, mark, ""
+    Those of more than PIPE_BUF bytes may, where the reader of a pipe is slow. A carriage return ends a line as well: a
+    progress bar is shown while it grows. Without a mark nobody else writes there, and a part of a line goes out when it
+    is flushed.
+    """
+
+    def __init__(self, stream, mark, unread=lambda: None):
+        """unread: called when nobody reads any more, before this process ends."""
+        self.stream, self.mark, self.unread = stream, mark, unread
+        self.rest, self.length = [], 0  # what is behind the end of the last line, in the pieces in which it came
+        self.lock = threading.RLock()
+        os.register_at_fork(after_in_child=lambda: setattr(self, "lock", threading.RLock()))
 
     encoding = property(lambda self: self.stream.encoding)
     buffer = property(lambda self: self.stream.buffer)  # for who writes bytes: they go out without a mark
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)  # reconfigure, line_buffering and the like
 
     def writable(self):
         return True
@@ -67,22 +86,45 @@ class MarkedLines(io.TextIOBase):
         return self.stream.fileno()
 
     def write(self, text):
-        *lines, self.rest = (self.rest + text).split("\n")
-        if lines:
-            self._emit("".join(f"{self.mark}{line}\n" for line in lines))
+        with self.lock:
+            self.rest.append(text)
+            self.length += len(text)
+            if "\n" not in text and "\r" not in text and self.length < LONGEST_LINE:
+                return len(text)
+            *lines, rest = re.split(LINE_END, "".join(self.rest))
+            if len(rest) >= LONGEST_LINE:
+                lines, rest = [*lines, rest + "\n"], ""
+            self.rest, self.length = [rest], len(rest)
+            together = b""  # so much goes into a pipe in one piece
+            for line in lines:
+                data = self._encoded(self.mark + line)
+                if together and len(together) + len(data) > select.PIPE_BUF:
+                    self._emit(together)
+                    together = b""
+                together += data
+            self._emit(together)
         return len(text)
 
-    def finish(self):
-        if self.rest:
-            self._emit(f"{self.mark}{self.rest}\n")
-            self.rest = ""
+    def flush(self):
+        with self.lock:
+            if not self.mark or self.rest and self.rest[-1].endswith("\r"):
+                self.finish("")
 
-    def _emit(self, text):
-        data = text.encode(self.stream.encoding or "utf-8", "replace")
+    def finish(self, end="\n"):
+        with self.lock:
+            rest, self.rest, self.length = "".join(self.rest), [], 0
+            if rest:
+                self._emit(self._encoded(f"{self.mark}{rest}{end}"))
+
+    def _encoded(self, text):
+        return text.encode(self.stream.encoding or "utf-8", "replace")
+
+    def _emit(self, data):
         try:
             while data:
                 data = data[os.write(self.stream.fileno(), data) :]
         except BrokenPipeError:  # the reader, `head` say, has had enough
+            self.unread()
             os._exit(BROKEN_PIPE)
 
 
@@ -90,10 +132,10 @@ class Report:
     """How this rank ended, for the launcher: one line of JSON down the pipe that it gave us."""
 
     def __init__(self):
-        self.descriptor = int(os.environ.pop("HARNESS_REPORT", "-1"))
+        self.descriptor, self.pid = int(os.environ.pop("HARNESS_REPORT", "-1")), os.getpid()
 
     def send(self, text="", **facts):
-        if self.descriptor >= 0:
+        if self.descriptor >= 0 and os.getpid() == self.pid:  # not a process that the script has forked
             facts.update(time=time.time(), text=text[-32000:])
             os.write(self.descriptor, (json.dumps(facts) + "\n").encode())
         elif text:
@@ -108,8 +150,11 @@ def traceback_of(error):
     return "".join(traceback.format_exception(type(error), error, entry)).rstrip()
 
 
-def run(script):
-    """Run a script as `python script` would; returns its exit code and the text that belongs to it."""
+def run(script, out):
+    """Run a script as `python script` would; returns its exit code and the text that belongs to it.
+
+    out: the standard output that it begins with.
+    """
     messages = []
     print_message = argparse.ArgumentParser._print_message
 
@@ -122,7 +167,7 @@ def run(script):
 
     argparse.ArgumentParser._print_message = keep
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(os.path.abspath(script), run_name="__main__")
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
             code, text = stop.code or 0, "".join(messages).rstrip()
@@ -133,8 +178,8 @@ def run(script):
     else:
         code, text = 0, "".join(messages).rstrip()
     if code == 0 and text and os.environ["RANK"] == "0":  # --help
-        sys.stdout.stream.write(text + "\n")
-        sys.stdout.stream.flush()
+        out.stream.write(text + "\n")
+        out.stream.flush()
     return code, (text if code else "")
 
 
@@ -143,15 +188,18 @@ def main():
     # On SIGUSR1, when the time limit is reached, every rank shows the line at which it waits.
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     report, rank = Report(), os.environ["RANK"]
-    sys.stdout = MarkedLines(sys.stdout, f"[{rank}] " if os.environ["WORLD_SIZE"] != "1" else "")
-    if rank != "0":
-        sys.meta_path.insert(0, WaitForRank0())
+    mark = os.environ.pop("HARNESS_MARK", f"[{rank}] " if os.environ["WORLD_SIZE"] != "1" else "")
+    out = sys.stdout = MarkedLines(sys.stdout, mark, lambda: report.send(unread=True))
+    atexit.register(out.finish)  # for what threads, and others at the exit, write behind the end of the script
+    sys.meta_path.insert(0, WaitForRank0())
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
-    code, text = run(script)
-    sys.stdout.finish()
-    sys.stderr.flush()
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    code, text = run(script, out)
+    for stream in {sys.stdout, sys.stderr} - {out}:  # the script may have put others there
+        with contextlib.suppress(Exception):
+            stream.flush()
+    out.finish()
     report.send(text, code=code)
     if code:
         os._exit(code)

@@ -7,8 +7,10 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 RANK = str(Path(__file__).with_name("rank.py"))
 
@@ -72,24 +74,34 @@ class Share:
     world_size: int
     count: int = 0  # of ranks here; 0: all
     first: int = 0  # the lowest rank here
-    local: int = 0  # its LOCAL_RANK: how many ranks other nodes have at this very address
+    local: Optional[int] = 0  # its LOCAL_RANK: how many ranks other nodes have at this very address; None: unset
+    before: int = 0  # how many ranks of lower nodes share its cores
+    beside: int = 0  # how many ranks of all nodes do; 0: those that run here
     address: str = "127.0.0.1"  # of rank 0
     port: int = 0  # of rank 0; 0: a free one, if rank 0 is here
 
     def __post_init__(self):
         self.count = self.count or self.world_size
+        self.beside = self.beside or self.count
+
+    def cores(self, i):
+        """The cores of the i-th rank here."""
+        return cores_of(self.before + i, self.beside)
 
 
 def environment(i, share, port, base=None):
     """The environment of the i-th rank on this node; what the user has set himself stays as it is."""
     variables = dict(os.environ if base is None else base)
     variables.update(MASTER_ADDR=share.address, MASTER_PORT=str(port), WORLD_SIZE=str(share.world_size))
-    variables.update(RANK=str(share.first + i), LOCAL_RANK=str(share.local + i), HARNESS_PARENT=str(os.getpid()))
-    variables.setdefault("OMP_NUM_THREADS", str(len(cores_of(i, share.count))))
+    variables.update(RANK=str(share.first + i), HARNESS_PARENT=str(os.getpid()))
+    variables.pop("LOCAL_RANK", None)
+    if share.local is not None:
+        variables["LOCAL_RANK"] = str(share.local + i)
+    variables.setdefault("OMP_NUM_THREADS", str(len(share.cores(i))))
     if blas_kernels():
         variables.setdefault("OPENBLAS_CORETYPE", blas_kernels())
     variables.setdefault("GLOG_minloglevel", "3")  # without it OneFlow warns of missing GPU drivers
-    variables["no_grpc_proxy"] = share.address  # ranks do not meet through an http_proxy
+    variables["no_grpc_proxy"] = ","  # matches every address: ranks do not meet through an http_proxy
     return variables
 
 
@@ -101,25 +113,26 @@ def is_consequence(code):
 class Ranks:
     """The processes of one job. Use it as a context manager: on leaving it, every process is gone."""
 
-    def __init__(self, command, share, channels=None, variables=None, bind=True, stdout=None, stderr=None):
+    def __init__(self, command, share, channels=None, variables=None, bind=True, stdout=None, stderr=None, before=None):
         """Start `python harness/rank.py *command` for each rank of a Share. What is by rank here, is by its place here.
 
         channels: for each rank a dict of environment variable -> file descriptor to hand over.
         variables: what all of them have in their environment besides.
         bind: whether each keeps to its cores; see cores_of.
         stdout, stderr: for each rank what subprocess.Popen takes; None inherits ours.
+        before: for each rank the words in front of its command, such as those that run it elsewhere.
         """
         self.port = None if share.port else reserve_port()
         port = share.port or self.port.getsockname()[1]
-        self.processes = []
+        self.processes, self.job = [], uuid.uuid4().hex
         try:
             for rank in range(share.count):
-                own = {**environment(rank, share, port), **(variables or {})}
+                own = {**environment(rank, share, port), "HARNESS_JOB": self.job, **(variables or {})}
                 handed = channels[rank] if channels else {}
                 own.update({name: str(descriptor) for name, descriptor in handed.items()})
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-u", RANK, *command],
+                        [*(before[rank] if before else []), sys.executable, "-u", RANK, *command],
                         env=own,
                         stdin=subprocess.DEVNULL,
                         stdout=stdout[rank] if stdout else None,
@@ -130,7 +143,7 @@ class Ranks:
                 )
                 if bind:
                     with contextlib.suppress(OSError):  # it has ended already
-                        os.sched_setaffinity(self.processes[-1].pid, cores_of(rank, share.count))
+                        os.sched_setaffinity(self.processes[-1].pid, share.cores(rank))
         except BaseException:
             self.end(grace=0)
             raise
@@ -144,6 +157,13 @@ class Ranks:
     def running(self):
         """The ranks that have not ended."""
         return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+
+    def state(self, rank):
+        """What a rank that has not ended does, in words."""
+        with contextlib.suppress(OSError), open(f"/proc/{self.processes[rank].pid}/stat") as stat:
+            if stat.read().rpartition(")")[2].split()[0] in "Tt":
+                return "is stopped (SIGSTOP, or a debugger)"
+        return "is running"
 
     def signal(self, number):
         """Send a signal to each rank that runs, and to the processes it started."""
@@ -160,8 +180,20 @@ class Ranks:
         for rank, process in enumerate(self.processes):
             self._signal_group(rank, signal.SIGKILL)  # also what an ended rank has left behind
             process.wait()
+        for pid in self._left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         if self.port:
             self.port.close()
+
+    def _left(self):
+        """What ranks have started in sessions of their own, and their children."""
+        for entry in os.scandir("/proc"):
+            with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+                if entry.name.isdecimal():
+                    with open(f"/proc/{entry.name}/environ", "rb") as file:
+                        if f"HARNESS_JOB={self.job}".encode() in file.read().split(b"\0"):
+                            yield int(entry.name)
 
     def _signal_group(self, rank, number):
         with contextlib.suppress(ProcessLookupError):

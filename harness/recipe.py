@@ -3,6 +3,7 @@
 import ast
 import difflib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -13,23 +14,36 @@ RECIPES = HARNESS.parent / "recipes"
 def world_sizes(path):
     """The WORLD_SIZES of a script, a range or a tuple of int, read without running it; None if it has none.
 
-    Raises SyntaxError if the file is not Python, ValueError if WORLD_SIZES is neither range(...) nor a sequence of int.
+    Raises SyntaxError if the file is not Python, ValueError if WORLD_SIZES is neither range(...) nor a sequence of int
+    and *range(...).
     """
     tree = ast.parse(Path(path).read_bytes(), filename=str(path))
     for node in tree.body:
         if isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == ["WORLD_SIZES"]:
             value = node.value
             try:
-                if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "range" and not value.keywords:
-                    sizes = range(*(ast.literal_eval(argument) for argument in value.args))
+                if isinstance(value, ast.Call):
+                    sizes = _range(value)
                 else:
-                    sizes = tuple(ast.literal_eval(value))
-                if all(isinstance(size, int) and size > 0 for size in (sizes[0], *sizes[1:])):
+                    sizes = tuple(size for one in value.elts for size in _sizes(one))
+                ends = (sizes[0], sizes[-1]) if isinstance(sizes, range) else (sizes[0], *sizes)
+                if all(isinstance(size, int) and size > 0 for size in ends):
                     return sizes
-            except (IndexError, TypeError, ValueError):
+            except (AttributeError, IndexError, TypeError, ValueError):
                 pass
             raise ValueError("WORLD_SIZES must be range(first, last + 1) or a tuple of numbers of ranks")
     return None
+
+
+def _range(call):
+    if getattr(call.func, "id", "") != "range" or call.keywords:
+        raise ValueError
+    return range(*(ast.literal_eval(argument) for argument in call.args))
+
+
+def _sizes(node):
+    """Those that an element of a tuple stands for: 2, or *range(3, 65)."""
+    return _range(node.value) if isinstance(node, ast.Starred) else [ast.literal_eval(node)]
 
 
 def entry(path):
@@ -52,9 +66,21 @@ def entry(path):
     raise ValueError('it has no entry: add a function such as `def run(graph=False): ...; return {"x": x, "out": out}`')
 
 
+class Loaded:
+    """An import hook: processes that a recipe starts find it by the name under which `load` has it in this one."""
+
+    def find_spec(self, name, path=None, target=None):
+        known = os.environ.get(f"HARNESS_{name}")
+        return known and importlib.util.spec_from_file_location(name, known)
+
+
+sys.meta_path.append(Loaded())
+
+
 def load(path):
     """Import a recipe from its file, afresh, under a name of its own, and return the module."""
     name = f"recipe_{Path(path).stem}"
+    os.environ[f"HARNESS_{name}"] = str(Path(path).resolve())
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -32,7 +32,7 @@ import sys
 
 import numpy as np
 
-os.environ.setdefault("no_grpc_proxy", os.environ.get("MASTER_ADDR", ""))  # ranks do not meet through an http_proxy
+os.environ.setdefault("no_grpc_proxy", ",")  # matches all: ranks do not meet through an http_proxy
 try:
     import oneflow as flow
 except (ImportError, RuntimeError) as error:  # RuntimeError: the empty placeholder that pip installs on Python 3.11+
@@ -155,9 +155,25 @@ def held(tensor):
                 dim = int(names[sbp][2])
                 blocks[dim] = np.array_split(blocks[dim], n)[position]
         if [len(block) for block in blocks] != list(tensor.to_local().shape):
-            raise RuntimeError(f"rank {rank} holds {tuple(tensor.to_local().shape)}: check LOCAL_RANK and MASTER_PORT")
+            raise RuntimeError(f"rank {rank} holds {tuple(tensor.to_local().shape)}, not what its SBP says")
     words = [f"{word} {f'{block[0]}-{block[-1]}':5}" for word, block in zip(("rows", "columns"), blocks)]
     return f"{' '.join(words):24}  {where}"
+
+
+def astray():
+    """How the ranks were started wrongly, or None. OneFlow would go on, and print wrong values."""
+    import zlib
+
+    world_size, rank = flow.env.get_world_size(), flow.env.get_rank()
+    ranks = flow.placement("cpu", list(range(world_size)))
+    own = flow.tensor(np.arange(world_size), placement=ranks, sbp=flow.sbp.split(0)).to_local().numpy().tolist()
+    if own != [rank]:  # a LOCAL_RANK that two ranks of one address share
+        return f"rank {rank} holds {own} in place of [{rank}]: unset LOCAL_RANK, it is {os.environ.get('LOCAL_RANK')}"
+    words = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+    number = flow.tensor([zlib.crc32(words.encode())]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
+    if len(set(number.tolist())) > 1:
+        return "ranks of two jobs have met: start all with the same options, each job on a MASTER_PORT of its own"
+    return None
 
 
 def refusal(args):
@@ -165,6 +181,7 @@ def refusal(args):
     world_size, gpus = flow.env.get_world_size(), range(flow.cuda.device_count())
     if world_size not in WORLD_SIZES:
         return f"cannot run on {world_size} ranks: type -n {WORLD_SIZES[0]}, or --nproc_per_node {WORLD_SIZES[0]}"
+    n = vars(args).get("ranks") or world_size  # those that the program starts, or its own
     for name, value in vars(args).items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, list) and not (set(value) <= set(range(world_size)) and len(set(value)) == len(value)):
@@ -180,9 +197,9 @@ def refusal(args):
             while name in FITS and not FITS[name](given, world_size):
                 setattr(given, name, getattr(given, name) + 1)
             if getattr(given, name) != value:
-                return f"{option} {value} does not fit on {world_size} ranks: type {option} {getattr(given, name)}"
+                return f"{option} {value} does not fit on {n} ranks: type {option} {getattr(given, name)}"
     usable = [gpu for gpu in gpus if (6, 0) <= flow.cuda.get_device_capability(gpu) < (9, 0)]
-    enough = len(usable) == len(gpus) >= world_size // flow.env.get_node_size()
+    enough = len(usable) == len(gpus) >= n // flow.env.get_node_size()
     if args.device == "cuda" and not enough:
         return f"each rank needs a GPU of compute capability 6.0 to 8.9, got {len(usable)}: type --device cpu"
     args.device = args.device or ("cuda" if enough else "cpu")
@@ -202,6 +219,10 @@ def main():
             many = "+" if isinstance(default, tuple) else None
             parser.add_argument(option, type=kind, nargs=many, default=default, help="default: %(default)s")
     args = parser.parse_args()
+    wrong = astray()
+    if wrong:
+        print(f"{parser.prog}: {wrong}", file=sys.stderr, flush=True)
+        os._exit(2)  # not sys.exit, which waits for the ranks that have not noticed
     reason = refusal(args)
     if reason:
         parser.exit(2, f"{parser.prog}: {reason}\n")
@@ -212,12 +233,14 @@ def main():
         if rank == flow.env.get_rank():
             for name, tensor in tensors.items():
                 print(f"rank {rank}: {name:{width}}{held(tensor)}", flush=True)
+            for line in getattr(run, "says", ()):
+                print(f"rank {rank}: {line}", flush=True)
         flow.comm.barrier()
 
     values = {name: tensor.numpy().astype(np.float64) for name, tensor in tensors.items()}  # collective: all ranks
     expected = single_device(values, args)
     error = max(np.abs(values[name] - expected[name]).max() / np.abs(expected[name]).max() for name in expected)
-    equal = error < (1e-5 if "losses" in values else 1e-6)  # float32 rounds by up to 6e-8, again in each step
+    equal = error < (1e-5 if "steps" in vars(args) else 1e-6)  # float32 rounds by up to 6e-8, again in each step
     if flow.env.get_rank() == 0:
         if "losses" in values:
             print(f"loss {values['losses'][0]:.4f} -> {values['losses'][-1]:.4f} in {len(values['losses'])} steps")

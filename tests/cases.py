@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from harness.recipe import entry, world_sizes
-from tests.chapters import byhand, data, forward, memory, state, training
+from tests.chapters import byhand, data, forward, memory, starting, state, training
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -15,6 +15,7 @@ CHAPTERS = (
     byhand,
     data,
     state,
+    starting,
 )  # each with CASES, SIZES where they are its own, and GRAPH_ONLY
 CASES = {name: case for chapter in CHAPTERS for name, case in chapter.CASES.items()}
 SIZES = {name: sizes for chapter in CHAPTERS for name, sizes in chapter.SIZES.items()}

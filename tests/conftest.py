@@ -1,9 +1,24 @@
+import signal
+
 import pytest
 
 from harness.pool import Pool
 from tests import test_atlas, test_official, test_set_up, test_training
 from tests.early import Early
+from tests.hosts import Hosts
 from tests.ladder import Checks
+
+# Begun in the background or under nohup, we ignore these, and the jobs of the tests must not inherit that.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: None)
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Two of them, as far as Linux allows: see hosts.py."""
+    with Hosts(2) as both:
+        yield both
 
 
 @pytest.fixture(scope="session")
@@ -49,5 +64,13 @@ def early(request, tmp_path_factory):
 
 
 def pytest_collection_modifyitems(items):
-    """First those that start jobs of their own and mostly wait, last those that wait for what was begun early."""
-    items.sort(key=lambda item: (item.module in (test_atlas, test_training), "pools" in item.fixturenames))
+    """First those that start jobs of their own and mostly wait, then those that wait for what was begun early.
+
+    Last those that time what a job says and when: nothing else runs by then.
+    """
+
+    def turn(item):
+        late = item.module.__name__.endswith("test_diagnosing")
+        return late, item.module in (test_atlas, test_training), "pools" in item.fixturenames
+
+    items.sort(key=turn)

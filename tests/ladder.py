@@ -56,11 +56,14 @@ def close(found, wanted, factor, *what):
     Checks.that((excess <= 0).all(), *what, "differs from numpy by", excess.max(), "more than rounding allows")
 
 
-def climb(pool, path, name, graph, sizes):
-    """Run the recipe at `path` as the case `name` in a pool and climb all rungs; AssertionError or PoolError if not."""
+def climb(pool, path, name, graph, sizes, **facts):
+    """Run the recipe at `path` as the case `name` in a pool and climb all rungs; AssertionError or PoolError if not.
+
+    facts: what else the case is to know, such as the number of nodes.
+    """
     n = pool.world_size
     arguments = sizes_of(name, n)[sizes]
-    case = CASES[name](n, **arguments)
+    case = CASES[name](n, **arguments, **facts)
     mode = {"graph": graph} if "graph" in entry(path) else {}
     seen = pool.call(OBSERVE, path=str(path), **mode, **arguments)
     check_tensors(case, graph, seen)

@@ -33,6 +33,13 @@ EQUIVALENT = {
     "out.to_global(placement=self.rank)": "out is B already, and to_global keeps an SBP that it is not told to change",
     "to_global(placement=self.ranks, grad_sbp=flow.sbp.partial_sum)": "the weight is B already",
     "ddp.py: update.zero_grad(set_to_none=True) -> pass": "it clears nothing: that is the trap which the recipe shows",
+    "spawn.py: flow.matmul(x, self.w) -> (flow.matmul(x, self.w) + flow.matmul(x, self.w)) * 0.5": (
+        "no number of matmuls comes back from the ranks that it starts"
+    ),
+    "spawn.py: flow.matmul(x, self.w) -> flow.matmul(x, self.w.to_global(sbp=flow.sbp.broadcast))": (
+        "the weight is B already"
+    ),
+    "[::-1].copy(), device=device)": "it has one row",
     **{f"([{rank}])[:1])": "the first of one rank is that rank" for rank in ("rank", "0", "k")},
     **{f"([{rank}])[-1:])": "the last of one rank is that rank" for rank in ("rank", "0", "k")},
     **{
@@ -63,9 +70,12 @@ def mutants(source):
         return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 
     tree = ast.parse(source)
+    inside = {part for node in tree.body if getattr(node, "name", "") == "run" for part in ast.walk(node)}
     [reference] = [span(node) for node in tree.body if getattr(node, "name", "") == "single_device"]
     for node in ast.walk(tree):
         if not hasattr(node, "lineno") or span(node)[0] >= end or reference[0] <= span(node)[0] < reference[1]:
+            continue
+        if isinstance(node, ast.Return) and node not in inside:
             continue
         for new in replacements(node, text):
             first, last = span(node)

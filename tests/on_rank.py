@@ -69,6 +69,21 @@ def rank_of():
     return flow.env.get_rank()
 
 
+class Unreadable:
+    """What the other side cannot make again."""
+
+    def __reduce__(self):
+        return exec, ("raise RuntimeError('unreadable')",)
+
+
+def unreadable(rank):
+    """From one rank comes what cannot be read, and from the others, later, an answer."""
+    if flow.env.get_rank() == rank:
+        return Unreadable()
+    time.sleep(0.5)
+    return "late"
+
+
 def fail(rank, how):
     """On one rank raise, exit, die or hang; the others wait for it in a collective."""
     if flow.env.get_rank() == rank:

@@ -198,8 +198,8 @@ LEARNING_RATE = 0.1  # of all recipes
 class Optimizer:
     """SGD, momentum, Adam (D. Kingma and J. Ba, arXiv:1412.6980), AdamW (I. Loshchilov and F. Hutter, 1711.05101)."""
 
-    def __init__(self, name):
-        self.name, self.state, self.steps = name, {}, 0
+    def __init__(self, name, rate=LEARNING_RATE):
+        self.name, self.rate, self.state, self.steps = name, rate, {}, 0
 
     def step(self, weights, gradients):
         """The new weights, by name; `state` has the moments by (weight, kind of state)."""
@@ -208,7 +208,7 @@ class Optimizer:
 
     def updated(self, name, w, gradient):
         """One new weight, float32 coefficients included."""
-        rate = constant(LEARNING_RATE)
+        rate = constant(self.rate)
         if self.name == "sgd":
             return w - rate * gradient
         if self.name == "momentum":

@@ -1,9 +1,11 @@
 """launch.sh: what it prints, how it refuses, and that nothing hangs or is left behind, whatever a rank does."""
 
 import os
+import re
 import shutil
 import signal
 import socket
+import sys
 import time
 
 import pytest
@@ -30,7 +32,7 @@ def script(tmp_path):
 @pytest.mark.parametrize("name", ["single_device", "sbp_conversions", "hybrid_parallel"])  # on 1, 2 and 4 ranks
 def test_recipe_copied_alone_into_an_empty_folder_runs(name, tmp_path):
     shutil.copy(RECIPES / f"{name}.py", tmp_path)
-    job = launch(f"{name}.py", "--graph", cwd=tmp_path)
+    job = launch(f"{name}.py", "--graph", cwd=tmp_path, ONEFLOW_LIBIBVERBS_PATH="/nowhere")  # as where there is none
     assert (job.code, job.err) == (0, "")
     assert "equal to the single-device values: largest difference " in job.out.splitlines()[-1]
     assert job.all_gone()
@@ -124,10 +126,15 @@ def test_traceback_shows_the_users_lines_only_and_children_of_ranks_end_too(scri
 
 
 WAITS_PLAIN = "print('ready', flush=True)\ntime.sleep(1000)"
+ENDLESS = "while True: sys.stderr.write('x' * 99 + '\\n')"
 WAITS = "print('ready', flush=True)\ntime.sleep(1000) if rank else flow.comm.barrier()"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2, signal.SIGKILL],
+    ids=lambda number: number.name,
+)
 def test_ending_the_launcher_ends_every_rank(script, number):
     waits = (WAITS, HEAD) if number in (signal.SIGINT, signal.SIGKILL) else (WAITS_PLAIN, PLAIN)
     job = Run(LAUNCH, "-n", 2, script(*waits))
@@ -137,6 +144,98 @@ def test_ending_the_launcher_ends_every_rank(script, number):
     assert job.all_gone(within=5)
     job.wait()
     assert job.code == (-9 if number == signal.SIGKILL else 128 + number)
+
+
+def test_signal_to_the_launcher_shows_where_each_rank_is_and_the_job_goes_on(script):
+    path = script("print('ready', flush=True)\ntime.sleep(2)\nprint('done')", PLAIN)
+    job = Run(LAUNCH, "-n", 2, path)
+    for _ in range(2):
+        job.until("ready")
+    os.kill(job.process.pid, signal.SIGUSR1)
+    job.wait()
+    assert job.code == 0 and job.out.count("done") == 2
+    for rank in (0, 1):
+        assert f'[{rank}]   File "{path}", line 4 in <module>' in job.err
+
+
+def test_interrupt_while_the_launcher_starts_says_nothing_of_its_own_lines(script, tmp_path):
+    """An import of ours that takes long stands for a slow disk."""
+    hook = (
+        "import sys, time\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'harness.launch': print('ready', flush=True); time.sleep(10)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    job = Run(LAUNCH, "-n", 1, script("", PLAIN), PYTHONPATH=str(tmp_path))
+    job.until("ready")
+    job.process.send_signal(signal.SIGINT)
+    job.wait(10)
+    assert (job.code, job.err) == (-signal.SIGINT, "")
+
+
+def test_signal_that_comes_when_all_is_over_does_not_change_the_exit_code(script):
+    """As from srun, which ends the other tasks when one has failed."""
+    job = Run(LAUNCH, "-n", 1, script("sys.exit(3)", PLAIN))
+    for line in job.process.stderr:
+        if "every rank is ended" in line:
+            break
+    while job.process.poll() is None:
+        job.process.send_signal(signal.SIGTERM)
+        time.sleep(0.001)
+    assert job.process.returncode == 3
+
+
+def test_child_of_a_rank_in_a_session_of_its_own_ends_too(script):
+    path = script("import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)", PLAIN)
+    job = launch("-n", 2, path)
+    assert job.code == 0 and job.all_gone(within=0.5)
+
+
+def test_child_that_the_starter_ignores_has_its_exit_code(script):
+    """An ignored SIGCHLD is inherited, and the exit codes of children are lost then."""
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    job = Run(sys.executable, "-c", ignoring, LAUNCH, "-n", 1, script("sys.exit(3)", PLAIN)).wait()
+    assert job.code == 3 and "rank 0 of 1 failed: exit code 3" in job.err
+
+
+def test_rank_that_dies_of_sigpipe_says_so(script):
+    path = script("signal.signal(signal.SIGPIPE, signal.SIG_DFL)\nos.kill(os.getpid(), signal.SIGPIPE)", PLAIN)
+    job = launch("-n", 1, path)
+    words = "launch.sh: rank 0 of 1 failed: killed by signal 13, SIGPIPE; every rank is ended\n"
+    assert (job.code, job.err) == (141, words)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_output_that_is_closed_does_no_harm(script, closed):
+    path = script("print('met')\nsys.stderr.write('warned\\n')", PLAIN)
+    job = Run("bash", "-c", f"{LAUNCH} -n 2 {path} {closed}").wait()
+    assert job.code == 0
+    assert sorted(job.out.splitlines()) == ([] if closed.startswith(">") else ["[0] met", "[1] met"])
+    assert sorted(job.err.splitlines()) == ([] if "2>" in closed else ["[0] warned", "[1] warned"])
+    refused = Run("bash", "-c", f"{LAUNCH} -n 0 {path} {closed}").wait()
+    assert refused.code == 2
+
+
+@pytest.mark.parametrize("how", ["time limit", "SIGTERM"])
+def test_reader_that_reads_nothing_does_not_keep_the_job_from_its_end(script, tmp_path, how):
+    """Such as a pager, or a terminal that is stopped by Ctrl-S."""
+    path = script(f"print('ready', flush=True)\n{ENDLESS}", PLAIN)
+    limit = 3 if how == "time limit" else 60
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    job = Run("bash", "-c", f"exec {LAUNCH} -n 2 --timeout {limit} {path} 2> {tmp_path}/pipe")
+    job.until("ready")
+    if how == "SIGTERM":
+        time.sleep(1)
+        os.kill(job.process.pid, signal.SIGTERM)
+    job.wait(20)
+    os.close(reader)
+    assert job.code == (124 if how == "time limit" else 128 + signal.SIGTERM) and job.seconds < 15
+    assert job.all_gone(within=0.5)
 
 
 def test_stopped_rank_is_ended_too(script):
@@ -157,6 +256,12 @@ def test_time_limit_shows_where_each_rank_is(script):
     assert f'[0]   File "{path}", line 6' in job.err
     assert "rank 0 of 2 is running" in job.err and "rank 1 of 2 has run to its end" in job.err
     assert job.all_gone(within=0.5)
+
+
+def test_rank_that_is_stopped_in_its_exit_is_said_to_be(script):
+    path = script("import atexit\natexit.register(lambda: os.kill(os.getpid(), signal.SIGSTOP))", PLAIN)
+    job = launch("-n", 1, "--timeout", 2, path)
+    assert job.code == 124 and "rank 0 of 1 is stopped" in job.err and job.all_gone(within=0.5), job.err
 
 
 def test_reader_that_has_enough(script):
@@ -212,6 +317,9 @@ BAD_INPUT = {
     "--nproc 2 recipes/data_parallel.py": "unrecognized arguments: --nproc; see ./launch.sh --help",
     "-n 2": "name a Python script, such as recipes/data_parallel.py",
     "--timeout -1 recipes/data_parallel.py": "--timeout must be a number of seconds, or 0 for no limit, got -1",
+    "--progress -1 recipes/data_parallel.py": "--progress must be a number of seconds, or 0 for never, got -1",
+    "--log-dir= recipes/data_parallel.py": "--log-dir must name a folder, got an empty name: type --log-dir logs",
+    "--log-dir /dev/null recipes/data_parallel.py": "--log-dir /dev/null: File exists: name another folder",
     "--master_port 80 recipes/data_parallel.py": "--master_port must be from 1024 to 65535, got 80",
     "recipes/data_paralel.py": "recipes/data_paralel.py: no such file; did you mean recipes/data_parallel.py?",
     "data_parallel": "data_parallel: no such file; did you mean recipes/data_parallel.py?",
@@ -237,6 +345,7 @@ def test_bad_input_is_refused_in_one_line(line):
     [
         ("WORLD_SIZES = (2, 4)", "mine.py runs on 2 or 4 ranks, not on 3: type -n 2"),
         ("WORLD_SIZES = ()", "mine.py: WORLD_SIZES must be range(first, last + 1) or a tuple of numbers of ranks"),
+        ("WORLD_SIZES = range(4, 1099511627776)", "mine.py runs on 4 to 1099511627775 ranks, not on 3: type -n 4"),
         ("WORLD_SIZES = range(0, 3)", "mine.py: WORLD_SIZES must be range(first, last + 1) or a tuple"),
         ("WORLD_SIZES = sizes()", "mine.py: WORLD_SIZES must be range(first, last + 1) or a tuple"),
         ("x = '\0'", "mine.py: "),
@@ -258,3 +367,161 @@ def test_no_launch_stalls_for_ten_seconds(script):
     begin = time.monotonic()
     assert launch("-n", 2, path).code == 0
     assert time.monotonic() - begin < 9
+
+
+def logs(folder):
+    return {path.name: path.read_text().splitlines() for path in sorted(folder.iterdir())}
+
+
+def test_logs_have_all_of_each_rank_and_the_terminal_that_of_the_first(script, tmp_path):
+    lines = "for i in range(1000): print('out', rank, i)\nsys.stderr.write(f'err {rank}\\n')\nprint('end', end='')"
+    job = launch("-n", 3, "--log-dir", tmp_path / "new" / "logs", script(lines, PLAIN), "-x", 7)
+    assert (job.code, job.err) == (0, "[0] err 0\n")
+    assert job.out.splitlines() == [f"[0] out 0 {i}" for i in range(1000)] + ["[0] end"]
+    for rank in range(3):
+        begin, *written, end = logs(tmp_path / "new" / "logs")[f"rank_{rank}.log"]
+        assert begin.endswith(f"one of 3 ranks of {tmp_path / 'mine.py'} -x 7") and end == "launch.sh: ended well"
+        assert sorted(written) == sorted([f"out {rank} {i}" for i in range(1000)] + [f"err {rank}", "end"])
+
+
+def test_logs_of_a_failure_and_of_the_job_after_it(script, tmp_path):
+    path = script("print('met', flush=True)\nif rank == 1: 1 / 0\nflow.comm.barrier()")
+    jobs = [launch("-n", 2, "--log-dir", tmp_path / "logs", *more, path) for more in ((), ("--max-restarts", 1))]
+    assert [job.code for job in jobs] == [1, 1] and jobs[0].out == "[0] met\n"
+    assert "[1] ZeroDivisionError: division by zero" in jobs[0].err.splitlines()  # not only in its log
+    found = logs(tmp_path / "logs")
+    for rank in (0, 1):
+        lines = found[f"rank_{rank}.log"]
+        own = [line for line in lines if line.startswith("launch.sh: ")]
+        failed = "launch.sh: rank 1 of 2 failed: exit code 1; every rank is ended"
+        assert own[1] == failed and own[3:] == [failed, "launch.sh: restart 1 of 1", failed] and lines[-1] == failed
+        assert lines.count("met") == 3 and lines.count("ZeroDivisionError: division by zero") == 3 * rank
+
+
+def test_progress_names_the_rank_that_is_silent(script, tmp_path):
+    lines = "for i in range(8 if rank == 0 else 1): print('step', i, flush=True); time.sleep(0.4)"
+    job = launch("-n", 2, "--log-dir", tmp_path / "logs", "--progress", 0.7, script(lines, PLAIN))
+    told = [line for line in job.err.splitlines() if "rank 0, " in line]
+    assert job.code == 0 and len(told) >= 3 and all("s ago: step " in line for line in told), job.err
+    assert re.search(r"\(rank 1 is silent for [1-3] s\)$", told[-1]), job.err
+
+
+def test_log_that_cannot_be_written_does_not_end_the_job(script, tmp_path):
+    (tmp_path / "rank_0.log").symlink_to("/dev/full")
+    job = launch("-n", 1, "--log-dir", tmp_path, script("print('met')", PLAIN))
+    assert (job.code, job.out) == (0, "met\n")
+    gaps = f"launch.sh: {tmp_path}/rank_0.log: No space left on device: from here on the logs have gaps\n"
+    assert job.err == gaps
+
+
+def test_part_of_a_line_that_was_flushed_is_in_the_log(script, tmp_path):
+    lines = "print('loading ...', end=' ', flush=True)\nif rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    job = launch("-n", 2, "--log-dir", tmp_path / "logs", script(lines, PLAIN))
+    assert job.code == 137 and "loading ..." in "".join(logs(tmp_path / "logs")["rank_1.log"])
+
+
+# What a script does to its output, which is the same in plain Python -> what the first of two ranks shows.
+OUTPUTS = {
+    "puts another standard output there": "sys.stdout = open(os.devnull, 'w')\nprint('nothing')",
+    "puts Python's own back": "sys.stdout = sys.__stdout__\nprint('met')",
+    "wants it line by line": "sys.stdout.reconfigure(line_buffering=True)\nprint('met')",
+    "has none": "print('met')\nsys.stdout = sys.stderr = None",
+    "forks": "print('met', flush=True)\nif os.fork() == 0: sys.exit(0)\nos.wait()",
+    "forks and runs on": "print('met', flush=True)\npid = os.fork()\nif pid: os.wait()",
+}
+
+
+@pytest.mark.parametrize("what", OUTPUTS)
+def test_script_that_does_things_to_its_output_ends_well(script, what):
+    job = launch("-n", 2, "--timeout", 30, script(OUTPUTS[what], PLAIN))
+    assert (job.code, job.err) == (0, "")
+    assert job.out.replace("[0] ", "").replace("[1] ", "") == ("" if "another" in what else "met\nmet\n")
+
+
+def test_long_prints_of_many_ranks_do_not_mix(script):
+    lines = "for _ in range(20): print('\\n'.join(f'{rank}' * 99 for _ in range(200)))"
+    job = launch("-n", 4, script(lines, PLAIN))
+    wanted = [f"[{rank}] {str(rank) * 99}" for rank in range(4)]
+    assert job.code == 0 and len(job.out.splitlines()) == 16000 and set(job.out.splitlines()) == set(wanted)
+
+
+def test_progress_bar_is_shown_while_it_grows(script):
+    """A line that has no end yet, or only a carriage return; its beginning is not copied for each piece of it."""
+    bar = "[print(f'\\r{i} of 20000', end='', flush=True) for i in range(20001)]\n"
+    path = script(f"{bar}time.sleep(2)\nprint(', done')\n[print('.', end='') for i in range(100000)]\nprint()", PLAIN)
+    job = Run(LAUNCH, "-n", 2, path)
+    seen = {}  # line -> when it first came
+    for line in job.process.stdout:  # which takes a carriage return for the end of a line, too, if it is not the last
+        seen.setdefault(line, time.monotonic())
+    assert job.wait().code == 0
+    for rank in (0, 1):
+        bar, end = (seen[f"[{rank}] {text} of 20000{more}\n"] for text, more in ((19998, ""), (20000, ", done")))
+        assert end - bar > 1.5
+        assert seen[f"[{rank}] {'.' * 65536}\n"] and seen[f"[{rank}] {'.' * (100000 - 65536)}\n"]
+
+
+def test_threads_lose_nothing_of_what_they_write(script):
+    path = script(
+        "import threading\nsys.setswitchinterval(1e-5)\n"
+        "def write(k):\n    for i in range(3000): sys.stdout.write(f'<{k}:{i}>')\n"
+        "threads = [threading.Thread(target=write, args=(k,)) for k in range(8)]\n"
+        "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
+        "threading.Thread(target=lambda: (time.sleep(0.5), print('late', end=''))).start()",
+        PLAIN,
+    )
+    job = launch("-n", 1, path)
+    assert job.code == 0 and len(set(re.findall(r"<\d:\d+>", job.out))) == 24000 and job.out.endswith("late\n")
+
+
+def test_script_is_found_as_by_python_itself(script, tmp_path):
+    """By its whole path, and a link to it leads to the modules beside the script, not beside the link."""
+    (tmp_path / "links").mkdir()
+    (tmp_path / "beside.py").write_text("x = 'beside'\n")
+    lines = "import beside\nos.chdir('/')\nprint(os.path.isabs(__file__), beside.x)"
+    (tmp_path / "links" / "linked.py").symlink_to(script(lines, PLAIN))
+    for command in ([LAUNCH, "-n", 1], [sys.executable]):
+        job = Run(*command, "linked.py", cwd=tmp_path / "links", RANK="0").wait()
+        assert (job.code, job.out) == (0, "True beside\n"), job.err
+
+
+def test_line_that_only_looks_like_an_abort_is_shown(script):
+    lines = ["F20261122 alike", "F20261122 06:00:00.123456 17 some.cpp:7] Check failed: of a child", "and more"]
+    job = launch("-n", 2, script(f"if rank: sys.stderr.write({chr(10).join(lines) + chr(10)!r})", PLAIN))
+    assert (job.code, job.err.splitlines()) == (0, [f"[1] {line}" for line in lines])
+
+
+def test_rank_that_makes_a_job_of_its_own_does_not_wait_for_rank_0(script):
+    alone = f"os.environ.update(WORLD_SIZE='1', RANK='0', MASTER_PORT='{free_port()}')"
+    path = script(f"if rank:\n    {alone}\n    import oneflow as flow\n    print('alone')", PLAIN)
+    job = launch("-n", 2, "--timeout", 30, path)
+    assert (job.code, job.out) == (0, "[1] alone\n"), job.err
+
+
+@pytest.mark.parametrize("what", ["b'x\\n'", "b'x'"], ids=["lines", "one line"])
+@pytest.mark.parametrize("more", [(), ("--log-dir", "logs")], ids=["errors", "output"])
+def test_rank_that_writes_without_end_is_ended_in_time(script, tmp_path, what, more):
+    stream = "stdout" if more else "stderr"
+    path = script(f"while rank == 1: sys.{stream}.buffer.write({what} * 100000)\ntime.sleep(60)", PLAIN)
+    job = Run("bash", "-c", f"{LAUNCH} -n 2 --timeout 3 {' '.join(more)} {path} 2>&1 | tail -c 2000", cwd=tmp_path)
+    job.wait(30)
+    assert "rank 1 of 2 is running" in job.out and job.all_gone() and job.seconds < 15, job.out
+
+
+def test_message_that_is_no_text_is_shown(script, tmp_path):
+    """Such as the name of a file in another encoding."""
+    path = script("raise RuntimeError('cannot read \\udce9t\\udce9')", PLAIN)
+    job = Run(LAUNCH, "-n", 1, "--log-dir", tmp_path / "logs", path, b"\xe9".decode(errors="surrogateescape")).wait()
+    assert job.code == 1 and "RuntimeError: cannot read \\udce9t\\udce9" in job.err.splitlines(), job.err
+    assert "RuntimeError: cannot read \\udce9t\\udce9" in logs(tmp_path / "logs")["rank_0.log"]
+
+
+def test_nohup_goes_on_without_its_terminal(script):
+    job = Run("nohup", LAUNCH, "-n", 1, script("print('met', flush=True)\ntime.sleep(2)", PLAIN))
+    job.until("met")
+    os.killpg(job.process.pid, signal.SIGHUP)
+    assert job.wait().code == 0
+
+
+def test_more_ranks_than_files_may_be_open_are_refused(script):
+    job = Run("bash", "-c", f"ulimit -n 256; {LAUNCH} -n 30 {script('', PLAIN)}").wait()
+    assert (job.code, job.err) == (2, "launch.sh: -n 30 opens 304 files, and 256 may be: type ulimit -n 304\n")

@@ -38,6 +38,14 @@ def test_failure_of_one_rank_fails_the_call_and_the_next_one_works(pool, rank, h
     assert works(pool) and pool.starts == starts + 1
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_answer_that_cannot_be_read_is_not_taken_for_that_of_the_next_call(pool, rank):
+    with pytest.raises(RuntimeError, match="unreadable"):
+        pool.call(f"{ON_RANK}:unreadable", rank=rank)
+    time.sleep(1)
+    assert works(pool)
+
+
 def test_hanging_rank_fails_the_call_in_time_and_shows_where_it_is(pool):
     assert works(pool)
     begin, pool.timeout = time.monotonic(), 2

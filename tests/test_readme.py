@@ -16,6 +16,11 @@ def blocks(path, language):
     return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.DOTALL)
 
 
+def slug(heading):
+    """The name by which a heading can be linked to, as GitHub and GitLab make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def tables(path):
     rows = [line for line in path.read_text().splitlines() if line.startswith("|") and not line.startswith("| ---")]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
@@ -28,6 +33,7 @@ ELSEWHERE = (
     "python -m oneflow.distributed.launch",
     "./launch.sh -n 2 mine.py",
     "./launch.sh --nnodes",
+    "./launch.sh --max-restarts",
 )
 
 
@@ -108,4 +114,8 @@ def test_picture_in_words_is_what_show_draws():
 @pytest.mark.parametrize("path", [ENGLISH, CHINESE], ids=["English", "Chinese"])
 def test_links_lead_somewhere(path):
     for target in re.findall(r"]\(([^)]+)\)", path.read_text()):
-        assert (path.parent / target).exists(), target
+        name, _, anchor = target.partition("#")
+        there = path.parent / name if name else path
+        assert there.exists(), target
+        headings = re.findall("^#+ (.+)$", there.read_text(), flags=re.MULTILINE) if anchor else []
+        assert not anchor or anchor in map(slug, headings), target

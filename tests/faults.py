@@ -1,0 +1,480 @@
+"""Inject faults into jobs of elastic_training.py, on one host and on two, and see what launch.sh makes of them.
+
+    ./launch.sh faults [--tries K]
+
+Each try starts a job, does one thing to it at a random moment, and looks at how it ends, what it says, which processes
+are left, and whether the job that goes on from its checkpoints ends with the bits of one that nobody disturbed. Writes
+docs/faults.json and docs/faults.md; with --tries K it makes K tries of each kind in each mode, and writes nothing.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Callable, Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.cases import ROOT  # noqa: E402
+from tests.hosts import NO_HOSTS, Hosts  # noqa: E402
+from tests.jobs import LAUNCH, Run, free_port  # noqa: E402
+
+ELASTIC = ROOT / "recipes" / "elastic_training.py"
+STEPS, EVERY = 60, 6
+RANKS = {1: 2, 2: 4}  # number of hosts -> of ranks
+DEATH = 15  # seconds within which a job must end, or start again, after a death
+SILENCE = 12  # the --timeout of jobs that will fall silent
+MOMENTS = (0.03, 0.95)  # of the time that an undisturbed job takes
+DISK = "100k"  # has room for two checkpoints, not for three
+FOUND, PAGE = ROOT / "docs" / "faults.json", ROOT / "docs" / "faults.md"
+COLUMNS = [
+    *("fault", "hosts", "tries", "seconds, median", "worst", "limit", "as promised", "processes left"),
+    *("checkpoints lost", "weights bitwise equal"),
+]
+WRAPPER = """import os, runpy, signal, sys
+
+
+def fault(number, frame):
+    if os.environ["FAULT"] == "raise":
+        raise RuntimeError("injected")
+    sys.exit(int(os.environ["FAULT"]))
+
+
+signal.signal(signal.SIGUSR2, fault)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@dataclass
+class Fault:
+    """A kind of fault, and what must come of it."""
+
+    what: str  # in the words of the page
+    inject: Callable  # does it to a Job; False if it came too late
+    code: int  # the exit code of every launcher that is left
+    says: str  # a pattern that each of them says; RANK and NODE stand for what was hit
+    hosts: tuple = (1, 2)
+    tries: int = 4  # in each mode on each number of hosts
+    restarts: bool = False  # whether --max-restarts brings the job back; then `code` and `says` are those before
+    does: str = ""  # what a rank does on SIGUSR2: raise, or exit with a code
+    timeout: float = 120  # of the job, in seconds
+    within: float = DEATH  # seconds from the fault to the end
+    setting: str = ""  # "disk": a small one; "damaged": the newest checkpoint; "alone": the other host never comes
+
+
+@dataclass
+class Outcome:
+    """What came of one try."""
+
+    fault: str
+    hosts: int
+    graph: bool
+    seconds: Optional[float]  # from the fault to the end, or the new start, on the last host; None: it need not end
+    problems: list  # what is not as promised, in words
+    left: int  # processes that were left
+    lost: bool  # whether a checkpoint was lost
+    equal: bool  # whether the weights are bit by bit those of an undisturbed run in the end
+
+
+class Job:
+    """A job of elastic_training.py on one host or on two, from the checkpoints in a folder."""
+
+    def __init__(self, hosts, count, graph, folder, rng, fault=None, steps=STEPS, nodes=None, before=()):
+        """fault: what is to come; nodes: the hosts on which it is started; before: words before its commands."""
+        self.hosts, self.count, self.folder, self.rng = hosts, count, Path(folder), rng
+        self.each, self.hit_rank, self.hit_node = RANKS[count] // count, None, 0
+        script, variables = [ELASTIC], {}
+        if fault and fault.does:
+            (self.folder / "wrapper.py").write_text(WRAPPER)
+            script, variables = [self.folder / "wrapper.py", ELASTIC], {"FAULT": fault.does}
+        options = ["-n", self.each, "--timeout", fault.timeout if fault else 120]
+        options += ["--max-restarts", 2] * bool(fault and fault.restarts)
+        if count > 1:
+            options += ["--nnodes", count, "--master_addr", hosts.addresses[0], "--master_port", free_port()]
+        self.runs, self.lines, self.readers = {}, {}, []
+        for node in range(count) if nodes is None else nodes:
+            number = ["--node_rank", node] if count > 1 else []
+            on = [*(hosts.on(node) if count > 1 else []), *before]
+            arguments = ["--folder", self.checkpoints, "--steps", steps, "--every", EVERY, *["--graph"] * graph]
+            self.runs[node] = Run(*on, LAUNCH, *options, *number, *script, *arguments, **variables)
+            self.lines[node] = []  # (when, what it said)
+            for stream in (self.runs[node].process.stdout, self.runs[node].process.stderr):
+                self.readers.append(threading.Thread(target=self._read, args=(stream, self.lines[node]), daemon=True))
+                self.readers[-1].start()
+
+    checkpoints = property(lambda self: self.folder / "checkpoints")
+
+    def _read(self, stream, lines):
+        for line in stream:
+            lines.append((time.monotonic(), line.rstrip("\n")))
+
+    def said(self, node):
+        return "\n".join(line for _, line in self.lines[node])
+
+    def newest(self):
+        """The newest checkpoint that has its name."""
+        with contextlib.suppress(OSError):
+            steps = [name.partition("step-")[2] for name in os.listdir(self.checkpoints)]
+            return max((int(step) for step in steps if step.isdecimal()), default=0)
+        return 0
+
+    def wait(self, seconds):
+        """Until all launchers have ended; False if they do not in that time."""
+        deadline, self.ended = time.monotonic() + seconds, {}
+        while len(self.ended) < len(self.runs):
+            for node, run in self.runs.items():
+                if node not in self.ended and run.process.poll() is not None:
+                    self.ended[node] = time.monotonic()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        for reader in self.readers:
+            reader.join(2)
+        return True
+
+    def left(self):
+        """How many processes are left; they are ended."""
+        left = [pid for run in self.runs.values() if not run.all_gone() for pid in run.alive()]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(left)
+
+    def ranks(self):
+        """{rank: its process} of all that run."""
+        found = {}
+        for run in self.runs.values():
+            for pid in run.ranks():
+                with contextlib.suppress(OSError):
+                    rank = re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
+                    found[int(rank.group(1))] = pid
+        return found
+
+    def hit(self, number):
+        """Send a signal to any of the ranks."""
+        running = self.ranks()
+        if running:
+            self.hit_rank, pid = self.rng.choice(sorted(running.items()))
+            self.hit_node = self.hit_rank // self.each
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                return True
+        return False
+
+
+def at_some_moment(do):
+    def inject(job):
+        time.sleep(job.rng.uniform(*MOMENTS) * job.seconds)
+        return do(job)
+
+    return inject
+
+
+def while_it_trains(do):
+    """Later than the first checkpoint."""
+
+    def inject(job):
+        while not job.newest() and any(run.process.poll() is None for run in job.runs.values()):
+            time.sleep(0.01)
+        time.sleep(job.rng.uniform(0, 0.3) * job.seconds)
+        return do(job)
+
+    return inject
+
+
+def signal_launcher(number):
+    """As a terminal does, or a scheduler: to launch.sh, not to its ranks."""
+
+    def send(job):
+        job.hit_node = job.rng.choice(sorted(job.runs))
+        run = job.runs[job.hit_node]
+        while run.process.poll() is None and not run.ranks():  # before, bash is at work and ends by the signal itself
+            time.sleep(0.01)
+        ranks = run.ranks()
+        for pid in run.alive() if run.process.poll() is None else []:
+            if pid not in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        return run.process.poll() is None or run.process.returncode != 0
+
+    return send
+
+
+def kill_node(job):
+    job.hit_node = job.rng.choice(sorted(job.runs))
+    there = job.ranks()
+    for pid in job.runs[job.hit_node].alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(there)
+
+
+def pull_link(job):
+    job.hit_node = 1
+    there = job.ranks()
+    job.hosts.link(1, "down")
+    return bool(there)
+
+
+def nothing(job):
+    return True
+
+
+RANK_FAILED = r"rank RANK of \d+NODE failed: "
+FAULTS = [
+    Fault("a rank is killed, signal 9", at_some_moment(lambda job: job.hit(signal.SIGKILL)), 137,
+          RANK_FAILED + "killed by signal 9", tries=10, restarts=True),
+    Fault("a rank is killed, no restart", at_some_moment(lambda job: job.hit(signal.SIGKILL)), 137,
+          RANK_FAILED + "killed by signal 9", tries=10),
+    Fault("a rank raises an exception", while_it_trains(lambda job: job.hit(signal.SIGUSR2)), 1,
+          RANK_FAILED, does="raise", restarts=True),
+    Fault("a rank calls sys.exit(3)", while_it_trains(lambda job: job.hit(signal.SIGUSR2)), 3,
+          RANK_FAILED + "exit code 3", does="3"),
+    Fault("a rank calls sys.exit(0)", while_it_trains(lambda job: job.hit(signal.SIGUSR2)), 124,
+          "rank RANK of . has (run to its end|ended)", does="0", tries=2, timeout=SILENCE, within=SILENCE + 3),
+    Fault("Ctrl-C", at_some_moment(signal_launcher(signal.SIGINT)), 130, "SIGINT(NODE: every rank is ended|: nothing)"),
+    Fault("SIGTERM to launch.sh", at_some_moment(signal_launcher(signal.SIGTERM)), 143,
+          "SIGTERM(NODE: every rank is ended|: nothing)"),
+    Fault("a rank is stopped, SIGSTOP", while_it_trains(lambda job: job.hit(signal.SIGSTOP)), 124,
+          "rank RANK of . is stopped", tries=2, timeout=SILENCE, within=SILENCE + 3),
+    Fault("a host dies", while_it_trains(kill_node), 1, r"NODE is gone", hosts=(2,)),
+    Fault("the link goes down", while_it_trains(pull_link), 1, r"node \d \([^)]*\) is gone", hosts=(2,), tries=3),
+    Fault("a host never comes", nothing, 2, "did not come until --timeout", hosts=(2,), tries=2, timeout=4, within=8,
+          setting="alone"),
+    Fault("the disk is full at a checkpoint", nothing, 1, RANK_FAILED + "exit code 1", tries=3, within=120,
+          setting="disk"),
+    Fault("a checkpoint is damaged", nothing, 0, "sha256 of the weights", within=120,
+          setting="damaged"),
+]  # fmt: skip
+
+
+DEADLY = {fault.inject for fault in FAULTS if fault.what == "a host dies"}
+
+
+def damage(checkpoint, rng):
+    """Cut a file of it, flip a bit of one, or remove one."""
+    path = rng.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file()))
+    data, how = bytearray(path.read_bytes()), rng.choice(["cut", "flip", "remove"])
+    if how == "flip" and data:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.unlink()
+    if how != "remove":
+        path.write_bytes(data[: len(data) // 2] if how == "cut" else data)
+
+
+def hashes(job):
+    return {found for node in job.runs for found in re.findall(r"sha256 of the weights (\w{16})", job.said(node))}
+
+
+def undisturbed(hosts, count, graph):
+    """The hash of the weights in the end, and the seconds that it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.monotonic()
+        job = Job(hosts, count, graph, folder, None)
+        assert job.wait(120) and all(run.process.returncode == 0 for run in job.runs.values()), job.said(0)
+        [found] = hashes(job)
+        return found, max(job.ended.values()) - begin
+
+
+def on_small_disk(hosts, count, folder):
+    """The words that run a command with a small disk where the checkpoints go, and then keep what is on it."""
+    user = ["--user", "--map-root-user"] if hosts.user and count == 1 else []
+    disk, kept = f"{folder}/checkpoints", f"{folder}/kept"
+    make = f"mkdir -p {disk} {kept} && mount -t tmpfs -o size={DISK} none {disk}"
+    return [
+        "unshare",
+        *user,
+        "--mount",
+        "bash",
+        "-c",
+        f'{make} && "$@"; code=$?; cp -r {disk}/. {kept}; exit $code',
+        "job",
+    ]
+
+
+def attempt(fault, hosts, count, graph, rng, wanted):
+    """One try of a fault; None if it came too late. wanted: the hash and the seconds of an undisturbed run."""
+    with tempfile.TemporaryDirectory() as folder:
+        before, nodes = [], None
+        if fault.setting == "disk":
+            before = on_small_disk(hosts, count, folder)
+        elif fault.setting == "alone":
+            nodes = [rng.choice((0, 1))]
+        elif fault.setting == "damaged":
+            first = Job(hosts, count, graph, folder, rng, steps=STEPS // 2)
+            assert first.wait(120), first.said(0)
+            damage(first.checkpoints / f"step-{first.newest()}", rng)
+        job = Job(hosts, count, graph, folder, rng, fault, nodes=nodes, before=before)
+        job.seconds = wanted[1]
+        try:
+            hit = fault.inject(job)
+            begin, newest = time.monotonic(), job.newest()
+            ended = job.wait(fault.within + 60)
+        finally:
+            if count > 1 and hosts.real:
+                hosts.link(1, "up")
+            left = job.left()
+        ended_well = ended and all(run.process.returncode == 0 for run in job.runs.values())
+        if not hit or (fault.code and ended_well and not any("failed: " in job.said(node) for node in job.runs)):
+            return None
+        if any("killed by signal 12" in job.said(node) for node in job.runs):  # Python had taken our handler away
+            return None
+        problems = [] if ended else ["it did not end"]
+        times = [said_when(fault, job, node, problems) for node in job.runs if node != gone(fault, job)]
+        seconds = max(times, default=begin) - begin if times and not fault.setting else None
+        if seconds is not None and seconds > fault.within:
+            problems.append(f"it took {seconds:.1f} s")
+        if fault.setting == "disk":
+            job.checkpoints.rmdir()  # the disk is gone with the job
+            (job.folder / "kept").rename(job.checkpoints)
+            newest = 2 * EVERY
+        if fault.setting == "damaged":
+            newest = STEPS // 2 - EVERY  # the one before the last
+        if not fault.restarts and fault.setting != "damaged":  # the next job goes on
+            job = Job(hosts, count, graph, folder, rng)
+            assert job.wait(120), job.said(0)
+            left += job.left()
+        equal = hashes(job) == {wanted[0]}
+        went_on = re.findall(r"rank 0: (?:steps (\d+) to|all \d+ steps were done)", job.said(0))
+        lost = bool(went_on) and went_on[-1].isdecimal() and int(went_on[-1]) <= newest
+        return Outcome(fault.what, count, graph, seconds, problems, left, lost, equal)
+
+
+def gone(fault, job):
+    """The host of which nothing is left that could say anything."""
+    return job.hit_node if fault.inject in DEADLY else None
+
+
+def said_when(fault, job, node, problems):
+    """When this launcher said what it must, or else ended; adds to `problems` what is wrong."""
+    run, lines = job.runs[node], list(job.lines[node])
+    place = rf" on node {job.hit_node} \([^)]*\)" if job.count > 1 else ""
+    if fault.inject in DEADLY:
+        place = rf"node {job.hit_node} \([^)]*\)"
+    pattern = fault.says.replace("RANK", str(job.hit_rank) if job.hit_rank is not None else "0").replace("NODE", place)
+    here = fault.code != 124 or job.hit_node == node  # where each rank is, each host says of its own
+    found = [when for when, line in lines if re.search(pattern, line)]
+    if not found and here:
+        problems.append(f"node {node} did not say {pattern}: {[line for _, line in lines if 'launch.sh' in line]}")
+    code = 0 if fault.restarts else fault.code
+    if run.process.returncode != code:
+        problems.append(f"node {node} ended with {run.process.returncode}, not {code}")
+    again = [when for when, line in lines if "restart 1 of 2" in line]
+    if fault.restarts and not again:
+        problems.append(f"node {node} did not start again")
+    return again[0] if again else job.ended.get(node, time.monotonic())
+
+
+def tried(faults, tries=None, tell=lambda line: None, seed=0, counts=(1, 2), modes=(False, True)):
+    """All outcomes; tries: of each fault in each mode on each number of hosts, if not its own."""
+    rng, outcomes = random.Random(seed), []
+    with Hosts(2) as hosts:
+        if not hosts.real:
+            raise SystemExit(NO_HOSTS)
+        wanted = {}
+        for fault in faults:
+            for count in (count for count in fault.hosts if count in counts):
+                for graph in modes:
+                    if (count, graph) not in wanted:
+                        wanted[count, graph] = undisturbed(hosts, count, graph)
+                    made = 0
+                    while made < (tries or fault.tries):
+                        outcome = attempt(fault, hosts, count, graph, rng, wanted[count, graph])
+                        if outcome is None:  # it came too late: a job may take less time by now
+                            wanted[count, graph] = undisturbed(hosts, count, graph)
+                            continue
+                        made += 1
+                        outcomes.append(outcome)
+                        tell(outcome)
+    return outcomes
+
+
+def good(outcome):
+    return not outcome.problems and not outcome.left and not outcome.lost and outcome.equal
+
+
+def page(found):
+    """docs/faults.md, from what is in docs/faults.json."""
+    outcomes = [Outcome(**one) for one in found["outcomes"]]
+    rows = []
+    for fault in FAULTS:
+        for count in fault.hosts:
+            some = [one for one in outcomes if (one.fault, one.hosts) == (fault.what, count)]
+            times = [one.seconds for one in some if one.seconds is not None]
+            took = f"{statistics.median(times):.1f} | {max(times):.1f}" if times else "– | –"
+            limit = f"{fault.within:g}" if times else "–"
+            as_said = sum(not one.problems for one in some)
+            counts = (sum(one.left for one in some), sum(one.lost for one in some), sum(one.equal for one in some))
+            cells = [fault.what, count, len(some), took, limit, as_said, *counts]
+            rows.append(f"| {' | '.join(map(str, cells))} |")
+    table = "\n".join(rows)
+    total = [len(outcomes), sum(one.left for one in outcomes), sum(one.lost for one in outcomes)]
+    return f"""# Faults
+
+What `launch.sh` makes of {total[0]} faults that were injected into jobs of
+[elastic_training.py](../recipes/elastic_training.py), {STEPS} steps with a checkpoint after every {EVERY}: {total[1]}
+processes were left, {total[2]} checkpoints were lost. `./launch.sh faults` makes this page ({found["machine"]}; half of
+the tries eager, half in a graph; {RANKS[1]} ranks on one host, {RANKS[2]} on two, which are network namespaces with
+addresses of their own). The tests make one try of each.
+
+A fault comes at a random moment: at the start, while the ranks meet, in training, while a checkpoint is written.
+Seconds are from the fault until the last launcher has ended, or says that it starts again (exceptions, and the first
+two rows, with `--max-restarts 2`). "As promised": within the limit, if there is one, with the right exit code and
+message: each host names the rank, or the host, that failed; at a time limit the rank's own host does. Then the job goes
+on, by itself or started again, and its weights are compared with those of an undisturbed run. A fault that came too
+late, when the job or the rank had all but ended, is not counted.
+
+| {" | ".join(COLUMNS)} |
+|{" --- |" * len(COLUMNS)}
+{table}
+
+- A rank that ends with `sys.exit(0)` and one that is stopped fall silent, and the others wait for them: this is what
+  `--timeout` is for, here {SILENCE} s from the start of the job. It shows where each rank is, and which one is stopped
+  or has ended.
+- A link that goes down is noticed after 10 s without a word from the other launcher.
+- When a host dies or does not come there is nothing to start again on it, so the job ends; a scheduler starts it anew.
+- On a full disk the job ends with `No space left on device`; the checkpoints that are there stay.
+- A damaged checkpoint, a file of which is cut, removed or has one bit flipped, is put aside, and training goes on from
+  the one before it: that is why two are kept.
+"""
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="launch.sh faults", description=__doc__.splitlines()[0])
+    parser.add_argument("--tries", type=int, help="of each fault in each mode on each number of hosts; writes no page")
+    tries = parser.parse_args(arguments).tries
+    if tries is not None and tries < 1:
+        parser.error(f"--tries must be 1 or more, got {tries}")
+
+    def tell(one):
+        words = f"{one.fault}; {one.hosts} hosts; {'graph' if one.graph else 'eager'}"
+        took = "" if one.seconds is None else f"; {one.seconds:.1f} s"
+        print(words + took + ("" if good(one) else f"; NOT AS PROMISED: {one}"), flush=True)
+
+    outcomes = tried(FAULTS, tries, tell)
+    bad = [one for one in outcomes if not good(one)]
+    print(f"{len(outcomes)} faults, {len(bad)} not as promised")
+    if tries is None:
+        found = {
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "outcomes": [asdict(one) for one in outcomes],
+        }
+        FOUND.write_text(json.dumps(found, indent=1) + "\n")
+        PAGE.write_text(page(found))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
