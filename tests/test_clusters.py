@@ -113,9 +113,18 @@ def trained(out):
     return [(int(first), int(last)) for _, first, last, _ in found]
 
 
+# What a starter itself may write on standard error in a job that is well. srun: that it waits until Slurm has started
+# the jobs before. Open MPI 4: mpirun sets the process group of the ssh that it starts, and so does that process; where
+# mpirun comes second, the kernel refuses, and mpirun warns (plm_rsh_module.c).
+HARMLESS = (
+    r"srun: job \d+ (queued and waiting for|has been allocated) resources\n",
+    r"\[\S+:\d+] plm:rsh: Warning: setpgid\(\d+,\d+\) failed in parent with errno=Permission denied\(13\)\n",
+)
+
+
 def troubles(job):
-    """What a job wrote on standard error; srun may have to wait until Slurm has started the jobs before it."""
-    return re.sub(r"srun: job \d+ (queued and waiting for|has been allocated) resources\n", "", job.err)
+    """What a job wrote on standard error beyond that."""
+    return re.sub("|".join(HARMLESS), "", job.err)
 
 
 def script_in(command):
