@@ -189,7 +189,8 @@ def main():
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     report, rank = Report(), os.environ["RANK"]
     mark = os.environ.pop("HARNESS_MARK", f"[{rank}] " if os.environ["WORLD_SIZE"] != "1" else "")
-    out = sys.stdout = MarkedLines(sys.stdout, mark, lambda: report.send(unread=True))
+    out = MarkedLines(sys.stdout, mark, lambda: report.send(unread=True))
+    sys.stdout = sys.__stdout__ = out  # the second is what scripts put back that had another there
     atexit.register(out.finish)  # for what threads, and others at the exit, write behind the end of the script
     sys.meta_path.insert(0, WaitForRank0())
     script = sys.argv[1]

@@ -47,7 +47,7 @@ class Run:
 
         err is without the line that OneFlow writes on a host which has no libibverbs; launch.sh leaves it out itself.
         """
-        if self.process.returncode is not None:
+        if hasattr(self, "code"):
             return self
         try:
             self.out, err = self.process.communicate(timeout=timeout)

@@ -655,8 +655,11 @@ def test_two_jobs_do_not_train_in_one_folder(tmp_path):
     assert (second.code, second.err) == (2, f"elastic_training.py: {words}\n")
     killed(first)
     assert first.all_gone()
-    [step] = [int(name[5:]) for name in kept(tmp_path)[-1:] if name[5:].isdecimal()] or [0]
-    assert train(tmp_path, "--steps", step + 200, "--every", 100, n=1).code == 0
+    step = max(
+        int(name[5:]) for name in kept(tmp_path) if name[5:].isdecimal()
+    )  # what was being saved is no number yet
+    last = train(tmp_path, "--steps", step + 200, "--every", 100, n=1)
+    assert last.code == 0, last.err
 
 
 def test_job_that_was_done_long_ago_is_right_when_it_is_started_again(tmp_path):
