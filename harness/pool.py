@@ -4,6 +4,7 @@
 case that raises, dies or hangs fails by itself, as PoolError with the rank's traceback; the next call gets fresh ranks.
 """
 
+import os
 import pickle
 import selectors
 import signal
@@ -119,8 +120,8 @@ class Pool:
                     answer = answers[key.data] = receive(key.fileobj)
                     if "error" in answer:
                         deadline = min(deadline, time.monotonic() + GRACE)
-        except (EOFError, OSError):  # a rank is gone: its end of the socket is closed
-            time.sleep(0.1)
+        except (EOFError, OSError):  # a rank is gone: its end of the socket is closed, and it ends
+            self._until(lambda: any(process.poll() is not None for process in self.ranks.processes))
         except BaseException:  # what a rank sends cannot be read here: the next call must not get other ranks' answers
             self.close()
             raise
@@ -168,13 +169,24 @@ class Pool:
             text = f"died ({died_of.name if died_of else f'exit code {codes[rank]}'}):\n{self._log(rank)}"
         else:
             waiting = [rank for rank in range(self.world_size) if rank not in answers]
+            before = [self._size(rank) for rank in waiting]
             self.ranks.signal(signal.SIGUSR1)  # each rank shows where it is
-            time.sleep(0.3)
+            self._until(lambda: all(self._size(rank) > size for rank, size in zip(waiting, before)))
+            time.sleep(0.1)
             where = "\n".join(f"rank {rank}:\n{self._log(rank)}" for rank in waiting)
             rank, text = waiting[0], f"gave no answer in {self.timeout:g} s; it waits here:\n{where}"
         return PoolError(
             rank, f"{function}: rank {rank} of {self.world_size} {text}", died_of, hung=not failed and not dead
         )
+
+    def _until(self, there, within=5):
+        deadline = time.monotonic() + within
+        while not there() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _size(self, rank):
+        """Bytes that a rank has written to its standard output and error."""
+        return os.fstat(self.logs[rank].fileno()).st_size
 
     def _log(self, rank):
         """The last lines that a rank wrote to its standard output and error."""

@@ -144,7 +144,8 @@ def on_ranks(world_size, function, *arguments):
             process.join()
     finally:
         for process in processes:
-            process.kill()
+            if process.pid:  # else a signal came while it was started, and it ends by itself
+                process.kill()
         kept.close()
         os.environ.clear()
         os.environ.update(before)

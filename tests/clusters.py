@@ -33,7 +33,7 @@ VALIDATORS_HOME = ROOT / ".venv-clusters"
 NAMES = ("host0", "host1")  # the hosts as docs/clusters.md calls them
 POD = "train-0.train"  # as Kubernetes would call the first of them
 CPUS = 8  # of each host, as Slurm is told: more than there may be, so that several jobs run at once
-UP_WITHIN = 30  # seconds
+UP_WITHIN = 120  # seconds
 SBIN = os.pathsep.join((os.environ["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"))
 
 
@@ -55,11 +55,15 @@ def install():
     if not program("apt-get"):
         raise NotInstalled(f"no apt-get here to install {' '.join(missing)}")
     for words in (["update"], ["install", "--yes", "--no-install-recommends", *missing]):
-        command = ["apt-get", "--quiet", "--option", "Acquire::Retries=3", *words]
+        command = ["apt-get", "--quiet", "-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=300", *words]
         variables = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         given = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        done = subprocess.run(command, env=variables, text=True, **given)
-        if done.returncode:
+        for pause in (0, 5, 20):
+            time.sleep(pause)
+            done = subprocess.run(command, env=variables, text=True, **given)
+            if done.returncode == 0:
+                break
+        else:
             raise NotInstalled(f"{' '.join(command)}\n{done.stdout[-3000:]}")
 
 
@@ -256,6 +260,7 @@ class Cluster:
             SchedulerParameters=sched_min_interval=0
             ReturnToService=2
             KillWait=5
+            MessageTimeout=60
             {nodes}
             PartitionName=all Nodes=ALL Default=YES State=UP
         """

@@ -3,7 +3,7 @@ import signal
 import pytest
 
 from harness.pool import Pool
-from tests import test_atlas, test_official, test_set_up, test_training
+from tests import jobs, test_atlas, test_official, test_set_up, test_training
 from tests.early import Early
 from tests.hosts import Hosts
 from tests.ladder import Checks
@@ -49,18 +49,19 @@ REPEATED = []  # calls that were made once more because OneFlow died
 
 def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"{Checks.count} checks against numpy and the declared layouts")
-    if REPEATED:
-        terminalreporter.write_line(f"{len(REPEATED)} calls made once more, as OneFlow died of SIGSEGV: {REPEATED}")
+    repeated = REPEATED + jobs.repeated
+    if repeated:
+        terminalreporter.write_line(f"{len(repeated)} calls made once more, as OneFlow died of SIGSEGV: {repeated}")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def early(request, tmp_path_factory):
     """Whole jobs by name, begun before the first test: they mostly wait, so other tests run beside them."""
-    jobs = {}
+    begun = {}
     modules = {item.module for item in request.session.items}
     for module in modules & {test_official, test_set_up}:
-        jobs.update(module.early_jobs(tmp_path_factory))
-    return jobs
+        begun.update(module.early_jobs(tmp_path_factory))
+    return begun
 
 
 def pytest_collection_modifyitems(items):

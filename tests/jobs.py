@@ -16,6 +16,7 @@ from tests.cases import ROOT
 LAUNCH = str(ROOT / "launch.sh")
 MARK = "COOKBOOK_TEST_JOB"
 NO_LIBIBVERBS = "libibverbs not available, ibv_fork_init skipped"
+WAITS = re.compile(r"^launch\.sh: waiting for .*\n", flags=re.MULTILINE)
 OTHERS = ("PYTEST_", "OMP_", "GLOG_", "SLURM_", "OMPI_")  # what surrounds the tests and is not for the jobs
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
 
@@ -31,6 +32,7 @@ class Run:
         self.cwd = Path(cwd)
         environment = {**CLEAN, MARK: self.mark, **variables}
         self.begin = time.monotonic()
+        self.early = {"stdout": b"", "stderr": b""}  # what until() has read
         self.process = subprocess.Popen(
             [str(part) for part in command],
             cwd=cwd,
@@ -43,29 +45,34 @@ class Run:
         )
 
     def wait(self, timeout=90):
-        """Wait for the end, set out, err, code and seconds, return self. TimeoutExpired, all killed, if it hangs.
+        """Wait for the end; set out, err, waited, code, seconds; return self. TimeoutExpired, all killed, if it hangs.
 
         err is without the line that OneFlow writes on a host which has no libibverbs; launch.sh leaves it out itself.
+        And without those by which a launcher says for whom it waits, where that takes long: these are in waited.
         """
         if hasattr(self, "code"):
             return self
         try:
-            self.out, err = self.process.communicate(timeout=timeout)
+            out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            for pid in self.alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self.kill()
             raise
-        self.err = re.sub(f"^{NO_LIBIBVERBS}\n", "", err, flags=re.MULTILINE)
+        self.out, err = self._text("stdout") + out, self._text("stderr") + err
+        self.waited = "".join(WAITS.findall(err))
+        self.err = re.sub(f"^{NO_LIBIBVERBS}\n", "", WAITS.sub("", err), flags=re.MULTILINE)
         self.code, self.seconds = self.process.returncode, time.monotonic() - self.begin
         return self
 
-    def until(self, text):
-        """Read standard output until a line holds `text`."""
-        for line in self.process.stdout:
-            if text in line:
-                return line
-        raise AssertionError(f"{text!r} never came: {self.process.stderr.read()}")
+    def _text(self, stream):
+        return self.early[stream].decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
+
+    def until(self, text, times=1, stream="stdout"):
+        """Read until so many lines hold `text`."""
+        descriptor = getattr(self.process, stream).fileno()
+        while sum(text in line for line in self._text(stream).splitlines(True) if line.endswith("\n")) < times:
+            data = os.read(descriptor, 65536)
+            assert data, f"{text!r} never came: {self.wait().out}{self.err}"
+            self.early[stream] += data
 
     def alive(self):
         """The processes of this job that run (a zombie does not)."""
@@ -84,6 +91,15 @@ class Run:
                 if b"harness/rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return found
+
+    def kill(self):
+        """Kill all that is left, those too that are started meanwhile."""
+        for _ in range(100):
+            for pid in self.alive():
+                with contextlib.suppress(ProcessLookupError):  # it has ended in between
+                    os.kill(pid, signal.SIGKILL)
+            if self.all_gone(within=0.1):
+                break
 
     def all_gone(self, within=5):
         """Whether no process of the job is left after at most `within` seconds."""
@@ -107,8 +123,15 @@ def without_rounding(text):
 
 
 def launch(*arguments, **options):
-    """./launch.sh with these arguments, from start to end."""
-    return Run(LAUNCH, *arguments, **options).wait()
+    """./launch.sh with these arguments, from start to end; once more where OneFlow died of itself."""
+    job = Run(LAUNCH, *arguments, **options).wait()
+    if job.code == 128 + signal.SIGSEGV:
+        repeated.append(" ".join(str(argument) for argument in arguments))
+        job = Run(LAUNCH, *arguments, **options).wait()
+    return job
+
+
+repeated = []  # the jobs that were
 
 
 def official(n, *arguments, **options):

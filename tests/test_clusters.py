@@ -42,6 +42,9 @@ def cluster(tmp_path_factory):
             yield both
     except NotInstalled as error:
         pytest.fail(str(error), pytrace=False)
+    deadline = time.monotonic() + 10  # what was killed may be seen for a moment
+    while both.left() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not both.left()
 
 

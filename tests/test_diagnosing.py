@@ -15,7 +15,6 @@ import io
 import os
 import re
 import shutil
-import signal
 import sys
 import sysconfig
 import time
@@ -38,7 +37,11 @@ TOOLS = "## It hangs"  # a chapter of commands, not of messages with cures
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 AT_ONCE = 5  # jobs; most of them wait
 KEPT = []  # what blocks have made on a rank: OneFlow may hang or die when a graph is freed
-NO_INDEX = ("No matching distribution found", "No module named pip")  # no network, or an environment made by uv
+NO_INDEX = (
+    "No matching distribution found",
+    "No module named pip",
+    "Read timed out",
+)  # no network, or an environment made by uv
 
 
 @dataclass
@@ -174,7 +177,7 @@ def attempt(block, folder, port, longer):
         (folder / "block.py").write_text(block.code)
         command = [LAUNCH, "-n", block.ranks, "--timeout", longer * (5 if block.end == "waits" else 40), "block.py"]
     job = Run("bash", "-c", 'exec "$@" > output 2>&1', "bash", *command, cwd=folder, PATH=PATH, CUDA_VISIBLE_DEVICES="")
-    deadline = job.begin + 20 * longer + 10
+    deadline = job.begin + (300 if "network" in block.options else 20 * longer + 10)
     while job.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
         if block.how == "shell" and block.end == "waits" and output.exists():
@@ -182,9 +185,7 @@ def attempt(block, folder, port, longer):
             if not missing(block, printed):  # and it must go on waiting
                 deadline = min(deadline, time.monotonic() + 2)
     ended = Ended(job.process.poll(), "", time.monotonic() - job.begin)
-    for pid in job.alive():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    job.kill()
     job.process.communicate()
     assert job.all_gone()
     ended.text = plain(output.read_text(errors="replace"), folder, port)
@@ -213,7 +214,7 @@ def complaints(block, ended):
         right = code == 0 and "Check failed" not in text and "Traceback" not in text
     if not right:
         found.append(f"{block.end}, but its exit code is {code}")
-    if "10 s" in options and ended.seconds < 10 or "at once" in options and ended.seconds > 10:
+    if "10 s" in options and ended.seconds < 10 or "at once" in options and "LoadServer" in text:
         found.append(f"took {ended.seconds} s")
     if "silent" in options and text.replace(f"{NO_LIBIBVERBS}\n", ""):
         found.append("is not silent")

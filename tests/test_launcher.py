@@ -104,7 +104,7 @@ def test_one_rank_that_fails_ends_the_job(script, fault):
     head, barrier = (PLAIN, "") if fault in FAULTS else (HEAD, "flow.comm.barrier()\n")
     job = launch("-n", 2, script(f"{line}\n{barrier}time.sleep(60)", head))
     assert (job.code, job.err.count(text)) == (code, 1), job.err
-    assert job.seconds < 20
+    assert job.seconds < 50
     assert job.all_gone(within=0.5)
 
 
@@ -146,16 +146,17 @@ def test_ending_the_launcher_ends_every_rank(script, number):
     assert job.code == (-9 if number == signal.SIGKILL else 128 + number)
 
 
-def test_signal_to_the_launcher_shows_where_each_rank_is_and_the_job_goes_on(script):
-    path = script("print('ready', flush=True)\ntime.sleep(2)\nprint('done')", PLAIN)
-    job = Run(LAUNCH, "-n", 2, path)
-    for _ in range(2):
-        job.until("ready")
+def test_signal_to_the_launcher_shows_where_each_rank_is_and_the_job_goes_on(script, tmp_path):
+    waits = "print('ready', flush=True); [time.sleep(0.01) for _ in iter(lambda: os.path.exists('go'), True)]"
+    path = script(f"{waits}\nprint('done')", PLAIN)
+    job = Run(LAUNCH, "-n", 2, path, cwd=tmp_path)
+    job.until("ready", times=2)
     os.kill(job.process.pid, signal.SIGUSR1)
+    for rank in (0, 1):
+        job.until(f'[{rank}]   File "{path}", line 3 in <module>', stream="stderr")
+    (tmp_path / "go").touch()
     job.wait()
     assert job.code == 0 and job.out.count("done") == 2
-    for rank in (0, 1):
-        assert f'[{rank}]   File "{path}", line 4 in <module>' in job.err
 
 
 def test_interrupt_while_the_launcher_starts_says_nothing_of_its_own_lines(script, tmp_path):
@@ -224,7 +225,7 @@ def test_output_that_is_closed_does_no_harm(script, closed):
 def test_reader_that_reads_nothing_does_not_keep_the_job_from_its_end(script, tmp_path, how):
     """Such as a pager, or a terminal that is stopped by Ctrl-S."""
     path = script(f"print('ready', flush=True)\n{ENDLESS}", PLAIN)
-    limit = 3 if how == "time limit" else 60
+    limit = 8 if how == "time limit" else 60
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     job = Run("bash", "-c", f"exec {LAUNCH} -n 2 --timeout {limit} {path} 2> {tmp_path}/pipe")
@@ -234,7 +235,7 @@ def test_reader_that_reads_nothing_does_not_keep_the_job_from_its_end(script, tm
         os.kill(job.process.pid, signal.SIGTERM)
     job.wait(20)
     os.close(reader)
-    assert job.code == (124 if how == "time limit" else 128 + signal.SIGTERM) and job.seconds < 15
+    assert job.code == (124 if how == "time limit" else 128 + signal.SIGTERM)
     assert job.all_gone(within=0.5)
 
 
@@ -250,18 +251,23 @@ def test_time_limit_shows_where_each_rank_is(script):
     path = script(
         "t = flow.ones(2, placement=flow.placement.all('cpu'), sbp=flow.sbp.partial_sum)\nif rank == 0: t.numpy()"
     )
-    job = launch("-n", 2, "--timeout", 3, path)
-    assert job.code == 124
-    assert "launch.sh: time limit of 3 s reached" in job.err
-    assert f'[0]   File "{path}", line 6' in job.err
+    for limit in (3, 20):  # the second where the machine is too busy to come so far in the first
+        job = launch("-n", 2, "--timeout", limit, path)
+        assert job.code == 124
+        assert f"launch.sh: time limit of {limit} s reached" in job.err
+        if f'[0]   File "{path}", line 6' in job.err:
+            break
+    else:
+        raise AssertionError(job.err)
     assert "rank 0 of 2 is running" in job.err and "rank 1 of 2 has run to its end" in job.err
     assert job.all_gone(within=0.5)
 
 
 def test_rank_that_is_stopped_in_its_exit_is_said_to_be(script):
     path = script("import atexit\natexit.register(lambda: os.kill(os.getpid(), signal.SIGSTOP))", PLAIN)
-    job = launch("-n", 1, "--timeout", 2, path)
-    assert job.code == 124 and "rank 0 of 1 is stopped" in job.err and job.all_gone(within=0.5), job.err
+    jobs = (launch("-n", 1, "--timeout", limit, path) for limit in (2, 20))  # as above
+    job = next(job for job in jobs if "rank 0 of 1 is stopped" in job.err)
+    assert job.code == 124 and job.all_gone(within=0.5), job.err
 
 
 def test_reader_that_has_enough(script):
@@ -364,9 +370,8 @@ def test_no_argument_shows_the_help():
 def test_no_launch_stalls_for_ten_seconds(script):
     """A rank that looks for rank 0 too early sleeps 10 s inside OneFlow; here rank 0 is late on purpose."""
     path = script("print('met')", head="import os, time\nif os.environ['RANK'] == '0': time.sleep(1)\n" + HEAD)
-    begin = time.monotonic()
-    assert launch("-n", 2, path).code == 0
-    assert time.monotonic() - begin < 9
+    job = launch("-n", 2, path, GLOG_minloglevel="1")  # with the warning that OneFlow gives when it sleeps
+    assert job.code == 0 and "LoadServer" not in job.err, job.err
 
 
 def logs(folder):
@@ -385,7 +390,7 @@ def test_logs_have_all_of_each_rank_and_the_terminal_that_of_the_first(script, t
 
 
 def test_logs_of_a_failure_and_of_the_job_after_it(script, tmp_path):
-    path = script("print('met', flush=True)\nif rank == 1: 1 / 0\nflow.comm.barrier()")
+    path = script("print('met', flush=True)\nflow.comm.barrier()\nif rank == 1: 1 / 0\nflow.comm.barrier()")
     jobs = [launch("-n", 2, "--log-dir", tmp_path / "logs", *more, path) for more in ((), ("--max-restarts", 1))]
     assert [job.code for job in jobs] == [1, 1] and jobs[0].out == "[0] met\n"
     assert "[1] ZeroDivisionError: division by zero" in jobs[0].err.splitlines()  # not only in its log
@@ -403,7 +408,7 @@ def test_progress_names_the_rank_that_is_silent(script, tmp_path):
     job = launch("-n", 2, "--log-dir", tmp_path / "logs", "--progress", 0.7, script(lines, PLAIN))
     told = [line for line in job.err.splitlines() if "rank 0, " in line]
     assert job.code == 0 and len(told) >= 3 and all("s ago: step " in line for line in told), job.err
-    assert re.search(r"\(rank 1 is silent for [1-3] s\)$", told[-1]), job.err
+    assert re.search(r"\(rank 1 is silent for [1-9]\d* s\)$", told[-1]), job.err
 
 
 def test_log_that_cannot_be_written_does_not_end_the_job(script, tmp_path):
@@ -445,11 +450,14 @@ def test_long_prints_of_many_ranks_do_not_mix(script):
     assert job.code == 0 and len(job.out.splitlines()) == 16000 and set(job.out.splitlines()) == set(wanted)
 
 
-def test_progress_bar_is_shown_while_it_grows(script):
+def test_progress_bar_is_shown_while_it_grows(script, tmp_path):
     """A line that has no end yet, or only a carriage return; its beginning is not copied for each piece of it."""
     bar = "[print(f'\\r{i} of 20000', end='', flush=True) for i in range(20001)]\n"
-    path = script(f"{bar}time.sleep(2)\nprint(', done')\n[print('.', end='') for i in range(100000)]\nprint()", PLAIN)
-    job = Run(LAUNCH, "-n", 2, path)
+    # Lines that do not fit into a pipe come one rank after the other, since they may mix.
+    dots = "[print('.', end='') for i in range(100000)]\nprint()\nopen(f'done {rank}', 'w')"
+    turn = "while rank and not os.path.exists('done 0'): time.sleep(0.01)"
+    path = script(f"{bar}time.sleep(2)\nprint(', done')\n{turn}\n{dots}", PLAIN)
+    job = Run(LAUNCH, "-n", 2, path, cwd=tmp_path)
     seen = {}  # line -> when it first came
     for line in job.process.stdout:  # which takes a carriage return for the end of a line, too, if it is not the last
         seen.setdefault(line, time.monotonic())
@@ -504,7 +512,7 @@ def test_rank_that_writes_without_end_is_ended_in_time(script, tmp_path, what, m
     path = script(f"while rank == 1: sys.{stream}.buffer.write({what} * 100000)\ntime.sleep(60)", PLAIN)
     job = Run("bash", "-c", f"{LAUNCH} -n 2 --timeout 3 {' '.join(more)} {path} 2>&1 | tail -c 2000", cwd=tmp_path)
     job.wait(30)
-    assert "rank 1 of 2 is running" in job.out and job.all_gone() and job.seconds < 15, job.out
+    assert "rank 1 of 2 is running" in job.out and job.all_gone() and job.seconds < 28, job.out
 
 
 def test_message_that_is_no_text_is_shown(script, tmp_path):

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -97,12 +96,11 @@ def test_half_made_is_begun_anew_then_starts_at_once_and_damage_is_seen(clone):
     for stage in ("bin", "tmp"):  # the venv is made, pip is about to run
         interrupted = begun(stage)
         interrupted.process.terminate()
-        assert interrupted.all_gone(within=5)
+        assert interrupted.all_gone(within=30)  # pip's set-up, which venv has begun, ends by itself
         assert interrupted.wait().code == 130 and "set-up was interrupted; run this again" in interrupted.err
         assert not (clone.path / ".venv").exists()
     killed = begun("bin")
-    for pid in killed.alive():
-        os.kill(pid, signal.SIGKILL)
+    killed.kill()
     killed.wait()
     assert (clone.path / ".venv").exists() and not whole(clone.path)
     first = clone.start().wait()

@@ -183,15 +183,15 @@ def test_guest_that_leaves_while_it_is_told_hurts_nobody():
 def test_rank_0_has_time_to_start_after_all_have_met(one_rank):
     """It is there late, and then imports OneFlow, beyond the time until which the first would have waited for it."""
     port = free_port()
-    received(one_rank(f"tcp://127.0.0.1:{port}", "--wait", 6, RANK="1"), port, 0)
-    time.sleep(4)
+    received(one_rank(f"tcp://127.0.0.1:{port}", "--wait", 12, RANK="1"), port, 0)
+    time.sleep(6)
     with socket.socket() as rank_0:
         rank_0.bind(("127.0.0.1", 0))
         with guest(port, rank=0, port=rank_0.getsockname()[1]) as connection:
             assert answer(connection)
-        time.sleep(3)
+        time.sleep(7)
         rank_0.listen()
-        rank_0.settimeout(3)
+        rank_0.settimeout(10)
         rank_0.accept()[0].close()
 
 
@@ -417,7 +417,7 @@ def test_spawned_rank_that_raises_ends_the_program(tmp_path):
     broken = text.replace("    out = model(x)\n", "    out = model(x)\n    if flow.env.get_rank() == 1: 1 / 0\n")
     (tmp_path / "mine.py").write_text(broken)
     run = Run(sys.executable, tmp_path / "mine.py", "--ranks", 3, **ALONE).wait()
-    assert run.code == 1 and run.seconds < 30 and run.all_gone(), run.err
+    assert run.code == 1 and run.seconds < 80 and run.all_gone(), run.err
     assert run.err.count("ZeroDivisionError: division by zero") == 1
     assert "RuntimeError: rank 1 of 3 ended without a result" in run.err
 
@@ -430,7 +430,7 @@ def test_spawned_rank_that_dies_in_its_import_ends_the_program(tmp_path, rank):
     (tmp_path / "mine.py").write_text(text.replace("    import oneflow", f"{dies}    import oneflow"))
     large = ["--ranks", 3, "--batch", 512, "--in-features", 512]
     run = Run(sys.executable, tmp_path / "mine.py", *large, **ALONE).wait()
-    assert run.code == 1 and run.seconds < 30 and run.all_gone(), run.err
+    assert run.code == 1 and run.seconds < 80 and run.all_gone(), run.err
     assert f"RuntimeError: rank {rank} of 3 ended without a result" in run.err
 
 
