@@ -237,6 +237,7 @@ class Job:
         self.notes = {}  # rank -> that as bytes, as far as they have come
         self.rest = {}  # rank -> the part of a line of standard error that has no end yet
         self.printed = {}  # rank -> that of a line of standard output
+        self.asked = False
         self.ended = False
         self.last_words = {}  # rank -> what it wrote from OneFlow's fatal error on
         self.selector = selectors.DefaultSelector()
@@ -268,6 +269,8 @@ class Job:
             self.tell(end, ranks)
         if self.logs:
             self.close_logs(end)
+        elif end.get("signal"):
+            self.take_output(0)  # what ranks say that end in good order
         for key in list(self.selector.get_map().values()):  # of ranks that were ended
             os.close(key.fd)
         self.selector.close()
@@ -284,7 +287,7 @@ class Job:
             self.tell_progress()
             if self.asked:
                 self.asked = False
-                ranks.signal(signal.SIGUSR1)
+                ranks.show_where()
             own = own or self.failure(ranks, running)
             if own and own not in failures:
                 failures.append(own)
@@ -327,6 +330,7 @@ class Job:
             return {
                 "code": 128 + self.caught[0],
                 "text": f"{name}{where}: every rank is ended",
+                "signal": True,
                 "restart": False,
                 **common,
             }
@@ -360,7 +364,7 @@ class Job:
 
     def tell(self, end, ranks):
         """Say how the job ended, on standard error."""
-        if end.get("unread"):
+        if end.get("unread") and end["node"] == self.nodes.number:  # nobody reads here, and who did not has had enough
             return
         if end["code"] == 0 or end.get("limit"):  # no rank's death made them say it
             for lines in self.last_words.values():
@@ -404,9 +408,9 @@ class Job:
         mark, shown = self.mark(rank), []
         for line in lines:
             if rank in self.last_words or FATAL.match(line):  # it may only follow from the death of another rank
-                self.last_words.setdefault(rank, []).append(mark + line + b"\n")
+                self.last_words.setdefault(rank, []).append(mark + line)
             elif self.is_shown(rank) and not line.startswith(NOISE):
-                shown.append(mark + line + b"\n")
+                shown.append(mark + line)
         self.put(sys.stderr, b"".join(shown))
 
     def print(self, rank, data):
@@ -414,15 +418,17 @@ class Job:
         self.log(rank, data)
         lines = self.lines(self.printed, rank, data)
         if self.is_shown(rank):
-            self.put(sys.stdout, b"".join(self.mark(rank) + line + b"\n" for line in lines))
+            self.put(sys.stdout, b"".join(self.mark(rank) + line for line in lines))
 
     def put(self, stream, data):
         """Write to our own output. A reader who takes nothing makes the job wait, but must not keep it from its end."""
         waited = 0.0
         while data and not self.unread:
             if select.select([], [stream], [], 0.1)[1]:
+                # So much does not block, and goes in one piece; whole lines, as ranks may write there as well.
+                piece = data[: data.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF]
                 try:
-                    data = data[os.write(stream.fileno(), data[: select.PIPE_BUF]) :]  # so much does not block
+                    data = data[os.write(stream.fileno(), piece) :]
                 except BrokenPipeError:
                     raise
                 except OSError:  # such as a full disk
@@ -437,10 +443,22 @@ class Job:
 
     @staticmethod
     def lines(rests, rank, data):
-        """The lines that end in `data`; what is behind the last end is kept, unless it is very long."""
-        *lines, rest = (rests.get(rank, b"") + data).split(b"\n")
-        rests[rank] = rest if len(rest) < LONGEST_LINE else b""
-        return lines + [rest] * (len(rest) >= LONGEST_LINE)
+        """The lines that end in `data`, with their ends; what is behind the last is kept, unless it is very long.
+
+        A carriage return ends a line as well, once it is known that no line feed follows.
+        """
+        rest = rests.setdefault(rank, bytearray())
+        whole = rest.endswith(b"\r")
+        rest += data
+        if not (whole or b"\n" in data or b"\r" in data or len(rest) >= LONGEST_LINE):
+            return []
+        lines = bytes(rest).splitlines(keepends=True)
+        last = b"" if lines[-1].endswith(b"\n") else lines.pop()
+        if len(last) >= LONGEST_LINE:
+            lines.append(last + b"\n")
+            last = b""
+        rests[rank] = bytearray(last)
+        return lines
 
     def mark(self, rank):
         return b"[%d] " % (self.first + rank) if self.world_size > 1 else b""
@@ -459,7 +477,7 @@ class Job:
             self.say(self.logs.lost)
             self.logs.lost = ""  # said once
         if self.logs and self.options.progress and time.monotonic() >= self.next_progress:
-            self.next_progress += self.options.progress
+            self.next_progress = time.monotonic() + self.options.progress
             self.say(f"{time.monotonic() - self.begin:.0f} s; {self.logs.progress()}")
 
     def close_logs(self, end):
@@ -481,7 +499,7 @@ class Job:
         """Keep what a rank's wrapper says of its end, a line of JSON."""
         self.notes[rank] = self.notes.get(rank, b"") + data
         if self.notes[rank].endswith(b"\n"):
-            self.reports[rank] = json.loads(self.notes[rank])
+            self.reports[rank] = json.loads(self.notes[rank].splitlines()[-1])
 
     def time_of_end(self, rank):
         return self.reports.get(rank, {}).get("time", float("inf"))
@@ -490,7 +508,7 @@ class Job:
         """The time limit is reached: show where each rank is."""
         running = ranks.running()
         self.say(f"time limit of {self.options.timeout:g} s reached (--timeout): this is where each rank is")
-        ranks.signal(signal.SIGUSR1)
+        ranks.show_where()
         end = time.monotonic() + 1
         while time.monotonic() < end:
             self.take_output(0.05)

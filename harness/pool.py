@@ -170,7 +170,7 @@ class Pool:
         else:
             waiting = [rank for rank in range(self.world_size) if rank not in answers]
             before = [self._size(rank) for rank in waiting]
-            self.ranks.signal(signal.SIGUSR1)  # each rank shows where it is
+            self.ranks.show_where()
             self._until(lambda: all(self._size(rank) > size for rank, size in zip(waiting, before)))
             time.sleep(0.1)
             where = "\n".join(f"rank {rank}:\n{self._log(rank)}" for rank in waiting)

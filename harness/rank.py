@@ -86,6 +86,10 @@ class MarkedLines(io.TextIOBase):
         return self.stream.fileno()
 
     def write(self, text):
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        if not text:  # as print(..., end="") writes behind what it prints
+            return 0
         with self.lock:
             self.rest.append(text)
             self.length += len(text)
@@ -200,7 +204,10 @@ def main():
     for stream in {sys.stdout, sys.stderr} - {out}:  # the script may have put others there
         with contextlib.suppress(Exception):
             stream.flush()
-    out.finish()
+    try:
+        out.finish()
+    except OSError as error:  # such as a full disk
+        code, text = code or 1, text or traceback_of(error)
     report.send(text, code=code)
     if code:
         os._exit(code)

@@ -165,15 +165,23 @@ class Ranks:
                 return "is stopped (SIGSTOP, or a debugger)"
         return "is running"
 
-    def signal(self, number):
-        """Send a signal to each rank that runs, and to the processes it started."""
+    def show_where(self):
+        """Ask each rank that runs for the line at which it is, on its standard error.
+
+        Not what it has started, nor a rank that does not listen yet: SIGUSR1 would end these.
+        """
         for rank in self.running():
-            self._signal_group(rank, number)
+            process = self.processes[rank]
+            with contextlib.suppress(OSError), open(f"/proc/{process.pid}/status") as status:
+                [caught] = (line.split()[1] for line in status if line.startswith("SigCgt:"))
+                if int(caught, 16) >> (signal.SIGUSR1 - 1) & 1:
+                    process.send_signal(signal.SIGUSR1)
 
     def end(self, grace=1.0):
         """End every rank: SIGTERM, `grace` seconds, SIGKILL. Returns when all are gone."""
         if grace and self.running():
-            self.signal(signal.SIGTERM)
+            for rank in self.running():
+                self._signal_group(rank, signal.SIGTERM)
             deadline = time.monotonic() + grace
             while self.running() and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -165,7 +165,7 @@ def run(
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
     tensors, losses, run.kept = {"x": x, "y": y}, [], []  # kept: a freed graph may abort OneFlow
     stages = {"new": SBPS[weights]} if folder else {"saved": flow.sbp.broadcast, "new": SBPS[weights]}
-    temporary = tempfile.TemporaryDirectory()
+    temporary = None if folder else tempfile.TemporaryDirectory()
     folder = folder or temporary.name
     for stage, sbp in stages.items():
         module = Sharded(flow.tensor(w0, placement=ranks, sbp=sbp), flow.tensor(w1, placement=ranks, sbp=sbp))
@@ -196,7 +196,8 @@ def run(
         state = model.state_dict() if graph else {"module": module.state_dict(), "optimizer": update.state_dict()}
         save(state, folder, step + steps)
         tensors.update({f"{stage} {name}": tensor for name, tensor in by_name(state, graph).items()})
-    temporary.cleanup()
+    if temporary:
+        temporary.cleanup()
 
     losses = flow.stack([loss.to_global(sbp=flow.sbp.broadcast) for loss in losses])
     return {**tensors, "w0 grad": w0_grad, "w1 grad": w1_grad, "losses": losses}
@@ -256,7 +257,7 @@ def astray():
     if own != [rank]:  # a LOCAL_RANK that two ranks of one address share
         return f"rank {rank} holds {own} in place of [{rank}]: unset LOCAL_RANK, it is {os.environ.get('LOCAL_RANK')}"
     words = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    number = flow.tensor([zlib.crc32(words.encode())]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
+    number = flow.tensor([zlib.crc32(os.fsencode(words))]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
     if len(set(number.tolist())) > 1:
         return "ranks of two jobs have met: start all with the same options, each job on a MASTER_PORT of its own"
     return None

@@ -99,7 +99,7 @@ def astray():
     if own != [rank]:  # a LOCAL_RANK that two ranks of one address share
         return f"rank {rank} holds {own} in place of [{rank}]: unset LOCAL_RANK, it is {os.environ.get('LOCAL_RANK')}"
     words = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    number = flow.tensor([zlib.crc32(words.encode())]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
+    number = flow.tensor([zlib.crc32(os.fsencode(words))]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
     if len(set(number.tolist())) > 1:
         return "ranks of two jobs have met: start all with the same options, each job on a MASTER_PORT of its own"
     return None

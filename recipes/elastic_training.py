@@ -237,7 +237,7 @@ def run(
 
     given = argparse.Namespace(**{name: value for name, value in locals().items() if isinstance(value, (int, str))})
     w0, w1 = drawn(given, 0)
-    temporary = tempfile.TemporaryDirectory()
+    temporary = None if folder else tempfile.TemporaryDirectory()
     folder = folder or temporary.name
 
     ranks = flow.placement(device, list(range(flow.env.get_world_size())))
@@ -274,7 +274,8 @@ def run(
             else:
                 state = {"module": module.state_dict(), "optimizer": update.state_dict(), "model": model_of(given)}
             save(state, folder, step)
-    temporary.cleanup()
+    if temporary:
+        temporary.cleanup()
 
     new = {"new w0": module.w0, "new w1": module.w1}
     hashed = hashlib.sha256(b"".join(w.to_local().detach().numpy().tobytes() for w in new.values())).hexdigest()
@@ -344,7 +345,7 @@ def astray():
     if own != [rank]:  # a LOCAL_RANK that two ranks of one address share
         return f"rank {rank} holds {own} in place of [{rank}]: unset LOCAL_RANK, it is {os.environ.get('LOCAL_RANK')}"
     words = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    number = flow.tensor([zlib.crc32(words.encode())]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
+    number = flow.tensor([zlib.crc32(os.fsencode(words))]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
     if len(set(number.tolist())) > 1:
         return "ranks of two jobs have met: start all with the same options, each job on a MASTER_PORT of its own"
     return None

@@ -245,7 +245,7 @@ def meet():
     leader, deadline = tuple(answer["leader"]), time.monotonic() + args.wait  # anew: rank 0 imports OneFlow only now
     os.environ.update(MASTER_ADDR=leader[0], MASTER_PORT=str(leader[1]), RANK=str(answer["rank"]))
     os.environ.pop("LOCAL_RANK", None)
-    faulthandler.dump_traceback_later(args.wait, exit=True)
+    faulthandler.dump_traceback_later(args.wait + 2, exit=True)  # behind `deadline`
     while answer["rank"]:  # until OneFlow's rank 0 listens: who is earlier would sleep for 10 s
         try:
             socket.create_connection(leader, timeout=1).close()
@@ -345,7 +345,7 @@ def astray():
     if own != [rank]:  # a LOCAL_RANK that two ranks of one address share
         return f"rank {rank} holds {own} in place of [{rank}]: unset LOCAL_RANK, it is {os.environ.get('LOCAL_RANK')}"
     words = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    number = flow.tensor([zlib.crc32(words.encode())]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
+    number = flow.tensor([zlib.crc32(os.fsencode(words))]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
     if len(set(number.tolist())) > 1:
         return "ranks of two jobs have met: start all with the same options, each job on a MASTER_PORT of its own"
     return None

@@ -159,6 +159,30 @@ def test_signal_to_the_launcher_shows_where_each_rank_is_and_the_job_goes_on(scr
     assert job.code == 0 and job.out.count("done") == 2
 
 
+def test_signal_to_the_launcher_does_no_harm_to_what_ranks_have_started(script, tmp_path):
+    """SIGUSR1 ends a process that does not expect it; so would one to a rank that has only just been started."""
+    lines = (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '2'])\n"
+        "print('ready', flush=True); sys.exit(child.wait())"
+    )
+    job = Run(LAUNCH, "-n", 2, script(lines, PLAIN))
+    while len(job.ranks()) < 2:
+        os.kill(job.process.pid, signal.SIGUSR1) if job.ranks() else None
+    job.until("ready", times=2)
+    os.kill(job.process.pid, signal.SIGUSR1)
+    assert job.wait().code == 0 and "line 5 in <module>" in job.err, job.err
+
+
+def test_last_words_of_ranks_that_are_asked_to_end_are_shown(script):
+    lines = "import logging\nsignal.signal(signal.SIGTERM, lambda number, frame: logging.warning(f'saved {rank}'))\n"
+    job = Run(LAUNCH, "-n", 2, script(lines + WAITS_PLAIN, PLAIN))
+    job.until("ready", times=2)
+    os.kill(job.process.pid, signal.SIGTERM)
+    job.wait()
+    assert job.code == 128 + signal.SIGTERM
+    assert sorted(job.err.splitlines())[:2] == [f"[{rank}] WARNING:root:saved {rank}" for rank in (0, 1)], job.err
+
+
 def test_interrupt_while_the_launcher_starts_says_nothing_of_its_own_lines(script, tmp_path):
     """An import of ours that takes long stands for a slow disk."""
     hook = (
@@ -268,6 +292,12 @@ def test_rank_that_is_stopped_in_its_exit_is_said_to_be(script):
     jobs = (launch("-n", 1, "--timeout", limit, path) for limit in (2, 20))  # as above
     job = next(job for job in jobs if "rank 0 of 1 is stopped" in job.err)
     assert job.code == 124 and job.all_gone(within=0.5), job.err
+
+
+def test_reader_that_has_enough_before_the_last_word(script):
+    lines = "import atexit\nprint('first', flush=True)\natexit.register(lambda: (time.sleep(1), print('last')))"
+    job = Run("bash", "-c", f"{LAUNCH} -n 1 {script(lines, PLAIN)} | head -n 1; exit ${{PIPESTATUS[0]}}").wait()
+    assert (job.out, job.err, job.code) == ("first\n", "", 141)
 
 
 def test_reader_that_has_enough(script):
@@ -450,22 +480,53 @@ def test_long_prints_of_many_ranks_do_not_mix(script):
     assert job.code == 0 and len(job.out.splitlines()) == 16000 and set(job.out.splitlines()) == set(wanted)
 
 
-def test_progress_bar_is_shown_while_it_grows(script, tmp_path):
+@pytest.mark.parametrize("more", [(), ("--log-dir", "logs")], ids=["terminal", "logs"])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_progress_bar_is_shown_while_it_grows(script, tmp_path, stream, more):
     """A line that has no end yet, or only a carriage return; its beginning is not copied for each piece of it."""
     bar = "[print(f'\\r{i} of 20000', end='', flush=True) for i in range(20001)]\n"
     # Lines that do not fit into a pipe come one rank after the other, since they may mix.
     dots = "[print('.', end='') for i in range(100000)]\nprint()\nopen(f'done {rank}', 'w')"
     turn = "while rank and not os.path.exists('done 0'): time.sleep(0.01)"
-    path = script(f"{bar}time.sleep(2)\nprint(', done')\n{turn}\n{dots}", PLAIN)
-    job = Run(LAUNCH, "-n", 2, path, cwd=tmp_path)
+    lines = f"{bar}time.sleep(2)\nprint(', done')\n{turn}\n{dots}"
+    job = Run(LAUNCH, "-n", 2, *more, script(lines, f"{PLAIN}sys.stdout = sys.{stream}\n"), cwd=tmp_path)
     seen = {}  # line -> when it first came
-    for line in job.process.stdout:  # which takes a carriage return for the end of a line, too, if it is not the last
+    dots = {0: 0, 1: 0}  # rank -> how many, in lines of dots only
+    # Our reader takes a carriage return for the end of a line, too, if it is not the last.
+    for line in getattr(job.process, stream):
         seen.setdefault(line, time.monotonic())
+        if re.fullmatch(r"\[\d\] \.+\n", line):
+            dots[int(line[1])] += len(line) - 5
     assert job.wait().code == 0
-    for rank in (0, 1):
-        bar, end = (seen[f"[{rank}] {text} of 20000{more}\n"] for text, more in ((19998, ""), (20000, ", done")))
+    for rank in (0,) if more else (0, 1):
+        bar, end = (seen[f"[{rank}] {text}\n"] for text in ("19998 of 20000", "20000 of 20000, done"))
         assert end - bar > 1.5
-        assert seen[f"[{rank}] {'.' * 65536}\n"] and seen[f"[{rank}] {'.' * (100000 - 65536)}\n"]
+        assert dots[rank] == 100000
+
+
+def test_part_of_a_line_with_a_carriage_return_behind_it_is_shown_at_once(script):
+    job = Run(LAUNCH, "-n", 2, script("print('half\\r', end='', flush=True)\ntime.sleep(1000)", PLAIN))
+    job.until("half", times=2)
+    os.kill(job.process.pid, signal.SIGTERM)
+    job.wait()
+
+
+def test_lines_of_errors_and_of_output_do_not_mix(script):
+    lines = "for i in range(3000): sys.stderr.write(f'{rank}' * 99 + '\\n'); print(f'{rank}' * 90)"
+    job = Run("bash", "-c", f"{LAUNCH} -n 4 {script(lines, PLAIN)} 2>&1 | cat").wait()
+    wanted = {f"[{rank}] {str(rank) * length}" for rank in range(4) for length in (90, 99)}
+    assert len(job.out.splitlines()) == 24000 and set(job.out.splitlines()) == wanted
+
+
+def test_output_that_is_no_text_is_an_error_of_the_script(script):
+    job = launch("-n", 2, "--timeout", 30, script("if rank == 1: sys.stdout.write(1.5)\nflow.comm.barrier()"))
+    assert job.code == 1 and "[1] TypeError: write() argument must be str, not float" in job.err.splitlines(), job.err
+    assert job.err.count("rank 1 of 2 failed: exit code 1") == 1 and 'mine.py", line 5, in <module>' in job.err
+
+
+def test_last_part_of_a_line_that_cannot_be_written_is_an_error(script):
+    job = Run("bash", "-c", f"{LAUNCH} -n 1 {script('print(1, end=str())', PLAIN)} > /dev/full").wait()
+    assert job.code == 1 and "OSError: [Errno 28] No space left on device" in job.err, job.err
 
 
 def test_threads_lose_nothing_of_what_they_write(script):

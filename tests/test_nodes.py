@@ -146,6 +146,17 @@ def test_node_that_dies_ends_the_other(hosts, script, node, more):
     assert f"node {node} (" in other.err.splitlines()[-1] and "is gone" in other.err.splitlines()[-1], other.err
 
 
+def test_reader_that_has_enough_on_one_host_is_told_on_the_other(hosts, script):
+    lines = "if os.environ['RANK'] == '0': time.sleep(60)\nfor i in range(10**6): print('line', i)"
+    port, path = free_port(), script(lines, "import os, time\n")
+    command = f"{LAUNCH} --nnodes 2 --node_rank 1 --master_addr {hosts.addresses[0]} --master_port {port} -n 1 {path}"
+    second = Run(*hosts.on(1), "bash", "-c", f"{command} | head -n 1; exit ${{PIPESTATUS[0]}}")
+    [first] = start(hosts, "-n", 1, path, only=[0], port=port)
+    ended([first, second])
+    assert (first.code, second.code, second.out, second.err) == (141, 141, "[1] line 0\n", "")
+    assert first.err.startswith("launch.sh: rank 1 of 2 on node 1 (") and "failed: exit code 141" in first.err
+
+
 def test_link_that_goes_down_ends_both(hosts, script):
     if not hosts.real:
         pytest.skip(NO_HOSTS)

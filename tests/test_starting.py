@@ -195,6 +195,18 @@ def test_rank_0_has_time_to_start_after_all_have_met(one_rank):
         rank_0.accept()[0].close()
 
 
+def test_rank_0_that_does_not_start_is_told(one_rank):
+    port = free_port()
+    run = received(one_rank(f"tcp://127.0.0.1:{port}", "--wait", 3, RANK="1"), port, 0)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        with guest(port, rank=0, port=nobody.getsockname()[1]) as connection:
+            assert answer(connection)
+            run.wait()
+    words = "rendezvous.py: rank 0 met us and then did not start OneFlow on 127.0.0.1\n"
+    assert (run.code, run.err, run.all_gone()) == (2, words, True)
+
+
 @pytest.mark.parametrize("later", ["of another job", None])
 def test_file_of_a_later_job_is_left_alone(one_rank, tmp_path, later):
     run, path = one_rank(f"file://{tmp_path}/job", "--wait", 2, RANK="0"), tmp_path / "job"
@@ -643,6 +655,12 @@ def test_run_that_is_refused_puts_nothing_aside(trained, tmp_path, more):
     run = train(tmp_path / "new", *more.split())
     assert run.code == 2 and run.err.count("\n") == 1 and "damaged" not in run.err, run.err
     assert everything(tmp_path / "new") == before
+
+
+def test_folder_whose_name_is_in_another_encoding(tmp_path):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    job = train(folder, n=2)
+    assert job.code == 0 and EQUAL in job.out and "step-4" in kept(folder), job.err
 
 
 def test_two_jobs_do_not_train_in_one_folder(tmp_path):
