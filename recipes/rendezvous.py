@@ -245,7 +245,6 @@ def meet():
     leader, deadline = tuple(answer["leader"]), time.monotonic() + args.wait  # anew: rank 0 imports OneFlow only now
     os.environ.update(MASTER_ADDR=leader[0], MASTER_PORT=str(leader[1]), RANK=str(answer["rank"]))
     os.environ.pop("LOCAL_RANK", None)
-    faulthandler.dump_traceback_later(args.wait + 2, exit=True)  # behind `deadline`
     while answer["rank"]:  # until OneFlow's rank 0 listens: who is earlier would sleep for 10 s
         try:
             socket.create_connection(leader, timeout=1).close()
@@ -254,6 +253,7 @@ def meet():
             if time.monotonic() > deadline:
                 stop(f"rank 0 met us and then did not start OneFlow on {leader[0]}")
             time.sleep(0.02)
+    faulthandler.dump_traceback_later(args.wait, exit=True)  # the import waits for all
 
 
 if __name__ == "__main__":

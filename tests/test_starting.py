@@ -203,7 +203,7 @@ def test_rank_0_that_does_not_start_is_told(one_rank):
         with guest(port, rank=0, port=nobody.getsockname()[1]) as connection:
             assert answer(connection)
             run.wait()
-    words = "rendezvous.py: rank 0 met us and then did not start OneFlow on 127.0.0.1\n"
+    words = "recipes/rendezvous.py: rank 0 met us and then did not start OneFlow on 127.0.0.1\n"
     assert (run.code, run.err, run.all_gone()) == (2, words, True)
 
 
