@@ -10,9 +10,10 @@ from harness.pages import TRAINING_SIZES, table
 SIDES = ("eager", "graph", "PyTorch", "JAX")
 INTRODUCTION = """# Performance
 
-Made by `./launch.sh bench` from runs on {cores} cores of {model}, Linux {kernel}, with {versions}. Times belong to that
-machine; what counts are ratios, medians of turns in one run, in which the sides alternate on the same cores. OneFlow's
-and PyTorch's ranks are bound to their cores. Where there are more ranks than cores, ranks share them.
+Made by `./launch.sh bench` from runs on {cores} cores of {model}, Linux {kernel}, with {versions}; parts that were
+measured elsewhere are named at the end. Times belong to a machine; what counts are ratios, medians of turns in one run,
+in which the sides alternate on the same cores. OneFlow's and PyTorch's ranks are bound to their cores. Where there are
+more ranks than cores, ranks share them.
 """
 
 
@@ -293,15 +294,19 @@ SECTIONS = (
 
 def page(found):
     """The text of the page, with a section for each part that was measured."""
-    last = max(found.values(), key=lambda part: part["date"])["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in last["versions"].items())
-    texts = [INTRODUCTION.format(**{**last, "versions": versions})]
+    first = next(iter(found.values()))["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
+    texts = [INTRODUCTION.format(**{**first, "versions": versions})]
     for section in SECTIONS:
         if section.__name__ in found:
             part = found[section.__name__]
             more = (part["machine"]["cores"],) if section in WITH_CORES else ()
             texts.append(section(part["data"], *more))
-    lines = [[f"`./launch.sh bench {name}`", part["date"], part["minutes"]] for name, part in found.items()]
+    lines = []
+    for name, part in found.items():
+        machine = "{cores} cores of {model}".format(**part["machine"])
+        lines.append([f"`./launch.sh bench {name}`", part["date"], machine, part["minutes"]])
     total = sum(part["minutes"] for part in found.values())
-    when = table(["part", "measured on", "minutes"], [*lines, ["`./launch.sh bench`", "", f"{total:.0f}"]])
-    return laid_out("\n\n".join([*texts, f"## When\n\n{when}"])) + "\n"
+    lines.append(["`./launch.sh bench`", "", "", f"{total:.0f}"])
+    when = table(["part", "measured on", "with", "minutes"], lines)
+    return laid_out("\n\n".join([*texts, f"## When, and with what\n\n{when}"])) + "\n"
