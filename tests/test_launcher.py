@@ -526,7 +526,10 @@ def test_output_that_is_no_text_is_an_error_of_the_script(script):
 
 def test_last_part_of_a_line_that_cannot_be_written_is_an_error(script):
     job = Run("bash", "-c", f"{LAUNCH} -n 1 {script('print(1, end=str())', PLAIN)} > /dev/full").wait()
-    assert job.code == 1 and "OSError: [Errno 28] No space left on device" in job.err, job.err
+    assert job.code == 1 and job.err.splitlines() == [
+        "OSError: [Errno 28] No space left on device",
+        "launch.sh: rank 0 of 1 failed: exit code 1; every rank is ended",
+    ]
 
 
 def test_threads_lose_nothing_of_what_they_write(script):
