@@ -63,7 +63,7 @@ def of_peer(peer, kind, given):
 
 def of_recipe(pool, script, mode, given):
     """The same of a recipe."""
-    path = str(recipe.RECIPES / f"{script}.py")
+    path = str(recipe.path_of(script))
     return lambda: slowest(pool.call(f"{OURS}:step_times", path=path, graph=mode == "graph", steps=STEPS + 1, **given))
 
 
@@ -127,7 +127,7 @@ def limit(turns, say):
         alone["OneFlow"] = lambda: slowest(pool.call(f"{OURS}:matmul_times", shapes=shapes, steps=STEPS))
         given = {**options, **sizes}
         found = in_turns(turns, {**alone, **{mode: of_recipe(pool, script, mode, given) for mode in MODES}})
-        path = str(recipe.RECIPES / f"{script}.py")
+        path = str(recipe.path_of(script))
         [parts, *_] = pool.call(f"{OURS}:parts_of_step", path=path, steps=STEPS + 3, **given)
     shares = {mode: ratio(found["OneFlow"], found[mode]) for mode in MODES}
     say(shares)
@@ -226,7 +226,7 @@ def busy(turns, say):
             cores = min(n, len(os.sched_getaffinity(0)))
             for strategy, (_, script, options, sizes, ranks) in STRATEGIES.items():
                 if n in ranks:
-                    path = str(recipe.RECIPES / f"{script}.py")
+                    path = str(recipe.path_of(script))
                     found = pool.call(f"{OURS}:cpu_times", path=path, steps=10, **options, **sizes)[::cores]
                     total = {kind: sum(one[kind] for one in found) for kind in ("scheduling", "others")}
                     rows.append({"strategy": strategy, "ranks": n, **total, "step": found[0]["step"]})
@@ -273,7 +273,7 @@ def sizes(turns, say):
 
 def rates(turns):
     """What formulas for a step's time need, measured with 2 ranks at work: see `sizes`."""
-    path = str(recipe.RECIPES / "train_data_parallel.py")
+    path = str(recipe.path_of("train_data_parallel"))
     shapes, elements = tall(*WIDE.values()), 2**22
     with Pool(2, timeout=300) as pool:
         found = in_turns(
@@ -302,7 +302,7 @@ def rates(turns):
 def idle(turns, say):
     """{"ranks", "rows": [{"micro_batches", "ratio": a step / one with one micro-batch, "idle", "formula"}]}.
 
-    A graph of recipes/train_pipeline.py. With one micro-batch the stages work one after the other, so that its time is
+    A graph of recipes/training/train_pipeline.py. With one micro-batch the stages work one after the other, so that its time is
     the work of all of them; what is not work in n times the time of a step is idle. The formula: (n-1)/(m+n-1).
     """
     rows, n, given = [], 2, {"batch": 2048}

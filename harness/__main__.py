@@ -21,11 +21,19 @@ COMMANDS = {  # those of launch.COMMANDS that are programs of their own
 }
 
 
+def selected(arguments):
+    """pytest's arguments for `launch.sh test`: without --all, -k or a file's name it leaves out tests/slow."""
+    chosen = any(word.startswith("-k") or os.path.exists(word.split("::")[0]) for word in arguments)
+    rest = [word for word in arguments if word != "--all"]
+    return rest if chosen or "--all" in arguments else [*rest, "--ignore=tests/slow"]
+
+
 def main():
     arguments = sys.argv[1:]
     if arguments and arguments[0] in COMMANDS:
         os.chdir(ROOT)
-        os.execv(sys.executable, COMMANDS[arguments[0]] + arguments[1:])
+        command, arguments = COMMANDS[arguments[0]], arguments[1:]
+        os.execv(sys.executable, command + (selected(arguments) if "pytest" in command else arguments))
     if arguments and arguments[0] in ("show", "bytes", "docs") and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if arguments and arguments[0] in ("show", "bytes"):

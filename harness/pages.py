@@ -104,7 +104,7 @@ def training_runs(pools):
 
 def trained():
     """(name, number of ranks, mode) of every run of a recipe that trains these two layers."""
-    for path in sorted(recipe.RECIPES.glob("*.py")):
+    for path in recipe.all_paths():
         if {"steps", "hidden"} <= set(recipe.entry(path)):
             for n in (n for n in TRAINED_ON if n in recipe.world_sizes(path)):
                 yield from ((path.stem, n, mode) for mode in modes(path))
@@ -113,12 +113,12 @@ def trained():
 def training_sizes(name):
     """The sizes at which a step of a recipe is measured: those of its options that it has."""
     sizes = {**TRAINING_SIZES, **OTHER_SIZES.get(name, {})}
-    return {option: size for option, size in sizes.items() if option in recipe.entry(recipe.RECIPES / f"{name}.py")}
+    return {option: size for option, size in sizes.items() if option in recipe.entry(recipe.path_of(name))}
 
 
 def training_run(pool, name, n, mode, **given):
     """The same for one run, with its default options where none are given."""
-    path = recipe.RECIPES / f"{name}.py"
+    path = recipe.path_of(name)
     given = {**training_sizes(name), **given}
     if mode != "only":
         given["graph"] = mode == "graph"
@@ -324,7 +324,7 @@ def on_own_pools(part):
 
 def recipe_runs(pools):
     """The ledger of every recipe on its own number of ranks, by name and mode."""
-    sizes = {path: recipe.world_sizes(path)[0] for path in sorted(recipe.RECIPES.glob("*.py"))}
+    sizes = {path: recipe.world_sizes(path)[0] for path in recipe.all_paths()}
     return {
         path.stem: {mode: recipe_run(pools(n), path, mode) for mode in drawn_modes(path)} for path, n in sizes.items()
     }

@@ -11,6 +11,16 @@ HARNESS = Path(__file__).resolve().parent
 RECIPES = HARNESS.parent / "recipes"
 
 
+def all_paths():
+    """The files of all recipes, in the order of their names."""
+    return sorted(RECIPES.rglob("*.py"), key=lambda path: path.stem)
+
+
+def path_of(name):
+    """The file of a recipe, by its name without .py. Raises KeyError if there is none."""
+    return {path.stem: path for path in all_paths()}[name]
+
+
 def world_sizes(path):
     """The WORLD_SIZES of a script, a range or a tuple of int, read without running it; None if it has none.
 

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from harness.recipe import entry, world_sizes
+from harness.recipe import entry, path_of, world_sizes
 from tests.chapters import byhand, data, forward, memory, starting, state, training
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = ROOT / "recipes"
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
 CHAPTERS = (
     forward,
@@ -20,7 +19,7 @@ CHAPTERS = (
 CASES = {name: case for chapter in CHAPTERS for name, case in chapter.CASES.items()}
 SIZES = {name: sizes for chapter in CHAPTERS for name, sizes in chapter.SIZES.items()}
 GRAPH_ONLY = {name for chapter in CHAPTERS for name in chapter.GRAPH_ONLY}
-TRAINED = [name for name in CASES if "steps" in entry(RECIPES / f"{name}.py")]
+TRAINED = [name for name in CASES if "steps" in entry(path_of(name))]
 UNEVEN = {"batch": 7, "in_features": 6, "out_features": 9, "seed": 1}
 PAIRS = {  # placements that are not the two halves, by world size
     2: {"growing": ((0,), (0, 1)), "shrinking": ((0, 1), (0,))},
@@ -42,7 +41,7 @@ def sizes_of(name, n):
         pairs = {pair: {"source": source, "target": target} for pair, (source, target) in PAIRS[n].items()}
         sizes = {**sizes, **pairs}
     everywhere = {*forward.CASES, "loss_placement"}  # the others: all sizes on the first world size, odd ones elsewhere
-    if name not in everywhere and n != world_sizes(RECIPES / f"{name}.py")[0]:
+    if name not in everywhere and n != world_sizes(path_of(name))[0]:
         odd = [which for which in sizes if which != "even"]
         sizes = {which: sizes[which] for which in odd[:1] or ["even"]}
     return sizes
@@ -50,7 +49,7 @@ def sizes_of(name, n):
 
 def modes(name):
     """Whether a recipe runs in a graph: (False, True) if it has an option for it, else the one mode that it has."""
-    if "graph" in entry(RECIPES / f"{name}.py"):
+    if "graph" in entry(path_of(name)):
         return (False, True)
     return (name in GRAPH_ONLY,)
 
@@ -59,7 +58,7 @@ def runs():
     """Every (recipe, world size, graph or not, name of the sizes) that must hold."""
     for name in CASES:
         for n in PROVEN:
-            if n in world_sizes(RECIPES / f"{name}.py"):
+            if n in world_sizes(path_of(name)):
                 for graph in modes(name):
                     for sizes in sizes_of(name, n):
                         yield name, n, graph, sizes

@@ -3,7 +3,7 @@ import signal
 import pytest
 
 from harness.pool import Pool
-from tests import jobs, test_atlas, test_official, test_set_up, test_training
+from tests import jobs
 from tests.early import Early
 from tests.hosts import Hosts
 from tests.ladder import Checks
@@ -36,7 +36,7 @@ def measured(request):
     """A function to the result of a measurement that was begun before the first test: see early.py."""
     calls = {}
     for item in request.session.items:
-        if item.module in (test_atlas, test_training):
+        if hasattr(item.module, "early_calls"):
             calls.update(item.module.early_calls(item))
     early = Early(calls)
     yield lambda *key: early.result(key)
@@ -58,9 +58,9 @@ def pytest_terminal_summary(terminalreporter):
 def early(request, tmp_path_factory):
     """Whole jobs by name, begun before the first test: they mostly wait, so other tests run beside them."""
     begun = {}
-    modules = {item.module for item in request.session.items}
-    for module in modules & {test_official, test_set_up}:
-        begun.update(module.early_jobs(tmp_path_factory))
+    for module in {item.module for item in request.session.items}:
+        if hasattr(module, "early_jobs"):
+            begun.update(module.early_jobs(tmp_path_factory))
     return begun
 
 
@@ -72,6 +72,6 @@ def pytest_collection_modifyitems(items):
 
     def turn(item):
         late = item.module.__name__.endswith("test_diagnosing")
-        return late, item.module in (test_atlas, test_training), "pools" in item.fixturenames
+        return late, hasattr(item.module, "early_calls"), "pools" in item.fixturenames
 
     items.sort(key=turn)

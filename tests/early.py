@@ -1,7 +1,9 @@
 """Measurements that a thread of their own makes while tests run: the ranks mostly wait, and no load changes a byte."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+from harness import pages
 from harness.pool import Pool
 
 
@@ -38,3 +40,9 @@ class Early:
         for future in self.futures.values():
             future.cancel()
         self.thread.shutdown()
+
+
+def early_call(name, n, mode, **more):
+    """The call that measures a step of a training recipe, for `Early`."""
+    run = partial(pages.training_run, name=name, n=n, mode=mode, **more)
+    return {("step", name, n, mode, *more.items()): (n, run)}

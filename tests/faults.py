@@ -30,7 +30,7 @@ from tests.cases import ROOT  # noqa: E402
 from tests.hosts import NO_HOSTS, Hosts  # noqa: E402
 from tests.jobs import LAUNCH, Run, free_port  # noqa: E402
 
-ELASTIC = ROOT / "recipes" / "elastic_training.py"
+ELASTIC = ROOT / "recipes" / "starting" / "elastic_training.py"
 STEPS, EVERY = 60, 6
 RANKS = {1: 2, 2: 4}  # number of hosts -> of ranks
 DEATH = 15  # seconds within which a job must end, or start again, after a death
@@ -424,7 +424,7 @@ def page(found):
     return f"""# Faults
 
 What `launch.sh` makes of {total[0]} faults that were injected into jobs of
-[elastic_training.py](../recipes/elastic_training.py), {STEPS} steps with a checkpoint after every {EVERY}: {total[1]}
+[elastic_training.py](../recipes/starting/elastic_training.py), {STEPS} steps with a checkpoint after every {EVERY}: {total[1]}
 processes were left, {total[2]} checkpoints were lost. `./launch.sh faults` makes this page ({found["machine"]}; half of
 the tries eager, half in a graph; {RANKS[1]} ranks on one host, {RANKS[2]} on two, which are network namespaces with
 addresses of their own). The tests make one try of each.

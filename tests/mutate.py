@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.pool import Pool, PoolError  # noqa: E402
-from harness.recipe import world_sizes  # noqa: E402
-from tests.cases import CASES, PROVEN, RECIPES, modes, sizes_of  # noqa: E402
+from harness.recipe import path_of, world_sizes  # noqa: E402
+from tests.cases import CASES, PROVEN, modes, sizes_of  # noqa: E402
 from tests.ladder import climb  # noqa: E402
 
 END = "# The lesson ends here."
@@ -202,11 +202,11 @@ def main(arguments=None):
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.callback(lambda: [pool.close() for pool in started.values()])
         for name in names:
-            red = first_red(pools, RECIPES / f"{name}.py", name)
+            red = first_red(pools, path_of(name), name)
             if red:
                 print(f"{name}.py is red as it stands, so its mutants would say nothing\n    {red}")
                 return 1
-            for line, change, source in mutants((RECIPES / f"{name}.py").read_text()):
+            for line, change, source in mutants(path_of(name).read_text()):
                 path = Path(folder) / f"{name}.py"
                 path.write_text(source)
                 red = first_red(pools, path, name)

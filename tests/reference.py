@@ -92,8 +92,8 @@ def one_layer(world_size, seed=0, batch=4, in_features=5, out_features=8):
     return {"x": x, "w": w, "out": x @ w, "partial": x @ w}, {"partial": parts}
 
 
-def layers(stages, seed=0, batch=4, in_features=5, out_features=8):
-    """x0, w0, out0 = x0 @ w0, x1 = out0, ...: weights (in, out), (out, 3), (3, out), (out, 3), ..."""
+def layers(stages, seed=0, batch=4, in_features=5, out_features=8, gain=1.0):
+    """x0, w0, out0 = gain * x0 @ w0, x1 = out0, ...: weights (in, out), (out, 3), (3, out), (out, 3), ..."""
     rng = np.random.default_rng(seed)
     x, values = Value.drawn(rng, batch, in_features), {}
     shapes = [(in_features, out_features)]
@@ -101,8 +101,10 @@ def layers(stages, seed=0, batch=4, in_features=5, out_features=8):
         shapes.append((out_features, 3) if shapes[-1][1] == out_features and len(shapes) % 2 else (3, out_features))
     for k, shape in enumerate(shapes):
         w = Value.drawn(rng, *shape)
-        values.update({f"x{k}": x, f"w{k}": w, f"out{k}": x @ w})
-        x = x @ w
+        out = x @ w
+        out = Value(gain * out.exact, gain * out.bound)
+        values.update({f"x{k}": x, f"w{k}": w, f"out{k}": out})
+        x = out
     return values
 
 

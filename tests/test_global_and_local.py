@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from harness.pool import Pool, PoolError
-from tests.cases import RECIPES, ROOT
+from harness.recipe import path_of
+from tests.cases import ROOT
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
-PATH = str(RECIPES / "global_and_local.py")
+PATH = str(path_of("global_and_local"))
 OBSERVE = str(ROOT / "harness" / "observe.py") + ":observe"
 
 

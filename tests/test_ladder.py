@@ -4,7 +4,8 @@ import copy
 
 import pytest
 
-from tests.cases import CASES, RECIPES
+from harness.recipe import path_of
+from tests.cases import CASES
 from tests.ladder import GAIN, OBSERVE, check_dependence, check_operations, check_tensors
 
 
@@ -40,7 +41,7 @@ SPOILT = {
 
 @pytest.fixture(scope="module")
 def right(pools):
-    return pools(2).call(OBSERVE, path=str(RECIPES / "data_parallel.py"), graph=True)
+    return pools(2).call(OBSERVE, path=str(path_of("data_parallel")), graph=True)
 
 
 @pytest.mark.parametrize("what", SPOILT)

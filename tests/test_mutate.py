@@ -1,12 +1,13 @@
 """The command that breaks recipes on purpose finds the places to break, and tells red from green."""
 
+from harness.recipe import path_of
 from tests import mutate
-from tests.cases import CASES, RECIPES
+from tests.cases import CASES
 
 
 def test_every_recipe_is_broken_in_every_layout_it_states():
     for name in CASES:
-        source = (RECIPES / f"{name}.py").read_text()
+        source = path_of(name).read_text()
         changes = [(line, change) for line, change, _ in mutate.mutants(source)]
         lesson = source[source.index("import argparse") : source.index(mutate.END)]
         stated = sum(lesson.count(word) for word in ("flow.sbp.broadcast", "flow.sbp.split(", "flow.sbp.partial_sum"))
@@ -17,11 +18,11 @@ def test_every_recipe_is_broken_in_every_layout_it_states():
 
 
 def test_red_is_told_from_green(pools, tmp_path):
-    source, path = (RECIPES / "single_device.py").read_text(), tmp_path / "single_device.py"
+    source, path = path_of("single_device").read_text(), tmp_path / "single_device.py"
     path.write_text(source)
     assert mutate.first_red(pools, path, "single_device") is None
     path.write_text(source.replace("flow.matmul(x, self.w)", "flow.matmul(x, -self.w)"))
     assert mutate.first_red(pools, path, "single_device").startswith("1 ranks, eager: rank 0: out: shard differs")
-    source, path = (RECIPES / "data_parallel.py").read_text(), tmp_path / "data_parallel.py"
+    source, path = path_of("data_parallel").read_text(), tmp_path / "data_parallel.py"
     path.write_text(source.replace("sbp=flow.sbp.split(0)", "sbp=flow.sbp.broadcast"))
     assert mutate.first_red(pools, path, "data_parallel") == "2 ranks, eager: rank 0: x: SBP is B and must be S(0)"

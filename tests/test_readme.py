@@ -4,29 +4,14 @@ import re
 
 import pytest
 
-from tests.cases import CASES, ROOT
+from tests.cases import CASES
 from tests.chapters import forward
 from tests.jobs import LAUNCH, Run, without_rounding
+from tests.markdown import CHINESE, COMMANDS, ENGLISH, blocks, slug, tables
 
-ENGLISH, CHINESE = ROOT / "README.md", ROOT / "docs" / "README.zh-CN.md"
 GLYPHS = {"▤": "S(0)", "▥": "S(1)", "■": "B", "▨": "P"}
 
 
-def blocks(path, language):
-    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.DOTALL)
-
-
-def slug(heading):
-    """The name by which a heading can be linked to, as GitHub and GitLab make it."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
-def tables(path):
-    rows = [line for line in path.read_text().splitlines() if line.startswith("|") and not line.startswith("| ---")]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-
-
-COMMANDS = [line for block in blocks(ENGLISH, "bash") for line in block.splitlines()]
 # What other tests run.
 ELSEWHERE = (
     "./launch.sh test",

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from harness import atlas, picture, theory
-from harness.recipe import world_sizes
-from tests.cases import CASES, RECIPES, modes
+from harness.recipe import path_of, world_sizes
+from tests.cases import CASES, modes
 from tests.chapters.forward import SIGNATURES
 from tests.reference import split
 
@@ -37,7 +37,7 @@ WHERE_NEEDED = {  # of the standard library, inside the function that uses it, o
 
 
 def source(name):
-    return (RECIPES / f"{name}.py").read_text()
+    return path_of(name).read_text()
 
 
 def docstring(name):
@@ -99,7 +99,7 @@ def partial_sum(name, tensor, n, shape, ranks, rank):
 
 @pytest.mark.parametrize("name", CASES)
 def test_drawing_in_the_docstring_is_the_layout(name):
-    n = world_sizes(RECIPES / f"{name}.py")[0]
+    n = world_sizes(path_of(name))[0]
     case = CASES[name](n)
     rows = list(drawing(name))
     assert [tensor for tensor, _, _ in rows] == list(case.drawn or case.layout)

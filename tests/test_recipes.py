@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from harness.recipe import world_sizes
-from tests.cases import CASES, RECIPES, ROOT, modes, run_id, runs, sizes_of
+from harness.recipe import all_paths, path_of, world_sizes
+from tests.cases import CASES, ROOT, modes, run_id, runs, sizes_of
 from tests.ladder import OBSERVE, Checks, climb
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
@@ -22,14 +22,14 @@ def seen():
 @pytest.mark.parametrize("run", runs(), ids=run_id)
 def test_proof_ladder(pools, seen, run):
     name, n, graph, sizes = run
-    seen[run] = climb(pools(n), RECIPES / f"{name}.py", name, graph, sizes)
+    seen[run] = climb(pools(n), path_of(name), name, graph, sizes)
 
 
 @pytest.mark.parametrize("run", [run for run in runs() if run[2] and len(modes(run[0])) == 2], ids=run_id)
 def test_graph_equals_eager_bit_by_bit(pools, seen, run):
     name, n, _, sizes = run
     arguments = sizes_of(name, n)[sizes]
-    case, path = CASES[name](n, **arguments), str(RECIPES / f"{name}.py")
+    case, path = CASES[name](n, **arguments), str(path_of(name))
     eager, graph = (
         seen.get((name, n, mode, sizes)) or pools(n).call(OBSERVE, path=path, graph=mode, **arguments)
         for mode in (False, True)
@@ -46,7 +46,7 @@ def test_graph_equals_eager_bit_by_bit(pools, seen, run):
 
 @pytest.mark.parametrize("name", CASES)  # with --graph test_launcher.py starts some; main is the same in all
 def test_main_of_every_recipe_says_that_it_is_right(pools, name, tmp_path):
-    path = shutil.copy(RECIPES / f"{name}.py", tmp_path)
+    path = shutil.copy(path_of(name), tmp_path)
     n = world_sizes(path)[0]
     for rank, (code, out, err) in enumerate(pools(n).call(f"{ON_RANK}:main_of", path=path, arguments=[])):
         *lines, last = out.splitlines() + [""] * (rank > 0)
@@ -59,4 +59,4 @@ def test_main_of_every_recipe_says_that_it_is_right(pools, name, tmp_path):
 
 
 def test_every_recipe_has_a_case():
-    assert sorted(path.stem for path in RECIPES.glob("*.py")) == sorted(CASES)
+    assert [path.stem for path in all_paths()] == sorted(CASES)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from harness.recipe import world_sizes
-from tests.cases import CASES, RECIPES, ROOT
+from harness.recipe import path_of, world_sizes
+from tests.cases import CASES, ROOT
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 SUPPORTED, HOPPER = (8, 0), (9, 0)
@@ -44,13 +44,13 @@ REFUSED = [
     ("spawn", 1, "--ranks 0", (), "--ranks 0 does not fit on 1 ranks: type --ranks 1"),
 ]
 REFUSED += [
-    (name, 4, "--device cuda", (), NO_GPU.format(0)) for name in CASES if 4 in world_sizes(RECIPES / f"{name}.py")
+    (name, 4, "--device cuda", (), NO_GPU.format(0)) for name in CASES if 4 in world_sizes(path_of(name))
 ]
 
 
 @pytest.mark.parametrize("name, n, arguments, gpus, text", REFUSED)
 def test_recipe_refuses_in_one_line_on_every_rank(pools, name, n, arguments, gpus, text):
-    path = str(RECIPES / f"{name}.py")
+    path = str(path_of(name))
     for code, out, err in pools(n).call(f"{ON_RANK}:main_of", path=path, arguments=arguments.split(), gpus=gpus):
         assert (code, out) == (2, "")
         assert err.startswith(f"{name}.py: ") and err.endswith(f"{text}\n") and err.count("\n") == 1
@@ -58,13 +58,13 @@ def test_recipe_refuses_in_one_line_on_every_rank(pools, name, n, arguments, gpu
 
 @pytest.mark.parametrize("n, arguments", [(2, "--batch 2"), (3, "--batch 3"), (4, "--batch 4")])
 def test_smallest_size_that_is_not_refused_runs(pools, n, arguments):
-    path = str(RECIPES / "data_parallel.py")
+    path = str(path_of("data_parallel"))
     for code, _, err in pools(n).call(f"{ON_RANK}:main_of", path=path, arguments=arguments.split()):
         assert (code, err) == (0, "")
 
 
 def test_seed_repeats_a_run_and_another_seed_does_not(pools):
-    path = str(RECIPES / "data_parallel.py")
+    path = str(path_of("data_parallel"))
     one, again, other = (
         pools(2).call(f"{ON_RANK}:main_of", path=path, arguments=["--seed", seed]) for seed in ("5", "5", "7")
     )
@@ -76,5 +76,5 @@ def test_seed_repeats_a_run_and_another_seed_does_not(pools):
     [((), "cpu"), ((SUPPORTED,), "cpu"), ((SUPPORTED, (8, 9)), "cuda"), ((HOPPER, HOPPER), "cpu")],
 )
 def test_gpus_are_taken_only_where_each_rank_has_one_that_works(pools, gpus, device):
-    path = str(RECIPES / "data_parallel.py")
+    path = str(path_of("data_parallel"))
     assert pools(2).call(f"{ON_RANK}:device_of", path=path, gpus=gpus) == [device] * 2

@@ -46,15 +46,16 @@ def row_parallel(n, **sizes):
     )
 
 
-def pipeline_parallel(n, **sizes):
-    layout = {f"{name}{k}": ("B", [k]) for k in range(n) for name in ("x", "w", "out")}
+def pipeline_parallel(n, gain=1.0, **sizes):
+    layers = reference.layers(n, gain=gain, **sizes)
+    layout = {"x": ("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)}, "out": ("B", [n - 1])}
+    operands = {name: ("B", [int(name[-1])], value.exact.shape) for name, value in layers.items()}
     return Case(
         layout,
-        reference.layers(n, **sizes),
-        [(f"x{k}", f"w{k}", f"out{k}") for k in range(n)],
+        {**layers, "x": layers["x0"], "out": layers[f"out{n - 1}"]},
+        [(operands[f"x{k}"], f"w{k}", operands[f"out{k}"]) for k in range(n)],
         moves=[(("B", [max(k - 1, 0)]), ("B", [k])) for k in range(n)],
         stages=[(k, [k]) for k in range(n)],
-        moved={f"x{k}": f"out{k - 1}" for k in range(1, n)},
     )
 
 

@@ -1,0 +1,122 @@
+"""What the recipes by hand claim beyond their values: who talks to whom, and what goes wrong."""
+
+import pytest
+
+from harness.pool import Pool, PoolError
+from harness.recipe import HARNESS, path_of
+from tests.cases import CASES, ROOT
+from tests.ladder import Checks
+from tests.reference import Value, layered, trained
+
+OBSERVE = str(ROOT / "harness" / "observe.py") + ":observe"
+ON_RANK = str(ROOT / "tests" / "on_rank_byhand.py")
+PER_STEP = f"{HARNESS / 'ledger.py'}:per_step"
+
+
+def path(name):
+    return str(path_of(name))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_ring_talks_to_neighbours_only_one_chunk_at_a_time(pools, n):
+    chunks = {2: [3, 4], 3: [2, 2, 3], 4: [1, 2, 2, 2]}[n]  # rows: 7 in all
+    for rank, seen in enumerate(pools(n).call(f"{ON_RANK}:messages", path=path("ring_all_reduce"), in_features=7)):
+        sent = [message for message in seen if message[0] == "send"]
+        received = [message for message in seen if message[0] == "recv"]
+        rounds = [rank - i for i in range(n - 1)] + [rank + 1 - i for i in range(n - 1)]
+        assert sent == [("send", (rank + 1) % n, (chunks[i % n], 4)) for i in rounds]
+        assert received == [("recv", (rank - 1) % n, (chunks[(i - 1) % n], 4)) for i in rounds]
+        assert [message[0] for message in seen[:2]] == (["send", "recv"] if rank % 2 == 0 else ["recv", "send"])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_ring_sends_what_the_formula_says_also_in_uneven_chunks(pools, n):
+    sizes = {"in_features": 7, "out_features": 50_000}
+    wanted = CASES["ring_all_reduce"](n, **sizes).sends
+    assert n == 2 or len(set(wanted)) > 1
+    for rank, found in enumerate(pools(n).call(PER_STEP, path=path("ring_all_reduce"), **sizes)):
+        sent = found["sent"]
+        Checks.that(abs(sent - 4 * wanted[rank]) <= 0.02 * 4 * wanted[rank], rank, sent, 4 * wanted[rank])
+
+
+def test_all_ranks_that_send_first_wait_for_ever():
+    with Pool(2) as pool:
+        assert pool.call(f"{ON_RANK}:exchange", first="one each") == [32, 32]
+        pool.timeout = 2  # the ranks run already
+        with pytest.raises(PoolError, match="gave no answer in 2 s") as error:
+            pool.call(f"{ON_RANK}:exchange", first="send")
+        assert str(error.value).count("on_rank_byhand.py") >= 2 and "in exchange" in str(error.value)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_late_gradients_give_the_synchronous_update_and_stale_ones_do_not(pools, n):
+    case, synchronous = CASES["async_update"](n), trained("sgd", steps=4)
+    tensors = pools(n).call(OBSERVE, path=path("async_update"))[0]["tensors"]
+    for w in ("w0", "w1"):
+        wanted = synchronous[f"new {w}"]
+        late, stale = (abs(tensors[f"{schedule} {w}"]["value"] - wanted.exact) for schedule in ("late", "stale"))
+        Checks.that((late <= wanted.bound + case.values[f"late {w}"].bound).all(), n, w, late.max())
+        Checks.that(stale.max() > 1e-2, n, w, stale.max())
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_synchronising_in_every_step_leaves_nothing_stale(pools, n):
+    for seen in pools(n).call(OBSERVE, path=path("async_update"), sync_every=1):
+        for late, stale in (("late w0", "stale w0"), ("late w1", "stale w1"), ("late losses", "losses")):
+            assert (seen["tensors"][late]["value"] == seen["tensors"][stale]["value"]).all()
+
+
+@pytest.mark.parametrize("sync_every", [2, 3, 5])
+def test_no_gradient_is_older_than_the_bound(pools, sync_every):
+    steps = 7
+    for seen in pools(2).call(OBSERVE, path=path("async_update"), steps=steps, sync_every=sync_every):
+        fetched = [new == ("B", [1]) for _, new in seen["moves"]]  # by the slow worker
+        fetches = sum(fetched) // 2 - steps  # of both weights; those of `late` are one in each step
+        assert fetches == len(range(0, steps, sync_every))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_gradient_fetched_by_one_to_global_costs_an_all_reduce(pools, n):
+    rows, columns = 600, 600
+    for rank, sent in enumerate(pools(n).call(f"{ON_RANK}:sent_to_the_server", shape=(rows, columns))):
+        wanted = 4 * rows * columns * 2 * (n - 1) / n
+        Checks.that(abs(sent - wanted) <= 0.02 * wanted, rank, "sends", sent, "and must send", wanted)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_replicas_start_from_rank_0_and_stay_equal_bit_by_bit(pools, n):
+    every = [seen["tensors"] for seen in pools(n).call(OBSERVE, path=path("ddp"), steps=20, batch=4 * n + 1)]
+    for name in ("w0", "w1", "w0 grad", "w1 grad", "new w0", "new w1"):
+        assert all((tensors[name]["value"] == every[0][name]["value"]).all() for tensors in every)
+    for name in ("w0", "w1"):
+        assert (every[0][name]["value"] == every[0][f"own {name}"]["value"]).all()
+        assert all((tensors[name]["value"] != tensors[f"own {name}"]["value"]).all() for tensors in every[1:])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_gradient_of_uneven_rows_is_that_of_the_batch_only_if_weighed(pools, n):
+    for batch, weigh, same in ((12, "ranks", True), (13, "ranks", False), (13, "rows", True)):
+        seen = pools(n).call(OBSERVE, path=path("ddp"), steps=1, batch=batch, weigh=weigh)[0]["tensors"]
+        x, y, w0, w1 = (Value.known(seen[name]["value"]) for name in ("x of all", "y of all", "w0", "w1"))
+        _, gradients = layered(x, y, {"w0": w0, "w1": w1})
+        for w in ("w0", "w1"):
+            off = abs(seen[f"{w} grad"]["value"] - gradients[w].exact)
+            Checks.that((off.max() < 1e-5) if same else (off.max() > 1e-3), n, batch, weigh, w, off.max())
+
+
+def test_module_stays_the_same_and_its_names_too(pools):
+    assert pools(2).call(f"{ON_RANK}:wrapped") == [(True, ["w0", "w1"])] * 2
+
+
+@pytest.mark.parametrize(
+    "weights, options, buckets", [(2, {}, [2]), (11, {}, [10, 1]), (2, {"bucket_size": 1}, [1, 1])]
+)
+def test_weights_share_a_bucket(pools, weights, options, buckets):
+    for calls, sent in pools(2).call(f"{ON_RANK}:reduced", weights=weights, **options):
+        assert calls == [size * 256 * 256 for size in buckets]
+        Checks.that(abs(sent - 4 * sum(calls)) <= 0.02 * 4 * sum(calls), sent, calls)  # 2 (n-1)/n is 1
+
+
+def test_zero_grad_clears_and_setting_to_none_does_not(pools):
+    assert pools(2).call(f"{ON_RANK}:gradients_after", set_to_none=False) == [[3.0, 3.0, 3.0]] * 2
+    assert pools(2).call(f"{ON_RANK}:gradients_after", set_to_none=True) == [[3.0, 6.0, 9.0]] * 2

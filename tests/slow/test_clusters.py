@@ -1,0 +1,325 @@
+"""docs/clusters.md says what is true: its commands and files run under Slurm, Open MPI and ssh, or are validated."""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cases import ROOT
+from tests.clusters import POD, Cluster, NotInstalled, install, validators
+from tests.jobs import Run, launch, without_rounding
+from tests.markdown import blocks
+from tests.slow.test_nodes import EQUAL, HEAD, IN_TIME
+
+PAGE = ROOT / "docs" / "clusters.md"
+# Files that the page gives in full: name -> text.
+FILES = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
+COMMANDS = [line for text in blocks(PAGE, "bash") if text not in FILES.values() for line in text.splitlines()]
+BATCH = "sbatch --wait train.sbatch"
+STEPS = 2000  # of a training that is interrupted
+KUBERNETES = ("1.27", "1.37")  # the oldest and the newest that kubernetes-validate knows
+SLEEPS = HEAD + "print('met', flush=True)\ntime.sleep(60)\n"
+FAILS = HEAD + "print('met', flush=True)\nif rank == 3: 1 / 0\ntime.sleep(60)\n"
+
+HOW = "type COOKBOOK_CLUSTERS=1 ./launch.sh test tests/test_clusters.py as root on Debian or Ubuntu"
+wanted = any(os.environ.get(name, "") not in ("", "0", "false") for name in ("CI", "COOKBOOK_CLUSTERS"))
+installs = pytest.mark.skipif(not wanted, reason=f"needs Slurm, Open MPI and sshd: {HOW}")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    try:
+        install()
+        with Cluster(tmp_path_factory.mktemp("cluster")) as both:
+            yield both
+    except NotInstalled as error:
+        pytest.fail(str(error), pytrace=False)
+    deadline = time.monotonic() + 10  # what was killed may be seen for a moment
+    while both.left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not both.left()
+
+
+@pytest.fixture(scope="module")
+def checkout(cluster, tmp_path_factory):
+    """A folder like a checkout in which the page's files lie."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("launch.sh", "recipes"):
+        (folder / name).symlink_to(ROOT / name)
+    for name, text in {**FILES, "sleeps.py": SLEEPS, "fails.py": FAILS}.items():
+        (folder / name).write_text(cluster.named(text))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def waiting(cluster, checkout):
+    """Jobs which wait most of the time, so that others run beside them: name -> Run."""
+    longer = f"--folder requeued --steps {STEPS} --every 50"
+    (checkout / "requeued.sbatch").write_text(FILES["train.sbatch"].replace("--folder checkpoints", longer))
+    again = (
+        "job=$(sbatch --parsable --output=requeued.out requeued.sbatch)\n"
+        "until ls -d requeued/step-[1-9]*; do sleep 0.2; done >/dev/null 2>&1\n"
+        "scontrol requeue $job; while squeue --noheader --jobs $job 2>&1 | grep -q $job; do sleep 0.5; done\n"
+    )
+    runs = {BATCH: cluster.run(BATCH, cwd=checkout), "requeue": cluster.run(again, cwd=checkout)}
+    yield runs
+    for run in runs.values():
+        if run.process.poll() is None:
+            run.process.kill()
+            run.wait()
+
+
+@pytest.fixture(scope="module")
+def tools():
+    try:
+        return validators()
+    except NotInstalled as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def manifest(tools):
+    """The objects of train.yaml by kind."""
+    read = "import json, sys, yaml; print(json.dumps(list(yaml.safe_load_all(sys.stdin))))"
+    given = {"input": FILES["train.yaml"], "stdout": subprocess.PIPE, "check": True, "text": True}
+    found = json.loads(subprocess.run([str(tools / "python"), "-c", read], **given).stdout)
+    assert len(found) == 3
+    return {one["kind"]: one for one in found}
+
+
+@functools.lru_cache(maxsize=None)
+def on_this_host(script):
+    """The lines of a recipe that runs without any scheduler."""
+    job = launch(*script.split())
+    assert (job.code, job.err) == (0, "") and job.out.count(EQUAL) == 1
+    return sorted(without_rounding(job.out).splitlines())
+
+
+def right(out, script):
+    """Whether a job showed each rank's shards and the result, once: what it shows without a scheduler."""
+    return out.count(f"[0] {EQUAL}") == 1 and sorted(without_rounding(out).splitlines()) == on_this_host(script)
+
+
+def trained(out):
+    """The first and last step that elastic_training.py names on each of four ranks; the result must be right, once."""
+    assert out.count(f"[0] {EQUAL}") == 1, out
+    found = re.findall(r"^\[(\d)] rank \1: steps (\d+) to (\d+); sha256 of the weights (\w+)$", out, flags=re.MULTILINE)
+    assert sorted(rank for rank, *_ in found) == list("0123") and len({weights for *_, weights in found}) == 1, out
+    return [(int(first), int(last)) for _, first, last, _ in found]
+
+
+# What a starter itself may write on standard error in a job that is well. srun: that it waits until Slurm has started
+# the jobs before. Open MPI 4: mpirun sets the process group of the ssh that it starts, and so does that process; where
+# mpirun comes second, the kernel refuses, and mpirun warns (plm_rsh_module.c).
+HARMLESS = (
+    r"srun: job \d+ (queued and waiting for|has been allocated) resources\n",
+    r"\[\S+:\d+] plm:rsh: Warning: setpgid\(\d+,\d+\) failed in parent with errno=Permission denied\(13\)\n",
+)
+
+
+def troubles(job):
+    """What a job wrote on standard error beyond that."""
+    return re.sub("|".join(HARMLESS), "", job.err)
+
+
+def script_in(command):
+    return re.search(r"recipes/.*", command).group()
+
+
+def test_each_command_of_the_page_is_run():
+    starts = ("srun ", "mpirun ", "bash over_ssh.sh ", "HOSTS=")
+    assert len(COMMANDS) == 11 and {line for line in COMMANDS if not line.startswith(starts)} == {BATCH}
+    assert sorted(FILES) == [".dockerignore", "Dockerfile", "over_ssh.sh", "train.sbatch", "train.yaml"]
+
+
+@installs
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line != BATCH])
+def test_command_runs(cluster, checkout, waiting, command):
+    job = cluster.run(command, cwd=checkout).wait()
+    assert (job.code, troubles(job)) == (0, "") and right(job.out, script_in(command)), job.out + cluster.log()
+    assert job.all_gone()
+
+
+@installs
+def test_batch_file(waiting, checkout, cluster):
+    job = waiting[BATCH].wait()
+    [output] = checkout.glob("train-*.out")
+    assert (job.code, job.err) == (0, ""), output.read_text() + cluster.log()
+    number = re.fullmatch(r"Submitted batch job (\d+)\n", job.out).group(1)
+    assert output.name == f"train-{number}.out" and trained(output.read_text()) == [(1, 4)] * 4
+    assert (checkout / "checkpoints" / "step-4").is_dir()
+    assert job.all_gone()
+
+
+@installs
+@pytest.mark.parametrize(
+    "start",
+    [
+        "srun --nodes=2 --ntasks-per-node=2 ./launch.sh",
+        "srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 ./launch.sh -n 2",
+        "mpirun --host host0:2,host1:2 ./launch.sh",
+        "bash over_ssh.sh -n 2",
+    ],
+)
+def test_rank_that_fails_ends_all(cluster, checkout, waiting, start):
+    job = cluster.run(f"{start} fails.py", cwd=checkout)
+    job.until("met")
+    begin = time.monotonic()
+    job.wait()
+    said = job.out + job.err
+    assert job.code == 1 and time.monotonic() - begin < IN_TIME and job.all_gone(), said
+    assert said.count("Traceback") == said.count("[3] ZeroDivisionError: division by zero") == 1, said
+    assert "rank 3 of 4 on node " in said
+
+
+@installs
+def test_launcher_that_is_killed_ends_all(cluster, checkout, waiting):
+    command = "srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 ./launch.sh -n 2 sleeps.py"
+    job = cluster.run(command, cwd=checkout)
+    job.until("met")
+    launchers = []
+    for pid in job.alive():
+        with contextlib.suppress(OSError):  # it has ended in between
+            if f"{ROOT}/harness\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                launchers.append(pid)
+    assert len(launchers) == 2
+    begin = time.monotonic()
+    os.kill(launchers[-1], signal.SIGKILL)
+    job.wait()
+    assert job.code != 0 and job.all_gone() and time.monotonic() - begin < IN_TIME, job.err
+
+
+@installs
+def test_scancel_ends_all(cluster, checkout, waiting):
+    job = cluster.run("srun --job-name=sleeps --nodes=2 --ntasks-per-node=2 ./launch.sh sleeps.py", cwd=checkout)
+    job.until("met")
+    begin = time.monotonic()
+    assert cluster.run("scancel --name=sleeps").wait().code == 0
+    job.wait()
+    assert job.code == 128 + signal.SIGTERM and job.all_gone() and time.monotonic() - begin < IN_TIME
+    assert "launch.sh: SIGTERM on node" in job.err and "Traceback" not in job.err, job.err
+
+
+@installs
+def test_interrupt_ends_all_over_ssh(cluster, checkout, waiting):
+    job = cluster.run("bash over_ssh.sh -n 2 sleeps.py", cwd=checkout)
+    for _ in range(4):
+        job.until("met")
+    assert len(job.ranks()) == 4
+    begin = time.monotonic()
+    os.killpg(job.process.pid, signal.SIGINT)
+    job.wait()
+    assert job.code != 0 and job.all_gone() and time.monotonic() - begin < IN_TIME
+
+
+@installs
+def test_restart_of_all_ranks(cluster, checkout, waiting, tmp_path):
+    lines = f"mark = '{tmp_path}/failed'\nif rank == 1 and not os.path.exists(mark): open(mark, 'w'); sys.exit(3)\n"
+    (tmp_path / "mine.py").write_text(HEAD + lines + "flow.comm.barrier()\nprint('met again')\n")
+    job = cluster.run(f"srun --nodes=2 --ntasks-per-node=1 ./launch.sh --max-restarts 3 {tmp_path}/mine.py").wait()
+    assert job.code == 0 and sorted(job.out.splitlines()) == ["[0] met again", "[1] met again"], job.err
+    assert job.err.count("restart 1 of 3") == 2 and "restart 2" not in job.err and job.all_gone()
+
+
+@installs
+def test_commands_of_the_pods_run_on_two_hosts(cluster, checkout, manifest):
+    [container] = manifest["Job"]["spec"]["template"]["spec"]["containers"]
+    own = {one["name"]: one["value"] for one in container["env"]}
+    runs = []
+    for index in (1, 0):
+        [line] = container["args"]
+        command = [*container["command"], cluster.named(line.replace("/checkpoints", f"{checkout}/pods"))]
+        given = {**cluster.variables, **own, "JOB_COMPLETION_INDEX": str(index)}
+        on = cluster.hosts.on(index)
+        runs.append(Run(*on, *(["env", "-C", checkout] if on else []), *command, cwd=checkout, **given))
+    second, first = (run.wait() for run in runs)
+    assert (first.code, second.code, first.err + second.err) == (0, 0, "")
+    shown = [line for run in (first, second) for line in run.out.splitlines() if line.startswith("[")]
+    assert trained("\n".join(shown)) == [(1, 4)] * 4 and (checkout / "pods" / "step-4").is_dir()
+    assert all(run.all_gone() for run in runs)
+
+
+@installs
+def test_job_that_is_requeued_goes_on_from_its_last_checkpoint(waiting, checkout):
+    job = waiting["requeue"].wait()
+    said = (checkout / "requeued.out").read_text()
+    assert (job.code, job.out) == (0, "") and job.all_gone(), job.err
+    [(first, last)] = set(trained(said))
+    assert "DUE TO JOB REQUEUE" in said and first > 50 and last == STEPS, said
+
+
+@installs
+def test_names_in_the_manifest_agree(manifest):
+    service, claim, job = (manifest[kind] for kind in ("Service", "PersistentVolumeClaim", "Job"))
+    pod, spec = job["spec"]["template"], job["spec"]["template"]["spec"]
+    [container], [volume], [mount] = spec["containers"], spec["volumes"], spec["containers"][0]["volumeMounts"]
+    assert service["spec"]["clusterIP"] == "None"  # headless: a name for each pod
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert spec["subdomain"] == service["metadata"]["name"]
+    assert f"{job['metadata']['name']}-0.{spec['subdomain']}" == POD
+    assert container["args"][0].count(POD) == 2 and f"--master_addr {POD} " in container["args"][0]
+    assert job["spec"]["completionMode"] == "Indexed"
+    nodes = int(re.search(r"--nnodes (\d+)", container["args"][0]).group(1))
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == nodes
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert mount["name"] == volume["name"] and f"--folder {mount['mountPath']} " in container["args"][0]
+    assert f"USER {spec['securityContext']['runAsUser']}\n" in FILES["Dockerfile"]
+
+
+@installs
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_manifest_is_valid(tools, tmp_path, version):
+    good, bad = tmp_path / "train.yaml", tmp_path / "bad.yaml"
+    good.write_text(FILES["train.yaml"])
+    bad.write_text(FILES["train.yaml"].replace("completionMode", "completonMode"))
+    check = [tools / "kubernetes-validate", "--kubernetes-version", version, "--strict"]
+    run = Run(*check, good).wait()
+    assert run.code == 0 and (run.out + run.err).count(f"against version {version}") == 3, run.out + run.err
+    assert Run(*check, bad).wait().code == 1
+
+
+@installs
+def test_files_pass_their_linters(tools, tmp_path, manifest):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    [container] = manifest["Job"]["spec"]["template"]["spec"]["containers"]
+    (tmp_path / "pod").write_text(container["args"][0])
+    for command in ("hadolint Dockerfile", "shellcheck over_ssh.sh train.sbatch", "shellcheck --shell=bash pod"):
+        program, *rest = command.split()
+        run = Run(tools / program, *rest, cwd=tmp_path).wait()
+        assert (run.code, run.out, run.err) == (0, "", ""), command
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "without"])
+def test_set_up_in_the_dockerfile(tmp_path, whole):
+    """The RUN line that makes .venv, in a folder with no more than the Dockerfile has copied until then."""
+    lines = FILES["Dockerfile"].splitlines()
+    [number] = [k for k, line in enumerate(lines) if line.startswith("RUN ") and "ensure_environment" in line]
+    [shell] = [json.loads(line[len("SHELL ") :]) for line in lines if line.startswith("SHELL ")]
+    for line in lines[:number]:
+        if line.startswith("COPY "):
+            *sources, target = [word for word in line.split()[1:] if not word.startswith("--")]
+            (tmp_path / target).mkdir(exist_ok=True)
+            for source in sources:
+                shutil.copy(str(ROOT / source), str(tmp_path / target))
+    if whole:
+        (tmp_path / ".venv").symlink_to(ROOT / ".venv")
+    run = Run(*shell, lines[number][len("RUN ") :], cwd=tmp_path, PYTHON="/nowhere/python").wait()
+    if whole:
+        assert (run.code, run.out, run.err) == (0, "", "")
+    else:
+        assert run.code == 2 and run.err.startswith("launch.sh: PYTHON=/nowhere/python: no such program"), run.err
+
+
+def test_no_environment_of_the_host_goes_into_the_image():
+    ignored = FILES[".dockerignore"].split()
+    environments = [line for line in (ROOT / ".gitignore").read_text().split() if line.startswith(".venv")]
+    assert ".venv*" in ignored and len(environments) > 1 and all(name.startswith(".venv") for name in environments)

@@ -1,0 +1,242 @@
+"""What the recipes of the chapter of data claim beyond their tensors: loading, metrics, statistics, random numbers."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from harness.recipe import path_of
+from tests.cases import CASES, ROOT
+from tests.ladder import check_tensors
+
+ON_RANK = str(ROOT / "tests" / "on_rank_data.py")
+OBSERVE = str(ROOT / "harness" / "observe.py") + ":observe"
+PER_STEP = str(ROOT / "harness" / "ledger.py") + ":per_step"
+
+
+def seen(pools, name, n, **arguments):
+    """Each rank's tensors of a recipe, by name."""
+    return [rank["tensors"] for rank in pools(n).call(OBSERVE, path=str(path_of(name)), **arguments)]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("samples", [24, 25])
+def test_ranks_share_all_samples_and_only_padding_comes_twice(pools, n, samples):
+    ranks = seen(pools, "data_loading", n, samples=samples)
+    for epoch in (0, 1):
+        fed = [rank[f"order {epoch}"]["shard"].ravel().astype(int) for rank in ranks]
+        assert len({len(numbers) for numbers in fed}) == 1
+        assert all(len(set(numbers)) == len(numbers) for numbers in fed)
+        assert set(np.concatenate(fed)) == set(range(samples))
+        assert sum(map(len, fed)) - samples == -samples % n  # 0 twice where the ranks divide the samples
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_batch_without_a_sampler_is_one_part_n_times(pools, n):
+    right = seen(pools, "data_loading", n)[0]
+    assert len(set(right["numbers"]["value"].ravel())) == right["numbers"]["value"].size
+    doubled = seen(pools, "data_loading", n)[0]["doubled"]["value"].ravel()
+    assert doubled.size == n * 24 and all((doubled == part).sum() == n for part in range(24))
+
+
+def test_set_epoch_and_the_samplers_seed_make_the_order_and_manual_seed_does_not(pools):
+    same, again, other, fixed = (
+        pools(2).call(f"{ON_RANK}:orders", seed=seed, set_epoch=set_epoch)
+        for seed, set_epoch in ((0, True), (0, True), (1, True), (0, False))
+    )
+    assert same == again != other
+    for rank in (0, 1):
+        assert same[rank][0] != same[rank][1]
+        assert fixed[rank][0] == fixed[rank][1] == same[rank][0]
+    assert not set(same[0][0]) & set(same[1][0])  # though the ranks' manual_seed differed
+
+
+def test_last_batch_is_smaller_unless_it_is_dropped(pools):
+    assert pools(2).call(f"{ON_RANK}:batch_sizes", samples=25, batch=4, drop_last=False) == [[4, 4, 4, 1]] * 2
+    assert pools(2).call(f"{ON_RANK}:batch_sizes", samples=25, batch=4, drop_last=True) == [[4, 4, 4]] * 2
+
+
+@pytest.mark.parametrize("rows, wanted", [((2, 2, 2), 6), ((3, 2, 2), 7), ((2, 3, 2), None), ((4, 2, 2), None)])
+def test_blocks_that_are_no_even_split_are_refused(pools, rows, wanted):
+    for found in pools(3).call(f"{ON_RANK}:joined", rows_by_rank=rows):
+        assert found == wanted or (wanted is None and "match balanced split distribution" in found)
+
+
+def test_joining_the_ranks_batches_sends_no_data(pools):
+    for sent in pools(2).call(f"{ON_RANK}:bytes_of_joining", rows=1000, columns=1000):
+        assert sent < 10_000  # of 4 million bytes
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("graph", [False, True])
+def test_mean_of_means_is_another_number_where_ranks_have_uneven_counts(pools, n, graph):
+    case = CASES["metrics"](n)  # 25 samples: 13 + 12, 9 + 8 + 8, 7 + 6 + 6 + 6
+    off = np.abs(case.values["of_means"].exact - case.values["by_hand"].exact)
+    assert (off > 10 * (case.values["of_means"].bound + case.values["by_hand"].bound)).all()
+    for rank in seen(pools, "metrics", n, graph=graph):
+        right, wrong = (rank[name]["value"] for name in ("by_hand", "of_means"))
+        assert (np.abs(right - wrong) > 0.5 * off).all()
+        assert np.allclose(right, rank["means"]["value"][0], rtol=1e-6, atol=0)
+        assert np.allclose(right, rank["samples"]["value"].mean(axis=0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_mean_of_means_is_right_where_the_ranks_divide_the_samples(pools, n):
+    [rank, *_] = seen(pools, "metrics", n, batch=24)
+    assert np.allclose(rank["of_means"]["value"], rank["by_hand"]["value"], rtol=1e-6, atol=0)
+
+
+def test_all_reduce_of_the_local_way_returns_nothing(pools):
+    assert pools(2).call(f"{ON_RANK}:all_reduced") == [(None, 3.0)] * 2
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("graph", [False, True])
+def test_batch_norm_of_a_split_input_is_silently_per_shard(pools, n, graph):
+    case, ranks = CASES["batch_norm"](n, steps=1), seen(pools, "batch_norm", n, graph=graph, steps=1)
+    out = case.values["out"]
+    for rank in ranks:
+        assert (np.abs(rank["out"]["value"] - out.exact) <= out.bound).all()
+        assert np.abs(rank["by_shard"]["value"] - out.exact).max() > 0.5
+    for name in ("running_mean", "running_var"):
+        for i, j in combinations(range(n), 2):
+            assert ranks[i][name]["sbp"] == ranks[j][name]["sbp"] == "B"
+            assert (ranks[i][name]["value"] != ranks[j][name]["value"]).all()  # numpy() of one global tensor
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_checkpoint_keeps_the_running_mean_of_rank_0(pools, n, tmp_path):
+    mine, saved = zip(*pools(n).call(f"{ON_RANK}:running_means", path=str(tmp_path / "checkpoint")))
+    assert all((one == mine[0]).all() for one in saved) and (mine[0] != mine[1]).all()
+
+
+def test_sync_batch_norm_refuses_the_cpu(pools):
+    words = "SyncBatchNorm expected input tensor to be on GPU"
+    assert words in path_of("batch_norm").read_text()
+    assert pools(2).call(f"{ON_RANK}:sync_batch_norm") == [[("ValueError", words)] * 2] * 2
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_layer_norm_of_a_split_input_is_right(pools, n):
+    x = np.random.default_rng(0).standard_normal((7, 5), dtype=np.float32)
+    wanted = (x - x.mean(axis=1, keepdims=True)) / np.sqrt(x.var(axis=1, keepdims=True) + 1e-5)
+    for out in pools(n).call(f"{ON_RANK}:layer_norm", x=x):
+        assert np.abs(out - wanted).max() < 1e-5
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("graph", [False, True])
+def test_batch_norm_by_hand_sends_four_rows_and_the_gradient(pools, n, graph):
+    sizes = {"batch": 2 * n, "in_features": 1, "out_features": 50_000}  # so that w is one row too
+    for found in pools(n).call(PER_STEP, path=str(path_of("batch_norm")), graph=graph, **sizes):
+        assert abs(found["sent"] / (4 * 50_000 * 2 * (n - 1) / n) - 5) < 0.25
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_batch_norm_of_oneflow_sends_nothing(pools, n):
+    for sent in pools(n).call(f"{ON_RANK}:bytes_of_built_in_batch_norm", features=50_000):
+        assert sent < 10_000  # where one row has 200 000 bytes
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_manual_seed_repeats_the_masks_and_does_not_reach_nn_dropout(pools, graph):
+    one, again, other = (seen(pools, "random_numbers", 2, graph=graph, seed=seed)[0] for seed in (1, 1, 2))
+    for name in ("mask", "mask_columns", "weight"):
+        assert (one[name]["value"] == again[name]["value"]).all()
+        assert (one[name]["value"] != other[name]["value"]).any()
+    for name in ("repeated", "again", "repeated_columns"):
+        assert ((one[name]["value"] != 0) == (other[name]["value"] != 0)).all()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("graph", [False, True])
+def test_masks_keep_their_share_and_the_mean(pools, n, graph):
+    [rank, *_] = seen(pools, "random_numbers", n, graph=graph, batch=300, features=200)
+    for x, mask, out in (("x", "mask", "out"), ("x_columns", "mask_columns", "out_columns")):
+        size = 300 * 200
+        assert abs(rank[mask]["value"].mean() - 0.8) < 5 * np.sqrt(0.8 * 0.2 / size)  # 5 standard deviations
+        assert abs((rank[out]["value"] - rank[x]["value"]).mean()) < 5 * np.sqrt(0.2 / 0.8 / size)
+
+
+def test_masks_of_another_number_of_ranks_are_others(pools):
+    two, four = (seen(pools, "random_numbers", n)[0] for n in (2, 4))
+    assert (two["weight"]["value"] == four["weight"]["value"]).all()
+    for name in ("mask", "mask_columns"):
+        assert (two[name]["value"] != four[name]["value"]).any()
+
+
+# (what draws, in a graph, SBP) -> whether all ranks' shards are alike when their seeds are one, and when they differ
+ALIKE = {
+    ("functional dropout", False, "S(0)"): (True, False),
+    ("functional dropout", False, "B"): (True, False),
+    ("functional dropout", True, "S(0)"): (True, True),
+    ("functional dropout", True, "B"): (True, True),
+    ("nn.Dropout", False, "S(0)"): (True, True),
+    ("nn.Dropout", False, "B"): (True, True),
+    ("nn.Dropout", True, "S(0)"): (True, True),
+    ("nn.Dropout", True, "B"): (True, True),
+    ("rand", False, "S(0)"): (False, False),
+    ("rand", False, "B"): (True, True),
+    ("rand", True, "S(0)"): (False, False),
+    ("rand", True, "B"): (True, True),
+    ("init", False, "B"): (True, True),
+}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("what", ALIKE, ids=lambda what: f"{what[0]}-{'graph' if what[1] else 'eager'}-{what[2]}")
+def test_who_draws_alike_on_all_ranks(pools, n, what):
+    source, graph, sbp = what
+    for seeds, wanted in zip(("one", "many"), ALIKE[what]):
+        blocks = pools(n).call(f"{ON_RANK}:drawn_by", source=source, graph=graph, sbp=sbp, seeds=seeds)
+        for one, other in combinations(blocks, 2):
+            assert (one == other).all() == wanted, (seeds, wanted)
+
+
+SPOILT = {  # recipe -> (tensor, what rank 1 reports of it in place of what it has, the words of the refusal)
+    "batch_norm": ("running_mean", lambda ranks: ranks[0]["running_mean"], "running_mean: shard differs"),
+    "data_loading": ("mine", lambda ranks: ranks[0]["mine"], "what a rank is fed"),
+    "random_numbers": (
+        "repeated",
+        lambda ranks: {**ranks[1]["repeated"], "shard": ranks[1]["out"]["shard"]},
+        "repeated: shard differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_ladder_sees_a_rank_that_differs_in_a_b_or_breaks_a_claim(pools, name):
+    tensor, other, words = SPOILT[name]
+    case = CASES[name](2)
+    result = pools(2).call(OBSERVE, path=str(path_of(name)))
+    check_tensors(case, False, result)
+    result[1]["tensors"][tensor] = other([rank["tensors"] for rank in result])
+    with pytest.raises(AssertionError, match=words):
+        check_tensors(case, False, result)
+
+
+@pytest.mark.parametrize("name", ["data_loading", "random_numbers"])
+def test_every_claim_of_a_case_is_asked(pools, name):
+    result = pools(2).call(OBSERVE, path=str(path_of(name)))
+    for words in CASES[name](2).claims:
+        case = CASES[name](2)
+        case.claims[words] = lambda seen: False
+        with pytest.raises(AssertionError, match=words):
+            check_tensors(case, False, result)
+
+
+def test_claims_of_drawn_values_are_false_of_other_values(pools):
+    [loaded, drawn] = (seen(pools, name, 2) for name in ("data_loading", "random_numbers"))
+    for rank in loaded:
+        for name in ("order 0", "order 1"):  # both ranks are fed alike
+            rank[name] = {**rank[name], "shard": loaded[0][name]["shard"], "value": loaded[0]["order 0"]["value"]}
+        rank["letters"] = {**rank["letters"], "value": rank["letters"]["value"] + 1}
+    wrong = [words for words, holds in CASES["data_loading"](2).claims.items() if not holds(loaded)]
+    assert len(wrong) == len(CASES["data_loading"](2).claims)
+    for rank in drawn:
+        repeated = rank["repeated"]
+        rank["mask"] = {part: repeated[part] != 0 for part in ("shard", "value")}  # alike on both ranks
+        rank["mask_columns"] = {part: 2 * rank["mask_columns"][part] for part in ("shard", "value")}
+        rank["repeated"] = {part: 2 * rank["out"][part] for part in ("shard", "value")}
+    wrong = [words for words, holds in CASES["random_numbers"](2).claims.items() if not holds(drawn)]
+    assert len(wrong) == len(CASES["random_numbers"](2).claims)
