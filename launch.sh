@@ -7,8 +7,9 @@ usage() {
     cat <<'END'
 Run a OneFlow script on several ranks of this machine or of several, or the tests of the cookbook.
 
-  ./launch.sh [option ...] SCRIPT [its arguments ...]
-  ./launch.sh test [pytest's arguments ...]
+  ./launch.sh                                          list the recipes
+  ./launch.sh [option ...] SCRIPT [its arguments ...]  SCRIPT: a file, or the bare name of a recipe
+  ./launch.sh test [--all] [pytest's arguments ...]    --all: what CI runs, the slow tests too
   ./launch.sh show [option ...] SCRIPT [its arguments ...]
   ./launch.sh bytes [option ...] SCRIPT [its arguments ...]
   ./launch.sh mutate [recipe ...]
@@ -17,13 +18,13 @@ Run a OneFlow script on several ranks of this machine or of several, or the test
   ./launch.sh bench [--short] [PART ...]
 
   ./launch.sh recipes/data_parallel.py                 on the recipe's own number of ranks
-  ./launch.sh -n 4 recipes/data_parallel.py --graph    on 4 ranks, inside an nn.Graph
+  ./launch.sh -n 4 data_parallel --graph               on 4 ranks, inside an nn.Graph
   ./launch.sh --nnodes 2 --node_rank 0 --master_addr 10.0.0.1 --master_port 29500 recipes/hybrid_parallel.py
                                                        this is host 0 of 2; on the other the same with --node_rank 1
   ./launch.sh -n 3 ~/mine.py --my-option               a script of yours: same start, same protection
   ./launch.sh show recipes/row_parallel.py             draw what each rank holds, and what moves in between
-  ./launch.sh bytes -n 4 ~/mine.py --graph             list what each step sends, of any script with an entry `run`
-  ./launch.sh test -k pipeline                         some of the tests
+  ./launch.sh bytes -n 4 ~/mine.py --graph             list what each step of a script of yours sends
+  ./launch.sh test -k pipeline                         some of the tests, slow ones too
   ./launch.sh mutate recipes/data_parallel.py          break the recipe in every way; the tests must see each
   ./launch.sh faults                                   kill, stop and damage jobs in every way: docs/faults.md
   ./launch.sh docs                                     measure all again: docs/sbp-atlas.md, pictures, README's table
@@ -54,13 +55,27 @@ exit code: 0 all ranks ended well; 2 bad input or no environment; 124 time limit
 END
 }
 
+list() {
+    echo "The recipes. Run one by its name: ./launch.sh data_parallel"
+    for chapter in '' layouts/ training/ memory/ by_hand/ data_and_state/ starting/; do
+        printf '\nrecipes/%s\n' "$chapter"
+        files=("$here/recipes/$chapter"*.py)
+        [[ $chapter ]] || files=("$here"/recipes/{single_device,{data,model,row,pipeline,hybrid}_parallel}.py)
+        for file in "${files[@]}"; do
+            read -r line <"$file"
+            printf '  %-25s %s\n' "$(basename "$file" .py)" "${line#\"\"\"}"
+        done
+    done
+    printf '\n./launch.sh --help shows the options, and how to run a script of yours.\n'
+}
+
 # Output that was closed when we were started is given to the first files that are opened, as a rule this very one.
 [[ -e /proc/self/fd/1 && ! /proc/self/fd/1 -ef ${BASH_SOURCE[0]} ]] || exec 1>/dev/null
 [[ -e /proc/self/fd/2 && ! /proc/self/fd/2 -ef ${BASH_SOURCE[0]} ]] || exec 2>/dev/null
 
 case ${1-} in
     -h | --help) usage; exit 0 ;;
-    '') usage >&2; exit 2 ;;
+    '') list; exit 0 ;;
 esac
 
 # shellcheck source=harness/environment.sh

@@ -12,7 +12,7 @@ def costs(_, say):
     the same by the formula; kept are weights, gradients and optimizer state}]"""
     rows = []
     for n in pages.TRAINED_ON:
-        with Pool(n, repeat=True, crowded=True) as pool:
+        with Pool(n, repeat=True) as pool:
             for name, _, mode in (run for run in pages.trained() if run[1] == n and run[0] not in pages.TWICE):
                 found = pages.training_run(pool, name, n, mode)
                 case = CASES[name](n, **{**pages.training_sizes(name), "steps": 1})

@@ -1,15 +1,16 @@
 """What a pool's ranks run to be measured: steps of a recipe, the parts of a step, matmuls, collectives."""
 
+import contextlib
 import os
 import statistics
 import time
 from collections import Counter
+from pathlib import Path
 
 import oneflow as flow
 
 from harness import recipe
 from harness.observe import kept, replaced
-from harness.worker import busiest, many_operations
 
 zero_grad = flow.optim.Optimizer.zero_grad
 CHANGES = {  # of a recipe, to see what a line of it is worth: name -> what is called instead
@@ -64,10 +65,8 @@ def steps(path, clock, change=None, in_parts=False, **arguments):
         for name, place in {"backward": (flow.Tensor, "backward"), "update": (flow.optim.SGD, "step")}.items():
             places[place] = part(name, getattr(*place))
     with replaced(places):
-        tensors = module.run(**arguments)
+        module.run(**arguments)
         wait()
-    if graph:
-        kept.append((vars(module.run).copy(), tensors))
     return found
 
 
@@ -80,6 +79,34 @@ def parts_of_step(path, **arguments):
 
 def one_matmul():
     flow.matmul(flow.ones(2048, 2048), flow.ones(2048, 2048)).numpy()
+
+
+def busiest(work, apart=()):
+    """The number of the thread, of those that OneFlow has started, that runs longest while work() does.
+
+    None where Linux does not say how long each thread has run. apart: threads that are not meant.
+    """
+
+    def times():
+        found = {}
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):
+                found[int(task.name)] = int((task / "schedstat").read_text().split()[0])
+        return found
+
+    before = times()
+    work()
+    after = times()
+    for task in (os.getpid(), *apart):
+        after.pop(task, None)
+    return max(after, key=lambda task: after[task] - before.get(task, 0), default=None)
+
+
+def many_operations():
+    x = flow.ones(64)
+    for _ in range(300):
+        x = x + 1
+    x.numpy()
 
 
 def cpu_times(path, **arguments):

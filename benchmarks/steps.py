@@ -20,9 +20,9 @@ WIDE = {"batch": 512, "in_features": 1024, "hidden": 4096, "out_features": 1024}
 SQUARE = {"batch": 512, "in_features": 1024, "hidden": 1024, "out_features": 1024}
 STRATEGIES = {  # name -> (kind of the peers, recipe, its options, sizes, numbers of ranks)
     "data parallel": ("data", "train_data_parallel", {"optimizer": "momentum"}, WIDE, (2, 4)),
-    "column, then row": ("tensor", "train_model_parallel", {"input_gradient": "no"}, WIDE, (2, 4)),
+    "column, then row": ("tensor", "train_model_parallel", {"input_gradient": False}, WIDE, (2, 4)),
     "pipeline": ("pipeline", "train_pipeline", {"micro_batches": 8}, SQUARE, (2, 4)),
-    "data x tensor": ("hybrid", "train_hybrid", {}, WIDE, (4,)),
+    "data x tensor": ("hybrid", "train_data_tensor", {}, WIDE, (4,)),
     "fully sharded, Adam": ("sharded", "fully_sharded", {}, WIDE, (2, 4)),
 }
 PEERS = {"PyTorch": "torch", "JAX": "jax"}
@@ -302,8 +302,9 @@ def rates(turns):
 def idle(turns, say):
     """{"ranks", "rows": [{"micro_batches", "ratio": a step / one with one micro-batch, "idle", "formula"}]}.
 
-    A graph of recipes/training/train_pipeline.py. With one micro-batch the stages work one after the other, so that its time is
-    the work of all of them; what is not work in n times the time of a step is idle. The formula: (n-1)/(m+n-1).
+    A graph of recipes/training/train_pipeline.py. With one micro-batch the stages work one after the other, so that
+    its time is the work of all of them; what is not work in n times the time of a step is idle.
+    The formula: (n-1)/(m+n-1).
     """
     rows, n, given = [], 2, {"batch": 2048}
     for m in (2, 4, 8, 16):

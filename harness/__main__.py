@@ -13,11 +13,11 @@ sys.path[0] = str(ROOT)  # in place of harness/ itself, which Python puts there
 
 from harness import launch  # noqa: E402
 
-COMMANDS = {  # those of launch.COMMANDS that are programs of their own
+COMMANDS = {  # programs of their own
     "test": [sys.executable, "-m", "pytest", f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"],
     "bench": [sys.executable, str(ROOT / "benchmarks" / "bench.py")],
     "faults": [sys.executable, str(ROOT / "tests" / "faults.py")],
-    "mutate": [sys.executable, str(ROOT / "tests" / "mutate.py")],
+    "mutate": [sys.executable, str(ROOT / "benchmarks" / "mutate.py")],
 }
 
 

@@ -89,7 +89,7 @@ def is_in(block, down, right, shape):
 
 def quiet(move):
     """Whether a step moves nothing, by the formula and by what was measured."""
-    return not move.formula and max(move.sent or [0]) < max(20_000, 0.02 * move.size)
+    return not move.formula and not (move.is_exact and max(move.sent or [0]) >= 0.02 * move.size)
 
 
 def in_words(move):
@@ -98,13 +98,12 @@ def in_words(move):
     words += f" {move.collective}" if move.collective != "nothing" else " nothing moves"
     if move.what == "backward":
         words = "backward: the gradients"
-    if move.collective == "nothing" and quiet(move):
-        return words
-    if move.formula is not None:
-        words += f", {bytes_in_words(move.formula)} in all by the formula"
-    if move.sent is not None:
-        words += f", sent by rank: {', '.join(bytes_in_words(sent) for sent in move.sent)}"
-    return words
+    if not (move.collective == "nothing" and quiet(move)):
+        if move.formula is not None:
+            words += f", {bytes_in_words(move.formula)} in all by the formula"
+        if move.sent is not None and move.is_exact:
+            words += f", sent by rank: {', '.join(bytes_in_words(sent) for sent in move.sent)}"
+    return words + (f" ({move.times} times)" if move.times > 1 else "")
 
 
 # SVG: sizes in pixels, for a reader who sees the picture as large as it is.
@@ -183,8 +182,9 @@ def draw_tensor(svg, left, down, tensor):
 
 
 def draw_move(svg, left, down, move, middles):
-    words(svg, left, down + 9, f"↓ {move.collective}", 9.5, "#8a3b00")
-    for middle, sent in zip(middles, move.sent or []):
+    often = f" × {move.times}" if move.times > 1 else ""
+    words(svg, left, down + 9, f"↓ {move.collective}{often}", 9.5, "#8a3b00")
+    for middle, sent in zip(middles, move.is_exact and move.sent or []):
         words(svg, middle, down + 9, f"{sent / move.size:.2f}", 10, "#8a3b00", middle=True)
 
 

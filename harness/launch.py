@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import hashlib
 import json
 import os
@@ -11,6 +10,7 @@ import resource
 import select
 import selectors
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,15 +21,6 @@ from harness.nodes import SECOND_OPINION, Apart, Nodes
 from harness.rank import BROKEN_PIPE
 from harness.ranks import PortTaken, Ranks, Share, is_consequence, reserve_port
 
-COMMANDS = (
-    "test",
-    "mutate",
-    "show",
-    "bytes",
-    "docs",
-    "bench",
-    "faults",
-)  # what launch.sh does besides running a script
 BAD_INPUT = 2
 TIME_LIMIT_REACHED = 124
 COMES_AGAIN = 60.0  # seconds in which each node must be back for a restart
@@ -74,14 +65,10 @@ def checked(arguments):
     options = parser().parse_args(arguments)
     if options.script is None:
         raise BadInput("name a Python script, such as recipes/data_parallel.py")
-    script = Path(options.script)
-    if not script.is_file():
-        close = recipe.near(script)
-        command = difflib.get_close_matches(options.script, COMMANDS, n=1)
-        if command and not close:
-            raise BadInput(f"{script}: no such file; did you mean ./launch.sh {command[0]}?")
-        hint = f"did you mean {close}?" if close else "name a Python script, such as recipes/data_parallel.py"
-        raise BadInput(f"{script}: no such file; {hint}")
+    script = recipe.find(options.script)
+    if script is None:
+        raise BadInput(f"{options.script}: no such file and no recipe: ./launch.sh lists the recipes")
+    options.script = str(script)
     try:
         sizes = recipe.world_sizes(script)
     except SyntaxError as error:
@@ -105,6 +92,9 @@ def checked(arguments):
         on_nodes = f" ({options.nproc_per_node} on each of {options.nnodes} {each})" if options.nnodes > 1 else ""
         hint = f": type -n {sizes[0]}" if options.nnodes == 1 else ""
         raise BadInput(f"{script.name} runs on {accepted} ranks, not on {world_size}{on_nodes}{hint}")
+    device = re.search(r"(?:^| )--device[ =](\S+)", " ".join(options.arguments))
+    if sizes and device and device.group(1) == "cuda":
+        check_gpus(options.nproc_per_node)
     if not options.timeout >= 0:
         raise BadInput(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
     if options.master_port and not 1024 <= options.master_port <= 65535:
@@ -117,6 +107,19 @@ def checked(arguments):
     if options.log_dir == "":
         raise BadInput("--log-dir must name a folder, got an empty name: type --log-dir logs")
     return options
+
+
+def check_gpus(ranks):
+    """Raises BadInput unless each rank of this host has a GPU that OneFlow 0.9.0 has code for."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        found = []
+    usable = [gpu for gpu in found if re.fullmatch(rb"[678]\.\d", gpu)]
+    if len(usable) < max(len(found), ranks):
+        wanted = "each rank needs a GPU of compute capability 6.0 to 8.9"
+        raise BadInput(f"{wanted}, got {len(usable)} for {ranks}: type --device cpu")
 
 
 def check_nodes(options):

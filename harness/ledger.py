@@ -1,129 +1,21 @@
-"""The ledger: which steps of a recipe made this rank send bytes, how many, and how many the formula says.
-
-Bytes are counted in the `wchar` of /proc/self/io, which grows with all that the process writes, its sockets included.
-"""
+"""The ledger: which steps of a script made this rank send bytes, how many, and how many a step of training sends."""
 
 import argparse
-import inspect
-import linecache
-import time
+import contextlib
+import runpy
+import sys
+from pathlib import Path
 
 import oneflow as flow
 
 from harness import recipe
 from harness.memory import at_rest
-from harness.observe import MATMULS, TO_GLOBAL, kept, replaced, where
+from harness.names import described
+from harness.observe import replaced, where
+from harness.sent import quiet_wchar, sent_by, wait_for
+from harness.trace import Refusal, Trace
 
 ITEM_SIZES = {3: 8, 4: 1, 6: 8, 7: 1, 9: 2}  # bytes of OneFlow's data types, by its number for each; 4 for all others
-
-
-def wchar():
-    """The bytes that this process has written so far."""
-    with open("/proc/self/io") as counters:
-        return int(dict(line.split(": ") for line in counters)["wchar"])
-
-
-def quiet_wchar():
-    """The same once every rank has done all that it was told and what it sent is on its way.
-
-    No rank goes on before all have read, for what one rank sends makes others send, whatever their scripts are doing.
-    """
-    flow._oneflow_internal.eager.Sync()
-    flow.comm.barrier()
-    before, same = wchar(), 0
-    while same < 2:
-        time.sleep(0.005)
-        now = wchar()
-        before, same = now, same + 1 if now == before else 0
-    flow.comm.barrier()
-    return now
-
-
-def tensors_in(values):
-    """All tensors in nested lists, tuples and dicts."""
-    if isinstance(values, flow.Tensor):
-        return [values]
-    inner = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
-    return [tensor for value in inner for tensor in tensors_in(value)]
-
-
-def sent_by(function):
-    """What a call returns, and the bytes that this rank sent for it. Collective: every rank makes the same call."""
-    before = quiet_wchar()
-    result = function()
-    wait_for(result)
-    return result, quiet_wchar() - before
-
-
-def wait_for(result):
-    """Wait until this rank has its part of all tensors in `result`: a graph runs on when its call has returned."""
-    for tensor in tensors_in(result):
-        if not tensor.is_global or flow.env.get_rank() in tensor.placement.ranks:
-            (tensor.to_local() if tensor.is_global else tensor).detach().numpy()
-
-
-def described(tensor):
-    """A tensor without its content."""
-    sbp, device, ranks = where(tensor)
-    item = tensor.element_size()
-    return {"sbp": sbp, "device": device, "ranks": ranks, "shape": tuple(tensor.shape), "item": item, "id": id(tensor)}
-
-
-class Ledger:
-    """Measures the calls that go through `step`; those inside another one belong to it."""
-
-    def __init__(self, path):
-        self.path, self.steps, self.inside, self.kept = str(path), [], False, []
-
-    def step(self, what, function):
-        def call(*arguments, **named):
-            tensors = tensors_in([arguments, named])
-            if self.inside or any(tensor.is_lazy for tensor in tensors):
-                return function(*arguments, **named)
-            self.inside = True
-            try:
-                result, sent = sent_by(lambda: function(*arguments, **named))
-            finally:
-                self.inside = False
-            turned = [bool(named.get(name, False)) for name in ("transpose_a", "transpose_b")]
-            self.note(what, sent, tensors, tensors_in(result), transposed=turned)
-            return result
-
-        return call
-
-    def note(self, what, sent, inputs, outputs, **more):
-        self.kept += inputs + outputs  # so that no other tensor gets the id of one of them
-        inputs, outputs = ([described(tensor) for tensor in tensors] for tensors in (inputs, outputs))
-        self.steps.append({"what": what, "sent": sent, "inputs": inputs, "outputs": outputs, **self.line(), **more})
-
-    def line(self):
-        """Where in the script we are: number and text of the line; number 0 outside of it."""
-        frame = inspect.currentframe()
-        while frame and frame.f_code.co_filename != self.path:
-            frame = frame.f_back
-        number = frame.f_lineno if frame else 0
-        return {"line": number, "text": linecache.getline(self.path, number).strip()}
-
-    def graph_call(self, call):
-        """A graph's first call builds it; here it is built before, so that what is measured is the call alone."""
-        measured = []
-
-        def graph(self_, *arguments, **named):
-            if self.inside or self_ in measured:
-                return call(self_, *arguments, **named)
-            measured.append(self_)
-            self.inside = True
-            try:
-                if not self_._is_compiled:
-                    self_._compile(*arguments, **named)
-                result, sent = sent_by(lambda: call(self_, *arguments, **named))
-            finally:
-                self.inside = False
-            what, inputs = f"a call of {type(self_).__name__}", tensors_in([arguments, named])
-            self.note(what, sent, inputs, tensors_in(result), boxings=boxings_of(self_))
-            return result
-
-        return graph
 
 
 def boxings_of(graph):
@@ -153,7 +45,8 @@ def boxings_of(graph):
     for op in job.net.op:
         kind = op.WhichOneof("op_type")
         if kind == "user_conf":
-            edges = [(f"{key}_{i}", lbn) for key, lbns in op.user_conf.input.items() for i, lbn in enumerate(lbns.s)]
+            inputs = sorted(op.user_conf.input.items())  # else they come in any order
+            edges = [(f"{key}_{i}", lbn) for key, lbns in inputs for i, lbn in enumerate(lbns.s)]
         else:
             edges = [("in", getattr(op.output_conf, "in"))] if kind == "output_conf" else []
         for bn, lbn in edges:
@@ -170,37 +63,87 @@ def boxings_of(graph):
     return list(found.values())
 
 
-def measure(path, **arguments):
-    """Run the recipe at `path` on this rank; returns {"tensors": {name: described}, "steps": [...], "outside": bytes}.
+def measure_script(path, given=None, words=()):
+    """Run the script at `path` on this rank, traced. Collective.
 
-    "outside" is what this rank sent between the steps, such as making tensors and building graphs. Where the recipe
-    refuses the arguments, or does not return tensors by name: {"refusal": why}. Collective.
+    given: the arguments of its entry `run`; None: run it whole, as `python path *words` would.
+    Returns {"tensors": those that `run` returned by name, else those that were seen, each with its name, "returned":
+    which of the two, "names": {id: name}, "steps": see trace.py, "outside": bytes that this rank sent besides}, or,
+    where it would leave a rank without a part of a tensor, or does not know its arguments, {"refusal": why}.
     """
-    module = recipe.load(path)
-    if hasattr(module, "refusal"):
-        defaults = {name: parameter.default for name, parameter in inspect.signature(module.run).parameters.items()}
-        refusal = module.refusal(argparse.Namespace(**{**defaults, **arguments}))
-        if refusal:
-            return {"refusal": refusal}
-    ledger = Ledger(path)
-    kept.append(module)
-    before = {name: getattr(*name) for name in [*MATMULS, TO_GLOBAL]}
-    places = {name: ledger.step("matmul", before[name]) for name in MATMULS}
-    places[TO_GLOBAL] = ledger.step("to_global", before[TO_GLOBAL])
-    places[flow.Tensor, "backward"] = ledger.step("backward", flow.Tensor.backward)
-    places[flow.nn.Graph, "__call__"] = ledger.graph_call(flow.nn.Graph.__call__)
-    with replaced(places):
-        tensors, sent = sent_by(lambda: module.run(**arguments))
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, flow.Tensor) for tensor in tensors.values()):
-        return {"refusal": f"its function run must return a dict of tensors by name, and returned {tensors!r:.80}"}
-    kept.append((tensors, ledger.kept))
-    steps = ledger.steps
-    outside = sent - sum(step["sent"] for step in steps)
+    trace = Trace(path)
+
+    def run():
+        return as_main(path, words) if given is None else recipe.load(path).run(**given)
+
+    try:
+        with beside(path), trace.on():
+            result, sent = sent_by(run)
+    except Refusal as refusal:
+        return {"refusal": str(refusal)}
+    for step in trace.steps:
+        if "graph" in step:
+            step["boxings"] = boxings_of(step.pop("graph"))
+    by_name = isinstance(result, dict) and all(isinstance(tensor, flow.Tensor) for tensor in result.values())
+    returned = result if by_name else {}
+    names, tensors = named(trace, returned)
     return {
-        "tensors": {name: described(tensor) for name, tensor in tensors.items()},
-        "steps": steps,
-        "outside": outside,
+        "tensors": tensors,
+        "returned": bool(returned),
+        "names": names,
+        "steps": trace.steps,
+        "outside": max(0, sent - sum(step["sent"] * step["times"] for step in trace.steps)),
     }
+
+
+def named(trace, returned):
+    """({id: name}, the tensors to draw, each with its name and "after": the number of steps before it)."""
+    names, held, end = trace.names.all(), trace.names.described, len(trace.steps)
+    if not returned:
+        used = {one["id"] for step in trace.steps for one in step["inputs"] + step["outputs"]}
+        seen = [one for number, one in held.items() if number in used or number in trace.names.shown]
+        return names, [{**one, "name": names.get(one["id"], "·")} for one in seen if one["sbp"] != "local"]
+    tensors, own = [], {}
+    for name, tensor in returned.items():
+        number, trained = id(tensor), name[:4] == "new "  # what is trained is the same tensor as before
+        after = held[number]["after"] if number in held and not trained else end
+        if number in own:  # one tensor with two names: it was moved to where it is
+            made = [k for k, step in enumerate(trace.steps, 1) if number in [one["id"] for one in step["outputs"]]]
+            after = max([after, *made])
+        if not (trained and number in names):  # before the training, its path is its name
+            own.setdefault(number, name)
+        tensors.append({**described(tensor), "name": name, "after": after})
+    return {**names, **own}, tensors
+
+
+def measure(path, **arguments):
+    """`measure_script` of a recipe's entry with these arguments."""
+    return measure_script(path, arguments)
+
+
+def as_main(path, words):
+    """Run a script as `python path *words` does. Raises Refusal if it does not know the words."""
+
+    def refuse(parser, message):
+        raise Refusal(f"{Path(path).name}: {message}")
+
+    with replaced({(sys, "argv"): [path, *words], (argparse.ArgumentParser, "error"): refuse}):
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as stop:
+            if stop.code:
+                raise RuntimeError(f"the script called sys.exit({stop.code!r})") from None
+
+
+@contextlib.contextmanager
+def beside(path):
+    """While it lasts, the script at `path` can import what lies beside it."""
+    before = list(sys.path)
+    sys.path.insert(0, str(Path(path).parent))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def per_step(path, **arguments):
@@ -212,7 +155,6 @@ def per_step(path, **arguments):
     "graph": whether it runs in one}. Collective.
     """
     module = recipe.load(path)
-    kept.append(module)
     ends, call = {}, flow.nn.Graph.__call__  # the bytes sent at the end of each call of a graph
 
     def noted_call(graph, *arguments, **named):
@@ -222,9 +164,7 @@ def per_step(path, **arguments):
         return result
 
     def run(steps):
-        tensors, sent = sent_by(lambda: module.run(steps=steps, **arguments))
-        kept.append((vars(module.run).copy(), tensors))  # with its graph
-        return tensors, sent
+        return sent_by(lambda: module.run(steps=steps, **arguments))
 
     with replaced({(flow.nn.Graph, "__call__"): noted_call}):
         tensors, sent = run(3)
@@ -278,7 +218,6 @@ def one_call(function, graph, *tensors):
     """
     if graph:
         function = OneCall(function)
-        kept.append(function)
         function._compile(*tensors)
     result, sent = sent_by(lambda: function(*tensors))
     return where(result)[0], sent

@@ -62,6 +62,26 @@ MATMULS = [(flow, "matmul"), (flow.Tensor, "__matmul__"), (flow.Tensor, "matmul"
 TO_GLOBAL = (flow.Tensor, "to_global")
 
 
+def bare(graph):
+    """The parameters that a graph with micro-batches feeds to another op than identity.
+
+    The last micro-batch's backward may read such a parameter while the optimizer changes it: rarely, and silently.
+    """
+    job = graph._forward_job_proto  # as it is built, before OneFlow optimizes it
+    if job.job_conf.num_gradient_accumulation_steps < 2:
+        return []
+    parameters = {op.name: op.name for op in job.net.op if op.WhichOneof("op_type") == "variable_conf"}
+    found = set()
+    for op in job.net.op:
+        for name in (name for fed in op.user_conf.input.values() for name in fed.s):
+            parameter = parameters.get(name.split("/")[0])
+            if parameter and op.user_conf.op_type_name == "repeat":  # OneFlow's own: once for each micro-batch
+                parameters[op.name] = parameter
+            elif parameter and op.user_conf.op_type_name != "identity":
+                found.add(parameter)
+    return sorted(found)
+
+
 @contextlib.contextmanager
 def traced(gain=1.0):
     """Record what the ranks do, in a graph while it is built; each matmul's product is scaled by `gain`.
@@ -69,9 +89,9 @@ def traced(gain=1.0):
     Yields {"matmuls": [(SBP, ranks and shape of x, of w and of the product)], "lazy": [whether in a graph, by matmul],
     "moves": [(SBP and ranks before and after each to_global, and its grad_sbp if any)],
     "stages": [(number, ranks) of each set_stage],
-    "calls": [the class of each nn.Graph that is called]}.
+    "calls": [the class of each nn.Graph that is called], "bare": [see there, of the first call of a graph]}.
     """
-    seen = {"matmuls": [], "lazy": [], "moves": [], "stages": [], "calls": []}
+    seen = {"matmuls": [], "lazy": [], "moves": [], "stages": [], "calls": [], "bare": []}
     matmul, to_global, set_stage = flow.matmul, flow.Tensor.to_global, flow.nn.graph.GraphModule.set_stage
     call = flow.nn.Graph.__call__
 
@@ -93,7 +113,10 @@ def traced(gain=1.0):
 
     def recording_call(graph, *arguments, **named):
         seen["calls"].append(type(graph).__name__)
-        return call(graph, *arguments, **named)
+        first = not graph._is_compiled
+        outputs = call(graph, *arguments, **named)
+        seen["bare"] += bare(graph) if first else []
+        return outputs
 
     places = {**dict.fromkeys(MATMULS, recording_matmul), TO_GLOBAL: recording_to_global}
     places.update(

@@ -1,4 +1,4 @@
-"""`launch.sh docs`: make docs/sbp-atlas.md, the pictures and the README's table of boxing costs from fresh runs."""
+"""`launch.sh docs`: make docs/sbp-atlas.md and the pictures from fresh runs."""
 
 import re
 import sys
@@ -11,15 +11,9 @@ from harness.pool import Pool
 
 ROOT = Path(__file__).resolve().parent.parent
 ATLAS, PICTURES = ROOT / "docs" / "sbp-atlas.md", ROOT / "docs" / "pictures"
-READMES = {"en": ROOT / "README.md", "zh": ROOT / "docs" / "README.zh-CN.md"}
 LEDGER = str(recipe.HARNESS / "ledger.py") + ":measure"
 PER_STEP = str(recipe.HARNESS / "ledger.py") + ":per_step"
-BEGIN, END = "<!-- boxing costs: ./launch.sh docs makes this table -->", "<!-- end of the table -->"
-BEGIN_TRAINING = "<!-- costs of training: ./launch.sh docs makes this table -->"
-TRAINING_COLUMNS = {
-    "en": ["recipe", "sends, eager", "sends, graph", "keeps weights", "gradients", "optimizer state"],
-    "zh": ["示例", "发送，eager", "发送，graph", "保留的权重", "梯度", "优化器状态"],
-}
+TRAINING_COLUMNS = ["recipe", "sends, eager", "sends, graph", "keeps weights", "gradients", "optimizer state"]
 HEADLINE = [  # each kind of conversion once: S(0) and S(1) differ only where both stand here
     ("B", "B"),
     ("B", "S(0)"),
@@ -34,11 +28,7 @@ HEADLINE = [  # each kind of conversion once: S(0) and S(1) differ only where bo
     ("P", "S(1)"),
     ("P", "B"),
 ]
-COLUMNS = {
-    "en": ["from → to", "collective", "same p ranks", "eager", "graph", "p1 → p2 other ranks", "eager", "graph"],
-    "zh": ["从 → 到", "集合通信", "同样的 p 个 rank", "eager", "graph", "p1 → 另外 p2 个 rank", "eager", "graph"],
-}
-WORDS = {"en": {}, "zh": {"nothing": "无", "local slice": "本地切片", "local fill": "本地填充"}}  # the rest are names
+COLUMNS = ["from → to", "collective", "same p ranks", "eager", "graph", "p1 → p2 other ranks", "eager", "graph"]
 SIZES = {  # of what is drawn
     **{"batch": 480, "in_features": 720, "hidden": 960, "out_features": 1080, "rows": 480, "columns": 1080},
     "steps": 1,
@@ -47,7 +37,7 @@ TRAINING_SIZES = {"batch": 384, "in_features": 384, "hidden": 768, "out_features
 TRAINED_ON = (2, 4)  # ranks
 OTHER_SIZES = {
     "auto_parallel": {"batch": 96},  # at more it chooses otherwise
-    "elastic_training": {"every": 3},  # one checkpoint, at the end, of 1 step as of 3
+    "elastic_training": {"every": 4},  # no checkpoint in 3 steps: what goes to disk would count as sent
 }
 TWICE = ("checkpoint", "elastic_training")  # they save in between, and so have no step that is like the others
 
@@ -75,26 +65,17 @@ def totals(found, placements, mode, pair):
     return " · ".join(cells)
 
 
-def headline(found, language):
+def headline(found):
     """The paper's table of boxing costs with a measured column for each mode beside each formula."""
     rows = []
     for old, new in HEADLINE:
         collective = theory.collective(theory.Layout(old, [0, 1]), theory.Layout(new, [0, 1]))
-        row = [f"{old} → {new}", WORDS[language].get(collective, collective)]
+        row = [f"{old} → {new}", collective]
         for which, placements in (("same", atlas.SAME), ("disjoint", atlas.DISJOINT)):
             row += [atlas.formula_in_words(which, old, new)]
             row += [totals(found, placements, mode, (old, new)) for mode in MODES]
         rows.append(row)
-    return table(COLUMNS[language], rows)
-
-
-def readme(found, steps, language):
-    """The README with its tables made anew."""
-    text = READMES[language].read_text()
-    for begin, made_anew in ((BEGIN, headline(found, language)), (BEGIN_TRAINING, training_costs(steps, language))):
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n\n{made_anew}\n{END}{rest.split(END, 1)[1]}"
-    return text
+    return table(COLUMNS, rows)
 
 
 def training_runs(pools):
@@ -125,7 +106,7 @@ def training_run(pool, name, n, mode, **given):
     return pool.call(PER_STEP, path=str(path), **given)
 
 
-def training_costs(steps, language):
+def training_costs(steps):
     """What the rank that sends most sends in a step, and the one that keeps most keeps, in units of all weights."""
 
     def cell(name, mode, number):
@@ -144,9 +125,10 @@ def training_costs(steps, language):
         row += [cell(name, mode, lambda one: one["sent"] / one["weights"]) for mode in columns]
         first = "eager" if "eager" in own else "only"
         for kind in ("weights", "gradients", "state"):
-            row.append(cell(name, first, lambda one, kind=kind: one["held"][kind] / one["weights"]))
+            held = cell(name, first, lambda one, kind=kind: one["held"][kind] / one["weights"])
+            row.append(held if re.search("[1-9]", held) else "n/a")
         rows.append(row)
-    return table(TRAINING_COLUMNS[language], rows)
+    return table(TRAINING_COLUMNS, rows)
 
 
 def by_rank(sent):
@@ -231,6 +213,8 @@ def graph_total(results):
 
 PAGE = """# SBP atlas
 
+[README](../README.md) · next: [performance](performance.md)
+
 What happens between two layouts of a tensor: which collective runs and how many bytes leave the ranks, in theory and
 measured. `./launch.sh docs` makes this page from runs on CPU ranks of one machine, and a test makes it again and fails
 if it differs by more than 2 %. All numbers are multiples of the tensor's size T, of a float32 tensor of {shape}
@@ -240,6 +224,11 @@ Theory is table 2 of J. Yuan et al., "OneFlow: Redesign the Distributed Deep Lea
 arXiv:2110.15032, the same as in OneFlow's `core/framework/sbp_infer_util.cpp`; [theory.py](../harness/theory.py) counts
 it from the blocks that the ranks hold. To measure a layout of yours: `./launch.sh bytes mine.py`.
 
+## At a glance
+
+Each kind of conversion once. Same ranks: p = 2 · 3 · 4. Other ranks: from 1 to 1 · from 1 to 2 · from 2 to 2.
+
+{headline}
 ## The same ranks
 
 p ranks hold the tensor before and after; each of them sends 1/p of what the table says. What each holds, on 2 ranks:
@@ -286,14 +275,25 @@ On a mesh a tensor has one SBP for each axis, and a collective runs along one ax
 
 {mesh}
 In a graph these moves together send {mesh_graph} of what the formulas say: there S(1) costs no all-to-all.
-"""
+
+## What a training step costs
+
+Each cell has the figure for 2 ranks · that for 4, in units of all weights of the recipe together. *Sends*: the rank
+that sends most in a step. *Keeps*: the rank that keeps most from one step to the next, in eager mode if there is one.
+A dash: the recipe does not run on so many ranks, or has no such mode. n/a: the recipe keeps none, or does not return
+it. 384 rows (auto_parallel.py: 96), 384 features in and out, 768 hidden; a pipeline has a layer for each rank. State
+is that of the recipe's own optimizer: Adam has two moments for each weight, momentum one, SGD none.
+
+{training}"""
 
 
-def page(found, runs):
+def page(found, runs, steps):
     whole = 4 * atlas.SHAPE[0] * atlas.SHAPE[1] / 1e6
     others = [*atlas.DISJOINT.values()], [pair for pairs in atlas.OVERLAPPING.values() for pair in pairs]
     tables = ["".join(f"### {a} → {b}\n\n{other_ranks(found, a, b)}\n" for a, b in group) for group in others]
     return PAGE.format(
+        headline=headline(found),
+        training=training_costs(steps),
         shape=" x ".join(map(str, atlas.SHAPE)),
         megabytes=f"{whole:.1f}",
         same=same_ranks(found),
@@ -316,7 +316,7 @@ def on_own_pools(part):
     """Call a function of pools, `part`, with a function from a world size to a pool; ends the pools."""
     pools = {}
     try:
-        return part(lambda n: pools.setdefault(n, Pool(n, repeat=True, crowded=True)))
+        return part(lambda n: pools.setdefault(n, Pool(n, repeat=True)))
     finally:
         for one in pools.values():
             one.close()
@@ -352,8 +352,7 @@ def recipe_run(pool, path, mode):
 
 def made(found, runs, steps):
     """Every file that is made, as path -> text."""
-    files = {path: readme(found, steps, language) for language, path in READMES.items()}
-    files[ATLAS] = page(found, runs)
+    files = {ATLAS: page(found, runs, steps)}
     for name, results in runs.items():
         files[PICTURES / f"{name}.svg"] = draw.as_svg(drawn(results), f"{name}.py")
     return files
@@ -362,7 +361,7 @@ def made(found, runs, steps):
 def drawn(results):
     """What is drawn of a recipe; of one that trains without what looks as the weights do."""
     items = picture.drawing(next(iter(results.values())))
-    again = re.compile(r"new w|.* exp_avg_sq$|losses$")
+    again = re.compile(r"new w|.* exp_avg_sq$|losses$|ages$")
     return [item for item in items if not (isinstance(item, picture.Tensor) and again.match(item.name))]
 
 

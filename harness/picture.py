@@ -1,4 +1,4 @@
-"""What a recipe does, as a list of what to draw: its tensors in order, each behind the moves that made it."""
+"""What a script does, as a list of what to draw: its tensors in order, each behind the moves that made it."""
 
 import re
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from harness import theory
 # The signatures of a matmul of two matrices: SBP of x, of w -> of the product. J. Yuan et al., arXiv:2110.15032.
 MATMUL = {("B", "B"): "B", ("S(0)", "B"): "S(0)", ("B", "S(1)"): "S(1)", ("S(1)", "S(0)"): "P"}
 MATMUL.update({("P", "B"): "P", ("B", "P"): "P"})
+
+EXACT = 1e6  # bytes of a tensor below which OneFlow's own messages drown those of its content
 
 
 @dataclass
@@ -64,6 +66,18 @@ class Move:
     boxings: Optional[list]
     change: str = ""  # such as "P -> B"
     collective: str = "nothing"
+    times: int = 1  # how often it was made; `sent` is of the first time
+    source: tuple = ()  # what it is made of, and how
+
+    @property
+    def key(self):
+        """What a move has in common with those that are the same move, made again."""
+        return (*self.source, self.line, self.change, self.collective, self.size)
+
+    @property
+    def is_exact(self):
+        """Whether OneFlow's own messages are little beside what was measured."""
+        return max([self.size, *(boxing.size for boxing in self.boxings or [])]) >= EXACT
 
     @property
     def formula(self):
@@ -81,26 +95,51 @@ class Move:
 
 
 def drawing(results):
-    """The Tensors and Moves of a recipe in order, from what harness.ledger.measure returned on each rank."""
-    first, items = results[0], []
-    names = {tensor["id"]: name for name, tensor in first["tensors"].items()}
-    steps = [
-        (step, [result["steps"][number]["sent"] for result in results]) for number, step in enumerate(first["steps"])
-    ]
-    weights = sum(
-        one["item"] * int(np.prod(one["shape"])) for name, one in first["tensors"].items() if name[:4] == "new "
-    )
-    for step, _ in steps:
-        step["weights"] = weights
-    made = [[names.get(output["id"]) for output in step["outputs"]] for step, _ in steps]
-    shown = 0
-    for name, tensor in first["tensors"].items():
-        maker = next((k for k in range(shown, len(steps)) if name in made[k] and "boxings" not in steps[k][0]), None)
-        if maker is not None:
-            items += [move for step, sent in steps[shown : maker + 1] for move in moves_of(step, sent, names)]
-            shown = maker + 1
-        items.append(tensor_of(name, tensor, len(results)))
-    return items + [move for step, sent in steps[shown:] for move in moves_of(step, sent, names)]
+    """The Tensors and Moves of a script in order, from what harness.ledger.measure_script returned on each rank.
+
+    A move that is made again is one Move with `times`. What a script returned by name is all drawn; of the tensors that
+    were only seen, those that look like one before are not.
+    """
+    first = results[0]
+    steps, names, tensors = first["steps"], first["names"], first["tensors"]
+    made = [{output["id"] for output in step["outputs"]} for step in steps]
+    weights = sum(bytes_of(tensor) for tensor in tensors if tensor["name"][:4] == "new ")
+    known, moves, same = (
+        {},
+        [],
+        [],
+    )  # by key: (step, Move); of each step: its new Moves; the first step that is the same
+    for number, step in enumerate(steps):
+        sent = [result["steps"][number]["sent"] for result in results]
+        own = moves_of(step, sent, names, weights)
+        before = [known.setdefault(move.key, (number, move)) for move in own]
+        moves.append([move for move, (_, one) in zip(own, before) if one is move])
+        same.append(number if moves[-1] else before[0][0])
+        for move, (_, one) in zip(own, before):
+            one.times += move.times if one is not move else 0
+
+    def is_made(tensor):
+        return tensor["after"] > 0 and tensor["id"] in made[tensor["after"] - 1]
+
+    def place(tensor):
+        """The number of steps before a tensor."""
+        return same[tensor["after"] - 1] + 1 if is_made(tensor) else tensor["after"]
+
+    items, drawn, shown = [], set(), 0
+    for tensor in sorted(tensors, key=place):
+        for number in range(shown, place(tensor)):
+            items += moves[number]
+        shown = max(shown, place(tensor))
+        item = tensor_of(tensor["name"], tensor, len(results))
+        is_new = place(tensor) == tensor["after"] if is_made(tensor) else repr(item) not in drawn
+        if first["returned"] or is_new:
+            items.append(item)
+            drawn.add(repr(item))
+    return items + [move for own in moves[shown:] for move in own]
+
+
+def bytes_of(tensor):
+    return tensor["item"] * int(np.prod(tensor["shape"]))
 
 
 def tensor_of(name, tensor, world_size):
@@ -112,34 +151,57 @@ def tensor_of(name, tensor, world_size):
     return Tensor(name, tensor["shape"], tensor["sbp"], tensor["ranks"], blocks)
 
 
-def moves_of(step, sent, names):
-    """The Moves of one step of the ledger: one, or for the call of a graph one for the call and one for each boxing."""
-    line = step["line"]
+def moves_of(step, sent, names, weights):
+    """The Moves of one step: one, or for the call of a graph one for the call and one for each boxing in it.
+
+    weights: the bytes of all weights that are trained, where the script tells; else those of this step count.
+    """
+    inputs, outputs = step["inputs"], step["outputs"]
+    called = [names.get(tensor["id"], "·") for tensor in inputs]
+    looks = [f"{tensor['sbp']} {tensor['ranks']} {tensor['shape']}" for tensor in inputs]
+    common = {"line": step["line"], "sent": sent, "times": step["times"], "source": (step["what"], *called, *looks)}
     if "boxings" in step:
         boxings = [Boxing(e["shape"], e["item"], e["old"], e["new"]) for e in step["boxings"]]
         size = max((boxing.size for boxing in boxings), default=0)
         collectives = ", ".join(dict.fromkeys(boxing.collective for boxing in boxings)) or "nothing"
-        if step["weights"]:  # it trains
-            size, collectives = step["weights"], "a whole step"
-        moves = [Move(step["what"], line, size, sent, boxings, collective=collectives)]
+        if weights or step["weights"]:  # it trains
+            size, collectives = weights or step["weights"], "a whole step"
+        moves = [Move(step["what"], size=size, boxings=boxings, collective=collectives, **common)]
         for edge, one in zip(step["boxings"], boxings):
             what = f"{short(edge['producer'])} -> {short(edge['consumer'])}"
-            moves.append(Move(what, 0, one.size, None, [one], one.change, one.collective))
+            inner = {**common, "line": 0, "sent": None, "source": (step["what"], what, len(moves))}
+            moves.append(
+                Move(what, size=one.size, boxings=[one], change=one.change, collective=one.collective, **inner)
+            )
         return moves
     if step["what"] == "backward":  # of which only the bytes are known, in units of all weights
-        return [Move("backward", line, step["weights"], sent, None, collective="backward")]
-    inputs, [out, *_] = step["inputs"], step["outputs"]
-    called = [names.get(tensor["id"], "·") for tensor in (*inputs, out)]
-    x, size = inputs[0], int(np.prod(inputs[0]["shape"])) * inputs[0]["item"]
+        size = weights or sum(map(bytes_of, outputs))
+        return [Move("backward", size=size, boxings=None, collective="backward", **common)]
+    x, size = inputs[0], bytes_of(inputs[0])
+    old = (x["sbp"], x["ranks"])
     if step["what"] == "matmul":
-        what = f"{called[0]} @ {called[1]}" + (f" = {called[2]}" if called[2] != "·" else "")
-        boxings = rebox(inputs, out, step["transposed"])
-        return [Move(what, line, size, sent, boxings and [one for _, one in boxings], collective=in_words(boxings))]
-    what = f"{called[0]} -> {called[1]}" if called[:2] != ["·", "·"] else step["text"]
+        product = names.get(outputs[0]["id"], "·")
+        what = f"{called[0]} @ {called[1]}" + (f" = {product}" if product != "·" else "")
+        boxings = rebox(inputs, outputs[0], step["transposed"])
+        collective, boxings = in_words(boxings), boxings and [one for _, one in boxings]
+        return [Move(what, size=size, boxings=boxings, collective=collective, **common)]
+    if step["what"] != "to_global":  # the value is read, on every rank
+        one = Boxing(x["shape"], x["item"], old, ("B", list(range(len(sent)))))
+        what = step["what"].format(called[0])
+        return [boxed(what, one, common)]
+    [out] = outputs
+    name = names.get(out["id"], "·")
+    what = step["text"] if called[0] == name == "·" else f"{called[0]} -> {name}"
     if x["sbp"] == "local":
-        return [Move(what, line, size, sent, None, f"local -> {out['sbp']}", "local to global")]
-    one = Boxing(x["shape"], x["item"], (x["sbp"], x["ranks"]), (out["sbp"], out["ranks"]))
-    return [Move(what, line, size, sent, [one], one.change, one.collective)]
+        change = f"local -> {out['sbp']}"
+        return [Move(what, size=size, boxings=None, change=change, collective="local to global", **common)]
+    one = Boxing(x["shape"], x["item"], old, (out["sbp"], out["ranks"]))
+    return [boxed(what, one, common)]
+
+
+def boxed(what, one, common):
+    """The Move of one tensor."""
+    return Move(what, size=one.size, boxings=[one], change=one.change, collective=one.collective, **common)
 
 
 def short(op):

@@ -56,21 +56,19 @@ def _read(connection, size):
 class Pool:
     """Ranks 0 to world_size - 1, on this host if not told otherwise. Close it, or use it as a context manager."""
 
-    def __init__(self, world_size, timeout=60.0, repeat=False, crowded=False, variables=None, bind=True, hosts=None):
+    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, bind=True, hosts=None):
         """timeout: seconds after which a call without an answer counts as hung.
 
         repeat: make a call once more, on fresh ranks, if a rank died of SIGSEGV. OneFlow 0.9.0 does that by itself,
         about once in a thousand calls; what crashes for a reason crashes again.
-        crowded: for small tensors and more ranks than cores: OneFlow's scheduling threads, which spin, compute too, and
-        have one core together, and ranks are not bound.
         variables: what the ranks have in their environment besides. bind: whether each keeps to its cores.
         hosts: the address of rank 0's host, and for each rank the words that run a command on its host.
         """
         self.world_size = world_size
         self.timeout = timeout
         self.repeat = repeat
-        self.bind = bind and not crowded
-        self.variables = {**(variables or {}), **({"HARNESS_CROWDED": "1"} if crowded else {})}
+        self.bind = bind
+        self.variables = variables
         self.hosts = hosts
         self.repeated = []  # the calls that were made once more
         self.ranks = None

@@ -1,7 +1,6 @@
 """What can be known of a recipe from its file: the world sizes it accepts, and its entry `run`."""
 
 import ast
-import difflib
 import importlib.util
 import os
 import sys
@@ -98,17 +97,9 @@ def load(path):
     return module
 
 
-def near(path):
-    """The existing script whose name is closest to that of a missing one, or None."""
-    path = Path(path)
-    places = {path.parent, RECIPES}
-    scripts = [script for place in places if place.is_dir() for script in sorted(place.glob("*.py"))]
-    names = {script.name: script for script in scripts}
-    name = path.name if path.suffix == ".py" else path.name + ".py"
-    for close in difflib.get_close_matches(name, names, n=1, cutoff=0.75):
-        script = names[close]
-        try:
-            return script.resolve().relative_to(Path.cwd())
-        except ValueError:
-            return script
-    return None
+def find(script):
+    """The file of a script, by its path or, if it is a recipe, by its bare name. None if there is none."""
+    if Path(script).is_file():
+        return Path(script)
+    named = [path for path in all_paths() if script in (path.stem, path.name)]
+    return Path(os.path.relpath(named[0])) if named else None

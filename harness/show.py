@@ -1,4 +1,7 @@
-"""`launch.sh show` and `launch.sh bytes`: run a script's entry on all ranks, measured, and draw or list what moved."""
+"""`launch.sh show` and `launch.sh bytes`: run a script on all ranks, traced, and draw or list what it made and moved.
+
+A script whose `run` has a default for each parameter is called there; any other is run whole. Its output is not shown.
+"""
 
 import os
 import signal
@@ -14,16 +17,18 @@ from harness.launch import BAD_INPUT, TIME_LIMIT_REACHED, BadInput, Parser, chec
 from harness.picture import Move, drawing
 from harness.pool import Pool, PoolError
 
-MEASURE = str(recipe.HARNESS / "ledger.py") + ":measure"
-CONTROL = 1e6  # bytes of a tensor below which OneFlow's own messages show beside its content
+MEASURE = str(recipe.HARNESS / "ledger.py") + ":measure_script"
 
 
 def arguments_of(script, arguments):
-    """What the command line says for the parameters of the script's entry. Raises BadInput."""
+    """What the command line says for the parameters of the script's entry; None if it must be run whole.
+
+    Raises BadInput.
+    """
     try:
         parameters = recipe.entry(script)
-    except ValueError as error:
-        raise BadInput(f"{script}: {error}") from None
+    except ValueError:  # it has no `run`, or one that options cannot call
+        return None
     parser = Parser(prog=str(script), add_help=False, allow_abbrev=False)
     for name, default in parameters.items():
         option = f"--{name.replace('_', '-')}"
@@ -31,8 +36,8 @@ def arguments_of(script, arguments):
             parser.add_argument(option, action="store_true", default=default)
         elif isinstance(default, tuple):
             parser.add_argument(option, type=type(default[0]) if default else int, nargs="+", default=default)
-        elif isinstance(default, (int, float, str)):
-            parser.add_argument(option, type=type(default), default=default)
+        elif default is None or isinstance(default, (int, float, str)):
+            parser.add_argument(option, type=int if default is None else type(default), default=default)
     try:
         return vars(parser.parse_args(arguments))
     except BadInput as error:
@@ -45,10 +50,10 @@ def measured(arguments):
     options = checked(arguments)
     given = arguments_of(options.script, options.arguments)
     with Pool(options.nproc_per_node, options.timeout or 1e9) as pool:
-        results = pool.call(MEASURE, path=str(Path(options.script).resolve()), **given)
-    refusal = results[0].get("refusal")
-    if refusal:
-        raise BadInput(f"{options.script}: {refusal}")
+        path = str(Path(options.script).resolve())
+        results = pool.call(MEASURE, path=path, given=given, words=options.arguments)
+    if "refusal" in results[0]:
+        raise BadInput(results[0]["refusal"])
     return options, drawing(results), [result["outside"] for result in results]
 
 
@@ -62,7 +67,7 @@ def main(command, arguments):
         say(str(error))
         return BAD_INPUT
     except PoolError as error:
-        say(str(error))
+        say(str(error).replace(f"{MEASURE}: ", "", 1))
         return TIME_LIMIT_REACHED if error.hung else 128 + error.signal if error.signal else 1
     if sys.stdout.isatty():
         FORMS[command](Console(highlight=False), options, items, outside)
@@ -81,19 +86,15 @@ def title(options):
 def show(console, options, items, outside):
     console.print(Text(title(options), "bold"))
     draw.on_terminal(console, items)
-    hint(console, items)
+    if not items:
+        console.print("\nIt makes no global tensor.")
+    if not all(item.is_exact for item in items if isinstance(item, Move) and item.formula):
+        hint(console, "not shown")
 
 
-def hint(console, items):
-    moves = [item for item in items if isinstance(item, Move) and item.formula]
-    if any(move.size < CONTROL for move in moves):
-        console.print(
-            Text(
-                "\nTensors under 1 MB: OneFlow's own messages show beside their content. Give larger sizes, as options "
-                "of the script, to compare with the formulas.",
-                "dim",
-            )
-        )
+def hint(console, how):
+    words = f"Tensors under 1 MB: what was measured is {how}, because OneFlow's own messages drown their bytes."
+    console.print(Text(f"\n{words} Give larger sizes to compare with the formulas.", "dim"))
 
 
 def list_bytes(console, options, items, outside):
@@ -109,26 +110,20 @@ def list_bytes(console, options, items, outside):
     making = [f"{sent:,}" for sent in outside]
     table.add_row("", "between the steps: making tensors, building graphs", "", *making, f"{sum(outside):,}", "", "")
     console.print(table)
-    hint(console, items)
+    if not all(move.is_exact for move in moves if move.sent is not None):
+        hint(console, "marked with ~")
 
 
 def row(move, world_size):
     line = str(move.line) if move.line else ""
-    change = f" ({move.change})" if move.change and move.change != move.collective else ""
+    what = move.what + (f" ({move.change})" if move.change and move.change != move.collective else "")
     formula = "" if move.formula is None else f"{move.formula:,.0f}"
     if move.sent is None:  # a boxing in a graph, which is measured as a whole
-        return [line, f"  {move.what}{change}", move.collective, *[""] * world_size, "", formula, ""]
-    total = sum(move.sent)
-    ratio = f"{total / move.formula:.3f}" if move.formula and move.size >= CONTROL else ""
-    return [
-        line,
-        move.what + change,
-        move.collective,
-        *(f"{sent:,}" for sent in move.sent),
-        f"{total:,}",
-        formula,
-        ratio,
-    ]
+        return [line, f"  {what}", move.collective, *[""] * world_size, "", formula, ""]
+    total, about = sum(move.sent), "" if move.is_exact else "~"
+    sent = [f"{about}{number:,}" for number in (*move.sent, total)]
+    ratio = f"{total / move.formula:.3f}" if move.formula and move.is_exact else ""
+    return [line, what + (f", {move.times} times" if move.times > 1 else ""), move.collective, *sent, formula, ratio]
 
 
 FORMS = {"show": show, "bytes": list_bytes}

@@ -61,7 +61,7 @@ def main():
     np.testing.assert_allclose(out, x @ w, rtol=1e-5, atol=1e-6)
     for name, tensor in tensors.items():
         print(f"{name:5}{str(tuple(tensor.shape)):8}on {tensor.device}")
-    print("out equals x @ w in numpy")
+    print("out equals x @ w in numpy on a single device")
 
 
 if __name__ == "__main__":

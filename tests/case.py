@@ -30,7 +30,8 @@ class Case:
     moves_before: list = field(default_factory=list)  # moves before the first step, in either mode
     moves_after: list = field(default_factory=list)  # moves behind the last step, in either mode
     dtypes: dict = field(default_factory=dict)  # name -> dtype of a tensor that is not float32
-    models: int = 1  # trained one after the other, each for all steps; each is a graph of its own
+    models: int = 1  # trained one after the other, each for all steps; each is a graph of its own; where there are more
+    # than one, `matmuls` has a list for each
     all_moves: tuple = (
         None  # in eager and in graph mode, all in order, where not all steps move the same; no other then
     )

@@ -35,8 +35,6 @@ def sizes_of(name, n):
         sizes = {**sizes, "large x": {"batch": 36}, "large w": {"out_features": 36}}
     if name == "gradient_accumulation" and n == 3:
         sizes = {**sizes, "even": {"batch": 12}}
-    if name == "loss_placement" and n == 2:  # no rank is left for the loss alone
-        sizes = {which: given for which, given in sizes.items() if given.get("loss") != "other"}
     if name == "cross_placement":
         pairs = {pair: {"source": source, "target": target} for pair, (source, target) in PAIRS[n].items()}
         sizes = {**sizes, **pairs}

@@ -23,7 +23,7 @@ class Early:
     def _call(self, n, function):
         if self.pool is None or self.pool.world_size != n:
             self._close()
-            self.pool = Pool(n, timeout=600, repeat=True, crowded=True)
+            self.pool = Pool(n, timeout=600, repeat=True)
         return function(self.pool)
 
     def _close(self):

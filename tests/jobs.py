@@ -117,11 +117,6 @@ def ended(runs):
     return runs
 
 
-def without_rounding(text):
-    """What a recipe printed but for the size of the rounding, which hangs on the kernels that the CPU has."""
-    return re.sub(r"(largest difference) [\d.]+e-0[78]\b", r"\1 ROUNDING", text)
-
-
 def launch(*arguments, **options):
     """./launch.sh with these arguments, from start to end; once more where OneFlow died of itself."""
     job = Run(LAUNCH, *arguments, **options).wait()

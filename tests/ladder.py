@@ -117,17 +117,19 @@ def check_tensors(case, graph, seen):
 def check_operations(case, graph, seen):
     """The ranks multiplied what they should: a layer fed by a replicated input gives the right value too."""
     for rank, result in enumerate(seen):
-        matmuls = case.matmuls + ([] if graph else case.matmuls_again)
+        models = case.matmuls if case.models > 1 else [case.matmuls] * case.models
+        times = 1 if graph else (case.steps or 1) * case.passes
+        matmuls = [one for own in models for one in (own + ([] if graph else case.matmuls_again)) * times]
         shapes = [[operand(case, name, rank) for name in names] for names in matmuls]
-        times = case.models * (1 if graph else (case.steps or 1) * case.passes)
-        Checks.equal(result["matmuls"], shapes * times, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
-        Checks.equal(result["lazy"], [graph] * len(shapes) * times, f"rank {rank}: matmuls run inside a graph")
+        Checks.equal(result["matmuls"], shapes, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
+        Checks.equal(result["lazy"], [graph] * len(shapes), f"rank {rank}: matmuls run inside a graph")
         moves = all_moves(case, graph)
         Checks.equal(result["moves"], moves, f"rank {rank}: moves (SBP, ranks before and after)")
         Checks.equal(
             len(result["calls"]), case.models * (case.steps or 1) * graph, f"rank {rank}: number of calls of a graph"
         )
         Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")
+        Checks.equal(result["bare"], [], f"rank {rank}: parameters that micro-batches read without identity")
 
 
 def operand(case, name, rank):

@@ -5,6 +5,8 @@ import re
 from tests.cases import ROOT
 
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "docs" / "README.zh-CN.md"
+GALLERY, CHINESE_GALLERY = ROOT / "recipes" / "README.md", ROOT / "recipes" / "README.zh-CN.md"
+CLUSTERS = ROOT / "docs" / "clusters.md"
 
 
 def blocks(path, language):
@@ -24,3 +26,4 @@ def tables(path):
 
 
 COMMANDS = [line for block in blocks(ENGLISH, "bash") for line in block.splitlines()]
+BY_HAND = [line for block in blocks(CLUSTERS, "sh") for line in block.splitlines()]

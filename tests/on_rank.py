@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import inspect
 import io
 import os
 import signal
@@ -12,7 +11,7 @@ import time
 import oneflow as flow
 
 from harness import recipe
-from harness.observe import kept
+from harness.observe import traced
 
 
 def to_standard_error(parser, message, file=None):
@@ -20,47 +19,26 @@ def to_standard_error(parser, message, file=None):
     sys.stderr.write(message)
 
 
-def main_of(path, arguments, gpus=()):
-    """Run a recipe's main with these arguments as if the host had GPUs of these compute capabilities.
+def main_of(path, arguments, gain=1.0):
+    """Run a recipe's main with these arguments, each matmul scaled by `gain`.
 
-    Returns (exit code, standard output, standard error) of this rank.
+    Returns (exit code, standard output, standard error) of this rank; code 1 if what main compares is not equal.
     """
     module, out, err = recipe.load(path), io.StringIO(), io.StringIO()
-    kept.append(module)  # with its graph: freed when another recipe is loaded, it may hang a rank
-    here = sys.argv, flow.cuda.device_count, flow.cuda.get_device_capability
-    sys.argv = [path, *arguments]
+    sys.argv, before = [path, *arguments], sys.argv
     message, argparse.ArgumentParser._print_message = argparse.ArgumentParser._print_message, to_standard_error
-    flow.cuda.device_count, flow.cuda.get_device_capability = lambda: len(gpus), lambda gpu: tuple(gpus[gpu])
+    code = 0
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), traced(gain):
             module.main()
-        code = 0
     except SystemExit as stop:
         code = stop.code
+    except AssertionError as error:
+        code = 1
+        err.write(str(error))
     finally:
-        sys.argv, flow.cuda.device_count, flow.cuda.get_device_capability = here
-        argparse.ArgumentParser._print_message = message
+        sys.argv, argparse.ArgumentParser._print_message = before, message
     return code, out.getvalue(), err.getvalue()
-
-
-def device_of(path, gpus):
-    """The device that a recipe takes when none is named, on a host with GPUs of these compute capabilities."""
-    module, device_count, capability = recipe.load(path), flow.cuda.device_count, flow.cuda.get_device_capability
-    flow.cuda.device_count, flow.cuda.get_device_capability = lambda: len(gpus), lambda gpu: tuple(gpus[gpu])
-    seen = {}
-
-    def run(**arguments):
-        seen.update(arguments)
-        sys.exit()
-
-    run.__signature__ = inspect.signature(module.run)
-    module.run, sys.argv = run, [path]
-    try:
-        module.main()
-    except SystemExit:
-        return seen["device"]
-    finally:
-        flow.cuda.device_count, flow.cuda.get_device_capability = device_count, capability
 
 
 def rank_of():

@@ -1,21 +1,40 @@
 """What the tests of the memory chapter call on the ranks of a pool."""
 
+import oneflow as flow
+from oneflow.nn.graph.graph_config import GraphConfig
+
 from harness import recipe
 from harness.ledger import boxings_of
-from harness.observe import kept
+from harness.observe import kept, replaced
 
 SBPS = {"broadcast_parallel": "B", "partial_sum_parallel": "P"}
 
 
-def compiled(path, **arguments):
-    """The job into which OneFlow compiled a recipe's graph.
+def compiled(path, stage=None, **arguments):
+    """The job into which OneFlow compiled a recipe's graph; stage: of ZeRO, in place of the recipe's own.
 
     Returns {"ops": {name: (type, {tensor of the op: SBP})}, "boxings": [(old SBP, new SBP, shape), ...], sorted}.
     """
     module = recipe.load(path)
-    kept.append(module)
-    module.run(**arguments)["losses"].numpy()  # what OneFlow aborts of, it does not abort of later
-    graph, ops = module.run.kept, {}
+    graphs, stages, call, enable_zero = [], [], flow.nn.Graph.__call__, GraphConfig.enable_zero
+
+    def noted_call(graph, *inputs):
+        graphs.append(graph)
+        return call(graph, *inputs)
+
+    def other_stage(config, mode, **options):
+        stages.append(stage)
+        enable_zero(config, mode, **{**options, "stage": stage})
+
+    places = {(flow.nn.Graph, "__call__"): noted_call}
+    if stage:
+        places[GraphConfig, "enable_zero"] = other_stage
+    with replaced(places):
+        module.run(**arguments)["losses"].numpy()  # what OneFlow aborts of, it does not abort of later
+    kept.append((module, graphs))
+    [graph] = set(graphs)
+    assert stages == [stage] * bool(stage)
+    ops = {}
     job = graph._full_job_proto
     signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
     for op in job.net.op:

@@ -1,7 +1,8 @@
-"""What tests/test_state.py calls on the ranks of a pool."""
+"""What tests/slow/test_state.py calls on the ranks of a pool."""
 
 import os
 import pathlib
+import time
 
 import numpy as np
 import oneflow as flow
@@ -11,17 +12,17 @@ from harness.ledger import sent_by
 from harness.observe import held, kept, replaced
 
 
-def put(path, folder, step=3, dtype="float32", drop=(), **shapes):
-    """Save what the eager checkpoint.py would, of these shapes by name, as zeros of another dtype, or without keys."""
-    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
-
-    def zeros(shape):
-        return flow.zeros(*shape, dtype=getattr(flow, dtype), placement=ranks, sbp=flow.sbp.broadcast)
-
-    module = {name: zeros(shape) for name, shape in shapes.items()}
-    state = {i: {"momentum_buf": zeros(shape)} for i, shape in enumerate(shapes.values())}
-    state = {"module": module, "optimizer": {"state": state}}
-    recipe.load(path).save({name: one for name, one in state.items() if name not in drop}, folder, step)
+def trained(path, folder, ranks, weights, steps, graph=False, seed=0, batch=8, in_features=4, out_features=8):
+    """What train of checkpoint.py returns, with the weight on these ranks: name -> held."""
+    module = recipe.load(path)
+    rng, placement = np.random.default_rng(seed), flow.placement("cpu", ranks)
+    shapes = (batch, in_features), (batch, out_features), (in_features, out_features)
+    arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+    sbps = [flow.sbp.split(0), flow.sbp.split(0), module.SBPS[weights]]
+    inputs = [flow.tensor(array, placement=placement, sbp=sbp) for array, sbp in zip(arrays, sbps)]
+    tensors = module.train(*inputs, steps, folder, graph)
+    kept.append((module, tensors))
+    return {name: held(tensor) for name, tensor in tensors.items()}
 
 
 def die_while_saving(path, moment, **arguments):
@@ -40,6 +41,22 @@ def die_while_saving(path, moment, **arguments):
         recipe.load(path).run(**arguments)
 
 
+def after_saving(path, folder):
+    """Whether this rank sees the checkpoint once save returns, where rank 0 is slow to name it; and files left open."""
+    replace = os.replace
+
+    def slow_replace(*names):
+        time.sleep(0.5)
+        replace(*names)
+
+    w = flow.ones(4, 2, placement=flow.placement("cpu", list(range(flow.env.get_world_size()))), sbp=flow.sbp.split(0))
+    with replaced({(os, "replace"): slow_replace}):
+        recipe.load(path).save({"w": w}, folder, step=3)
+    there = os.path.isdir(f"{folder}/3")
+    opened = [os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")]
+    return there, [name for name in opened if name.startswith(folder)]
+
+
 def load_unchecked(folder):
     """flow.load alone. Rank 0 says what was raised; the others say what they got."""
     try:
@@ -48,17 +65,15 @@ def load_unchecked(folder):
         return type(error).__name__
 
 
-def load_onto(path, folder, ranks, w0, w1):
+def load_onto(path, folder, ranks, shape):
     """Load an eager checkpoint into a module in S(0) on these ranks, by the same calls as the recipe; what it holds."""
-    module = recipe.load(path)
-    where = {"placement": flow.placement("cpu", ranks), "sbp": flow.sbp.split(0)}
-    model = module.Sharded(flow.zeros(*w0, **where), flow.zeros(*w1, **where))
-    update = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    w = flow.zeros(*shape, placement=flow.placement("cpu", ranks), sbp=flow.sbp.split(0))
+    module = recipe.load(path).Network(w)
+    update = flow.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     state = flow.load(folder, global_src_rank=0)
-    model.load_state_dict(state["module"])
+    module.load_state_dict(state["module"])
     update.load_state_dict(state["optimizer"])
-    state = {"module": model.state_dict(), "optimizer": update.state_dict()}
-    return {name: held(tensor) for name, tensor in module.by_name(state, False).items()}
+    return {"new w": held(module.w), "new momentum": held(update.state_dict()["state"][0]["momentum_buf"])}
 
 
 def bytes_to_save_and_load(path, folder, sbp, rows, columns):
@@ -69,7 +84,7 @@ def bytes_to_save_and_load(path, folder, sbp, rows, columns):
     values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     parameter.w = flow.nn.Parameter(flow.tensor(values, placement=ranks, sbp=module.SBPS[sbp]))
     kept.append(parameter)
-    saved = sent_by(lambda: module.save(parameter.state_dict(), folder, 1))[1]
+    saved = sent_by(lambda: module.save(parameter.state_dict(), folder, step=1))[1]
     state, read = sent_by(lambda: flow.load(f"{folder}/1", global_src_rank=0))
     loaded = sent_by(lambda: parameter.load_state_dict(state))[1]
     return saved, read + loaded

@@ -1,4 +1,4 @@
-"""What the docstring of global_and_local.py warns of is so."""
+"""What global_and_local.py warns of is so."""
 
 import numpy as np
 import pytest

@@ -1,19 +1,33 @@
 """The command that breaks recipes on purpose finds the places to break, and tells red from green."""
 
+from benchmarks import mutate
 from harness.recipe import path_of
-from tests import mutate
 from tests.cases import CASES
+from tests.ladder import OBSERVE
+
+# What a lesson says -> how many mutants each place has, at least, that begin with it.
+PLACES = {
+    **dict.fromkeys(("flow.sbp.broadcast", "flow.sbp.split(", "flow.sbp.partial_sum"), 3),
+    "flow.placement(": 4,
+    "flow._C.identity(": 1,
+    "os.replace(": 1,
+    "os.fsync(": 1,
+    "os._exit(": 1,
+}
+# The same of what stands behind a name, such as update.zero_grad(set_to_none=True).
+METHODS = {".set_stage(": 5, ".set_epoch(": 1, ".zero_grad(": 1, ".kill()": 1, "set_to_none": 1, "grad_sbp": 1}
 
 
-def test_every_recipe_is_broken_in_every_layout_it_states():
+def test_every_recipe_is_broken_in_every_layout_and_every_cure_that_it_states():
     for name in CASES:
         source = path_of(name).read_text()
-        changes = [(line, change) for line, change, _ in mutate.mutants(source)]
-        lesson = source[source.index("import argparse") : source.index(mutate.END)]
-        stated = sum(lesson.count(word) for word in ("flow.sbp.broadcast", "flow.sbp.split(", "flow.sbp.partial_sum"))
-        assert sum(change.startswith("flow.sbp.") for _, change in changes) == 3 * stated
-        assert sum(change.startswith("flow.placement(") for _, change in changes) >= 4 * lesson.count("flow.placement(")
-        assert sum("set_stage" in change.split(" -> ")[0] for _, change in changes) == 5 * lesson.count("set_stage")
+        changes = [change.split(" -> ")[0] for _, change, _ in mutate.mutants(source)]
+        lesson = mutate.lesson(source)[source.index("\nimport") :]  # without the docstring
+        lesson = "".join(line.split("#")[0] for line in lesson.splitlines(keepends=True))
+        for words, times in PLACES.items():
+            assert sum(change.startswith(words) for change in changes) >= times * lesson.count(words), (name, words)
+        for words, times in METHODS.items():
+            assert sum(words in change for change in changes) >= times * lesson.count(words), (name, words)
         assert all(source != changed for _, _, changed in mutate.mutants(source))
 
 
@@ -26,3 +40,30 @@ def test_red_is_told_from_green(pools, tmp_path):
     source, path = path_of("data_parallel").read_text(), tmp_path / "data_parallel.py"
     path.write_text(source.replace("sbp=flow.sbp.split(0)", "sbp=flow.sbp.broadcast"))
     assert mutate.first_red(pools, path, "data_parallel") == "2 ranks, eager: rank 0: x: SBP is B and must be S(0)"
+
+
+def test_pipeline_without_identity_is_red_whatever_its_weights_are(pools, tmp_path):
+    """They come out wrong in a few of 100 trainings; what the graph reads is the same in all."""
+    source, path = path_of("train_pipeline").read_text(), tmp_path / "train_pipeline.py"
+    [changed] = [new for _, change, new in mutate.mutants(source) if change.startswith("flow._C.identity")]
+    path.write_text(changed)
+    assert mutate.first_red(pools, path, "train_pipeline")
+    for micro_batches, wrong in ((1, []), (2, ["stages.0.w", "stages.1.w"])):
+        seen = pools(2).call(OBSERVE, path=str(path), graph=True, micro_batches=micro_batches)
+        assert [one["bare"] for one in seen] == [wrong] * 2
+
+
+def test_changed_recipe_is_seen_by_tests_of_its_own(tmp_path, monkeypatch):
+    path = tmp_path / "single_device.py"
+    path.write_text(path_of("single_device").read_text().replace("flow.matmul(x, self.w)", "flow.matmul(x, -self.w)"))
+    for which, of_the_recipe, of_the_changed in (
+        (
+            "ladder and single_device-1-eager-even",
+            None,
+            "FAILED tests/test_recipes.py::test_proof_ladder[",
+        ),
+        ("nothing_of_the_kind", "pytest ended with 5", "pytest ended with 5"),
+    ):
+        monkeypatch.setitem(mutate.TESTS, "single_device", ["tests/test_recipes.py", "-k", which])
+        assert mutate.red_test(path_of("single_device"), "single_device") == of_the_recipe
+        assert mutate.red_test(path, "single_device").startswith(of_the_changed)

@@ -1,4 +1,4 @@
-"""SBP conversions: from each of B, S(0), S(1), P to each of them on the same ranks, by `to_global`.
+"""SBP conversions: from B, S(0), S(1) or P to each of them on the same ranks, by to_global.
 
     x = sum(parts)       rank 0         rank 1         SBP
     B       (4, 6)       whole          whole          B
@@ -12,181 +12,72 @@
     S(1)         all-gather *   all-to-all        nothing           local fill *
     P            all-reduce     reduce-scatter    reduce-scatter *  nothing
 
-Moves: out of each of n ranks, in units of x: all-gather and reduce-scatter (n-1)/n, all-to-all (n-1)/n^2, all-reduce
-       2(n-1)/n, local slices and fills 0. The three * cost more in one mode: S(1) -> B and P -> S(1) in eager mode pay
-       an all-to-all on top where n divides both sizes; S -> P in a graph costs as much as S -> B.
+Moves: of x from each of n ranks: all-gather, reduce-scatter (n-1)/n; all-to-all (n-1)/n^2; all-reduce 2(n-1)/n. With *
+       one mode sends more: eager S(1) -> B and P -> S(1) add an all-to-all, a graph runs S -> P as an all-gather.
 Run:   ./launch.sh recipes/layouts/sbp_conversions.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/layouts/sbp_conversions.py [--graph]
-Use it to look up what a `to_global` costs before you write it; what each rank holds of a P differs between the modes.
+Use it to look up what a `to_global` costs before you write it.
 Source: J. Yuan et al., "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch", arXiv:2110.15032.
 """
 
 import argparse
-import inspect
-import os
-import sys
 
 import numpy as np
-
-os.environ.setdefault("no_grpc_proxy", ",")  # matches all: ranks do not meet through an http_proxy
-try:
-    import oneflow as flow
-except (ImportError, RuntimeError) as error:  # RuntimeError: the empty placeholder that pip installs on Python 3.11+
-    print(f"{sys.argv[0]}: no OneFlow ({error}): it needs Python 3.8-3.10 and requirements.txt", file=sys.stderr)
-    sys.exit(2)
+import oneflow as flow
 
 WORLD_SIZES = range(2, 65)
-FITS = {  # no empty shards
-    "rows": lambda given, ranks: given.rows >= ranks,
-    "columns": lambda given, ranks: given.columns >= ranks,
-}
 SBPS = {"B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.split(1), "P": flow.sbp.partial_sum}
 
 
-class SbpConversions(flow.nn.Module):
-    def forward(self, *sources):
-        return [source.to_global(sbp=sbp) for source in sources for sbp in SBPS.values()]
+class Conversions(flow.nn.Module):
+    def forward(self, x):
+        return {f"{old} -> {new}": x[old].to_global(sbp=SBPS[new]) for old in x for new in SBPS}
 
 
-class SbpConversionsGraph(flow.nn.Graph):
+class ConversionsGraph(flow.nn.Graph):
     def __init__(self, module):
         super().__init__()
         self.module = module
 
-    def build(self, *sources):
-        return self.module(*sources)
+    def build(self, x):
+        return self.module(x)
 
 
-def run(graph=False, device="cpu", seed=0, rows=4, columns=6):
+def run(graph=False, device="cpu", seed=0, rows=None, columns=None):
     """x (rows, columns) in each SBP, then the 16 conversions, named "S(0) -> B"; small integers, so nothing rounds."""
-    rng, rank = np.random.default_rng(seed), flow.env.get_rank()
-    parts = rng.integers(-9, 10, (flow.env.get_world_size(), rows, columns)).astype(np.float32)
+    n = flow.env.get_world_size()
+    rows, columns = rows or max(4, n), columns or max(6, n)  # a row and a column for each rank, at least
+    parts = np.random.default_rng(seed).integers(-9, 10, (n, rows, columns)).astype(np.float32)
     x = parts.sum(axis=0)
 
     ranks = flow.placement(device, list(range(flow.env.get_world_size())))
     sources = {name: flow.tensor(x, placement=ranks, sbp=sbp) for name, sbp in SBPS.items() if name != "P"}
-    part = flow.tensor(parts[rank], device=device)  # local: each rank has its own
+    part = flow.tensor(parts[flow.env.get_rank()], device=device)  # local: each rank has its own
     sources["P"] = part.to_global(placement=ranks, sbp=flow.sbp.partial_sum)
-    module = SbpConversions()
-    model = run.kept = SbpConversionsGraph(module) if graph else module  # a freed graph may abort OneFlow
-    converted = model(*sources.values())
-    names = [f"{source} -> {target}" for source in sources for target in SBPS]
-    return {**sources, **dict(zip(names, converted))}
-
-
-def single_device(values, given):
-    """What each conversion must be: the same tensor, since an SBP says only where its elements are."""
-    return {name: values["B"] for name in values}
-
-
-# The lesson ends here. What follows stands in every recipe: what a rank holds, when a run is refused, the options.
-def held(tensor):
-    """The block of a tensor that this rank holds, in words."""
-    blocks, rank = [np.arange(size) for size in tensor.shape], flow.env.get_rank()
-    where = "" if tensor.is_global else f"local, on {tensor.device}"
-    if tensor.is_global:
-        names = {flow.sbp.broadcast: "B", flow.sbp.partial_sum: "P"}
-        names.update({flow.sbp.split(dim): f"S({dim})" for dim in range(tensor.ndim)})
-        ranks = tensor.placement.ranks
-        where = f"{', '.join(names[sbp] for sbp in tensor.sbp):4} on ranks {ranks.tolist()}"
-        if rank not in ranks:
-            return f"nothing                   {where}"
-        for sbp, n, position in zip(tensor.sbp, ranks.shape, np.argwhere(ranks == rank)[0]):
-            if names[sbp].startswith("S"):
-                dim = int(names[sbp][2])
-                blocks[dim] = np.array_split(blocks[dim], n)[position]
-        if [len(block) for block in blocks] != list(tensor.to_local().shape):
-            raise RuntimeError(f"rank {rank} holds {tuple(tensor.to_local().shape)}, not what its SBP says")
-    words = [f"{word} {f'{block[0]}-{block[-1]}':5}" for word, block in zip(("rows", "columns"), blocks)]
-    return f"{' '.join(words):24}  {where}"
-
-
-def astray():
-    """How the ranks were started wrongly, or None. OneFlow would go on, and print wrong values."""
-    import zlib
-
-    world_size, rank = flow.env.get_world_size(), flow.env.get_rank()
-    ranks = flow.placement("cpu", list(range(world_size)))
-    own = flow.tensor(np.arange(world_size), placement=ranks, sbp=flow.sbp.split(0)).to_local().numpy().tolist()
-    if own != [rank]:  # a LOCAL_RANK that two ranks of one address share
-        return f"rank {rank} holds {own} in place of [{rank}]: unset LOCAL_RANK, it is {os.environ.get('LOCAL_RANK')}"
-    words = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    number = flow.tensor([zlib.crc32(os.fsencode(words))]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
-    if len(set(number.tolist())) > 1:
-        return "ranks of two jobs have met: start all with the same options, each job on a MASTER_PORT of its own"
-    return None
-
-
-def refusal(args):
-    """Why this run cannot start, or None; known to every rank before any waits for another."""
-    world_size, gpus = flow.env.get_world_size(), range(flow.cuda.device_count())
-    if world_size not in WORLD_SIZES:
-        return f"cannot run on {world_size} ranks: type -n {WORLD_SIZES[0]}, or --nproc_per_node {WORLD_SIZES[0]}"
-    n = vars(args).get("ranks") or world_size  # those that the program starts, or its own
-    for name, value in vars(args).items():
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, list) and not (set(value) <= set(range(world_size)) and len(set(value)) == len(value)):
-            return f"{option} takes ranks from 0 to {world_size - 1}, each once: type {option} 0"
-        if isinstance(value, str) and callable(FITS.get(name)):  # any text: the function says what is wrong with it
-            wrong = FITS[name](args, world_size)
-            if wrong:
-                return f"{option} {value}: {wrong}"
-        elif isinstance(value, str) and value not in FITS.get(name, (value,)):
-            return f"{option} takes {', '.join(FITS[name])}, not {value}: type {option} {FITS[name][0]}"
-        if type(value) is int:
-            given = argparse.Namespace(**{**vars(args), name: max(value, int(name != "seed"))})
-            while name in FITS and not FITS[name](given, world_size):
-                setattr(given, name, getattr(given, name) + 1)
-            if getattr(given, name) != value:
-                return f"{option} {value} does not fit on {n} ranks: type {option} {getattr(given, name)}"
-    usable = [gpu for gpu in gpus if (6, 0) <= flow.cuda.get_device_capability(gpu) < (9, 0)]
-    enough = len(usable) == len(gpus) >= n // flow.env.get_node_size()
-    if args.device == "cuda" and not enough:
-        return f"each rank needs a GPU of compute capability 6.0 to 8.9, got {len(usable)}: type --device cpu"
-    args.device = args.device or ("cuda" if enough else "cpu")
-    return None
+    module = Conversions()
+    model = ConversionsGraph(module) if graph else module
+    return {**sources, **model(sources)}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    for name, default in ((name, one.default) for name, one in inspect.signature(run).parameters.items()):
-        option, kind = f"--{name.replace('_', '-')}", int if isinstance(default, tuple) else type(default)
-        if name == "graph":
-            parser.add_argument(option, action="store_true", help="run the module inside an nn.Graph")
-        elif name == "device":
-            words = "default: cuda if each rank has a supported GPU"
-            parser.add_argument(option, choices=["cpu", "cuda"], help=words)
-        else:
-            many = "+" if isinstance(default, tuple) else None
-            parser.add_argument(option, type=kind, nargs=many, default=default, help="default: %(default)s")
-    args = parser.parse_args()
-    wrong = astray()
-    if wrong:
-        print(f"{parser.prog}: {wrong}", file=sys.stderr, flush=True)
-        os._exit(2)  # not sys.exit, which waits for the ranks that have not noticed
-    reason = refusal(args)
-    if reason:
-        parser.exit(2, f"{parser.prog}: {reason}\n")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    tensors = run(**vars(parser.parse_args()))
 
-    tensors = run(**vars(args))
-    width = max(8, *(len(name) + 2 for name in tensors))
-    for rank in range(flow.env.get_world_size()):
-        if rank == flow.env.get_rank():
-            for name, tensor in tensors.items():
-                print(f"rank {rank}: {name:{width}}{held(tensor)}", flush=True)
-            for line in getattr(run, "says", ()):
-                print(f"rank {rank}: {line}", flush=True)
-        flow.comm.barrier()
-
-    values = {name: tensor.numpy().astype(np.float64) for name, tensor in tensors.items()}  # collective: all ranks
-    expected = single_device(values, args)
-    error = max(np.abs(values[name] - expected[name]).max() / np.abs(expected[name]).max() for name in expected)
-    equal = error < (1e-5 if "steps" in vars(args) else 1e-6)  # float32 rounds by up to 6e-8, again in each step
+    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
+    sums = flow.tensor([[tensor.to_local().sum().item() for tensor in tensors.values()]])  # of this rank's blocks
+    sums = dict(zip(tensors, sums.to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy().astype(int).T))
+    for tensor in tensors.values():
+        np.testing.assert_array_equal(tensor.numpy(), tensors["B"].numpy())  # collective: all ranks call it
     if flow.env.get_rank() == 0:
-        if "losses" in values:
-            print(f"loss {values['losses'][0]:.4f} -> {values['losses'][-1]:.4f} in {len(values['losses'])} steps")
-        print(f"{'equal to' if equal else 'DIFFERS FROM'} the single-device values: largest difference {error:.1e}")
-    sys.exit(0 if equal else 1)
+        width = 5 * flow.env.get_world_size() + 2
+        print("the sum of each rank's block: B repeats the sum of x; S(0), S(1) and P add up to it")
+        print("from, to      ", *(f"{new:>{width}}" for new in SBPS))
+        print("rank 0's shape", *(f"{str(tuple(tensors[new].to_local().shape)):>{width}}" for new in SBPS))
+        for old in SBPS:
+            print(f"{old:14}", *(f"{str(sums[f'{old} -> {new}']):>{width}}" for new in SBPS))
+        print("each of the 16 equals x = sum(parts) on a single device")
 
 
 if __name__ == "__main__":

@@ -60,13 +60,13 @@ def parameter_server(n, steps=3, gain=1.0, **sizes):
         moves=[(("B", [old]), ("B", [new])) for k in range(n) for old, new in ((0, k), (0, k), (k, 0))],
         steps=steps,
         added=tuple(name for name in values if " " in name or name == "losses"),
-        drawn=tuple(name for name in layout if not name.startswith("new") and not name.endswith("buf"))[:-1],
+        drawn=("x0", "x1", "w0", "w1", "w0 grad", "w1 grad"),
         sends=[(n - 1) * weights] + [weights] * (n - 1),
     )
 
 
 def late_and_stale(n, steps, sync_every, gain, **sizes):
-    """x0, y0, ..., the weights, and by schedule the weights and losses after training with one slow worker."""
+    """x0, y0, ..., weights, by schedule weights and losses after training with one slow worker, and how old its are."""
     start = reference.trained("sgd", steps=1, **sizes)  # what was drawn
     values = {**worker_rows(start, n), "w0": start["w0"], "w1": start["w1"]}
     size, rate = start["y"].exact.size, reference.constant(reference.LEARNING_RATE)
@@ -85,7 +85,8 @@ def late_and_stale(n, steps, sync_every, gain, **sizes):
         losses = reference.stacked(losses)
         values.update({f"{schedule} {name}": w for name, w in weights.items()})
         values["late losses" if schedule == "late" else "losses"] = losses
-    return values
+    ages = [[0] * (n - 1) + [step % sync_every] for step in range(steps)]
+    return {**values, "ages": Value.known(ages)}
 
 
 def async_update(n, steps=4, sync_every=2, gain=1.0, **sizes):
@@ -104,7 +105,8 @@ def async_update(n, steps=4, sync_every=2, gain=1.0, **sizes):
         on_workers(values, n) * 2 * steps,
         moves=moves,
         steps=1,  # as its steps differ, matmuls and moves are those of all of them
-        drawn=tuple(name for name in layout if "losses" not in name),
+        drawn=("x0", "y0", "x1", "y1", "w0", "w1"),
+        dtypes={"ages": "int64"},
         sends=[(n - 1 + n - 2 + 1 / sync_every) * weights] + [2 * weights] * (n - 1),
     )
 
@@ -164,7 +166,7 @@ def ddp(n, steps=3, weigh="ranks", gain=1.0, **sizes):
         parts,
         moves=[(("local", []), ("S(0)", ranks))] * 2,
         steps=1,  # as there is one backward more than steps, matmuls are those of all of them
-        drawn=tuple(name for name in layout if not name.startswith(("new", "summed", "losses"))),
+        drawn=("x", "x of all", "own w0", "w0", "w0 grad"),
         sends=[2 * (n - 1) / n * weights_of(values)] * n,
     )
 

@@ -1,7 +1,6 @@
 """The chapter of data: how it is loaded, measured, normalised and drawn at random when the ranks share it."""
 
 from itertools import combinations
-from pydoc_data.topics import topics
 
 import numpy as np
 
@@ -10,19 +9,12 @@ from tests.case import Case
 from tests.reference import UNIT_ROUNDOFF, Value, constant, decided, mean, row_sum, rows_together, split
 
 
-def letters(*shape):
-    """The codes of the first letters of the help texts that come with Python."""
-    text = "".join(topics.values())
-    count = int(np.prod(shape))
-    return np.array([ord(text[i % len(text)]) for i in range(count)], dtype=np.float64).reshape(shape)
-
-
 def shards(seen, name):
     """The ranks' shards of a tensor."""
     return [tensors[name]["shard"] for tensors in seen]
 
 
-def data_loading(n, seed=0, samples=24, batch=4, width=16):
+def data_loading(n, seed=0, samples=24, batch=4, features=5):
     ranks, per_rank = list(range(n)), -(-samples // n)
     batches = -(-per_rank // batch)
     rows = n * (per_rank - (batches - 1) * batch)  # of the last batch
@@ -30,9 +22,9 @@ def data_loading(n, seed=0, samples=24, batch=4, width=16):
         "order 0": (n * per_rank, 1),
         "order 1": (n * per_rank, 1),
         "numbers": (rows, 1),
-        "letters": (rows, width),
+        "x": (rows, features),
     }
-    text = letters(samples, width)
+    data = Value.drawn(np.random.default_rng(seed), samples, features)
     one_reading = np.arange(samples, dtype=np.float64)[:, None]
 
     def every_sample_once(seen):
@@ -45,34 +37,34 @@ def data_loading(n, seed=0, samples=24, batch=4, width=16):
                 return False
         return True
 
-    def fed_to_each(seen):
+    def loaded_by_each(seen):
         return all(
             (tensors["mine"]["value"] == tensors["order 1"]["shard"]).all()
             and (tensors["numbers"]["shard"] == tensors["mine"]["value"][(batches - 1) * batch :]).all()
             for tensors in seen
         )
 
-    def letters_of_numbers(seen):
-        return all((t["letters"]["value"] == text[t["numbers"]["value"][:, 0].astype(int)]).all() for t in seen)
+    def samples_of_numbers(seen):
+        return all((t["x"]["value"] == data.exact[t["numbers"]["value"][:, 0].astype(int)]).all() for t in seen)
 
     return Case(
         {
-            "text": ("local", []),
+            "data": ("local", []),
             **{name: ("S(0)", ranks) for name in shapes},
             "mine": ("local", []),
             "doubled": ("S(0)", ranks),
         },
         {
-            "text": Value.known(text),
+            "data": data,
             **{name: Value.unknown(*shape) for name, shape in shapes.items()},
             "mine": Value.unknown(per_rank, 1),
             "doubled": Value.known(np.concatenate([one_reading] * n)),
         },
         moves=[(("local", []), ("S(0)", ranks))] * (2 * (2 * batches + 1) + 1),
         claims={
-            "an epoch feeds every sample once, then the first ones again": every_sample_once,
-            "what a rank is fed is its shard of the order, and its last batch the shard of the last batch": fed_to_each,
-            "the letters are those of the samples that are numbered": letters_of_numbers,
+            "an epoch loads every sample once, then the first ones again": every_sample_once,
+            "what a rank loads is its shard of the order, and its last batch the shard of the last": loaded_by_each,
+            "x has the samples that are numbered": samples_of_numbers,
             "another epoch has another order": lambda seen: (
                 seen[0]["order 0"]["value"] != seen[0]["order 1"]["value"]
             ).any(),
@@ -81,21 +73,13 @@ def data_loading(n, seed=0, samples=24, batch=4, width=16):
     )
 
 
-def metrics(n, seed=0, batch=25, gain=1.0):
-    ranks = list(range(n))
-    text = "".join(topics.values()).lower()
-    x, y = np.zeros((batch, 26), dtype=np.float32), np.zeros((batch, 3))
-    for i in range(batch):
-        for letter in text[100 * i : 100 * (i + 1)]:
-            if "a" <= letter <= "z":
-                x[i, ord(letter) - ord("a")] += 1
-        after = text[100 * (i + 1)]
-        y[i, 0 if after in "aeiou" else 1 if after.isalpha() else 2] = 1
-    x, y = Value.known(x / np.float32(100)), Value.known(y)
-    w = Value.drawn(np.random.default_rng(seed), 26, 3)
+def metrics(n, seed=0, batch=25, features=5, classes=3, gain=1.0):
+    ranks, rng = list(range(n)), np.random.default_rng(seed)
+    x, w = Value.drawn(rng, batch, features), Value.drawn(rng, features, classes)
+    y = Value.known(np.eye(classes)[rng.integers(classes, size=batch)])
     out = Value.known(gain) * (x @ w)
     errors = (out - y) * (out - y)
-    error_sums = errors @ Value.known(np.ones((3, 1)))
+    error_sums = errors @ Value.known(np.ones((classes, 1)))
     samples = Value(
         np.concatenate([error_sums.exact, (decided(out) == y.exact.argmax(axis=1))[:, None]], axis=1),
         np.concatenate([error_sums.bound, np.zeros((batch, 1))], axis=1),
@@ -190,43 +174,34 @@ def averaged(old_mean, old_var, mean, var, rows):
     return tuple(constant(0.9) * old + constant(0.1) * new[0] for old, new in ((old_mean, mean), (old_var, unbiased)))
 
 
-def random_numbers(n, seed=0, batch=16, features=8):
-    ranks, keep = list(range(n)), 0.8
+def random_numbers(n, seed=0, batch=16, features=8, dim=0):
+    ranks, keep = list(range(n)), 0.5
     x = Value.drawn(np.random.default_rng(seed), batch, features)
-    layout = {name: "S(0)" for name in ("x", "repeated", "again", "mask", "out")}
-    layout.update({name: "S(1)" for name in ("x_columns", "repeated_columns", "mask_columns", "out_columns")})
+    layout = dict.fromkeys(("x", "repeated", "again", "mask", "out"), f"S({dim})")
     values = {name: Value.unknown(batch, features) for name in layout}
-    values.update({"x": x, "x_columns": x, "weight": Value.unknown(features, features)})
+    values.update({"x": x, "weight": Value.unknown(features, features)})
 
     def applied(out, mask, seen):
         """Whether out is x, scaled, where the mask is not 0, and 0 elsewhere."""
         wanted = x.exact * mask / keep
         return all((np.abs(t[out]["value"] - wanted) <= 4 * UNIT_ROUNDOFF * np.abs(wanted)).all() for t in seen)
 
-    def zeros_and_ones(seen):
-        found = np.concatenate([seen[0][name]["value"].ravel() for name in ("mask", "mask_columns")])
-        return set(found) == {0, 1}
-
     return Case(
         {name: (sbp, ranks) for name, sbp in {**layout, "weight": "B"}.items()},
         values,
         claims={
             "nn.Dropout drops the same places of every shard": lambda seen: all(
-                alike([shard != 0 for shard in shards(seen, name)])
-                for name in ("repeated", "again", "repeated_columns")
+                alike([shard != 0 for shard in shards(seen, name)]) for name in ("repeated", "again")
             ),
             "each nn.Dropout drops the same places": lambda seen: (
                 seen[0]["repeated"]["value"] == seen[0]["again"]["value"]
             ).all(),
-            "each shard of a mask is drawn by itself": lambda seen: all(
-                all_differ(shards(seen, name)) for name in ("mask", "mask_columns")
-            ),
-            "a mask has zeros and ones": zeros_and_ones,
+            "each shard of the mask is drawn by itself": lambda seen: all_differ(shards(seen, "mask")),
+            "the mask has zeros and ones": lambda seen: set(seen[0]["mask"]["value"].ravel()) == {0, 1},
             "nn.Dropout scales what it keeps": lambda seen: all(
-                applied(name, seen[0][name]["value"] != 0, seen) for name in ("repeated", "again", "repeated_columns")
+                applied(name, seen[0][name]["value"] != 0, seen) for name in ("repeated", "again")
             ),
             "out is x by the mask": lambda seen: applied("out", seen[0]["mask"]["value"], seen),
-            "out_columns is x by its mask": lambda seen: applied("out_columns", seen[0]["mask_columns"]["value"], seen),
         },
     )
 
@@ -252,7 +227,12 @@ CASES = {
     "random_numbers": random_numbers,
 }
 SIZES = {
-    "random_numbers": {"even": {}, "uneven": {"batch": 17, "features": 11, "seed": 1}},
+    "random_numbers": {
+        "even": {},
+        "uneven": {"batch": 17, "features": 11, "seed": 1},
+        "columns": {"dim": 1},
+        "uneven columns": {"batch": 17, "features": 11, "seed": 1, "dim": 1},
+    },
     "batch_norm": {
         "even": {},
         "uneven": {"batch": 9, "in_features": 3, "out_features": 5, "steps": 1, "seed": 1},
@@ -260,7 +240,7 @@ SIZES = {
     "metrics": {"even": {}, "divisible": {"batch": 24, "seed": 1}},
     "data_loading": {
         "even": {},
-        "uneven": {"samples": 25, "width": 9, "seed": 1},
+        "uneven": {"samples": 25, "features": 9, "seed": 1},
         "few": {"samples": 5, "batch": 3, "seed": 4},
     },
 }

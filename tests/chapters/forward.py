@@ -117,7 +117,7 @@ def matmul_signatures(n, seed=0, batch=4, in_features=4, out_features=4):
         [(f"x {x}", f"w {w}", f"{x} @ {w}") for x in SBPS for w in SBPS],
         parts,
         added=tuple(f"{x} @ {w}" for x in SBPS for w in SBPS if "P" in (x, w, signatures[x, w])),
-        drawn=tuple(f"{name} {sbp}" for name in "xw" for sbp in SBPS),
+        drawn=tuple(f"x {sbp}" for sbp in SBPS),
     )
 
 
@@ -139,7 +139,7 @@ def two_d_sbp(n, **sizes):
     )
 
 
-def global_and_local(n, seed=0, rows=4, columns=6):
+def global_and_local(n, seed=0, rows=4, columns=3):
     ranks = list(range(n))
     mine = np.arange(n * rows * columns, dtype=np.float64).reshape(n, rows, columns)
     sbps = {

@@ -19,14 +19,14 @@ def fully_sharded(n, steps=3, gain=1.0, **sizes):
         [("x", whole["w0"], hidden), (hidden, whole["w1"], ("S(0)", ranks, values["y"].exact.shape))],
         moves=[(("S(0)", ranks), ("B", ranks), "S(0)")] * 2,
         steps=steps,
-        moves_after=[(("P", ranks), ("B", ranks))] * steps,
+        moves_each_step=[(("P", ranks), ("B", ranks))],
         added=trained_names(values),
         drawn=("x", "y", "w0", "w1", "w0 grad", "w1 grad"),
         sends=[2 * (n - 1) / n * weights_of(values)] * n,
     )
 
 
-def zero_optimizer(n, steps=3, stage="2", shard_min_size=1, gain=1.0, **sizes):
+def zero_optimizer(n, steps=3, shard_min_size=1, gain=1.0, **sizes):
     ranks = list(range(n))
     values = reference.trained("adam", steps=steps, gain=gain, **sizes)
     layout = {name: ("S(0)" if name in "xy" else "B", ranks) for name in values}
@@ -41,7 +41,7 @@ def zero_optimizer(n, steps=3, stage="2", shard_min_size=1, gain=1.0, **sizes):
         values,
         [("x", "w0", hidden), (hidden, "w1", ("S(0)", ranks, values["y"].exact.shape))],
         steps=steps,
-        moves_after=[(("P", ranks), ("B", ranks))] * steps,
+        moves_each_step=[(("P", ranks), ("B", ranks))],
         drawn=("x", "y", "w0", "w1", "w0 exp_avg", "w1 exp_avg", "new w0", "new w1"),
         sends=[2 * (n - 1) / n * weights_of(values)] * n,
     )
@@ -74,7 +74,7 @@ def two_blocks(seed=0, steps=3, batch=8, in_features=4, hidden=8, out_features=4
     return values
 
 
-def activation_checkpointing(n, steps=3, checkpointing="on", **sizes):
+def activation_checkpointing(n, steps=3, checkpointing=True, **sizes):
     ranks = list(range(n))
     values = two_blocks(steps=steps, **sizes)
     rows, (_, hidden) = values["x"].exact.shape[0], values["w0"].exact.shape
@@ -85,10 +85,10 @@ def activation_checkpointing(n, steps=3, checkpointing="on", **sizes):
         {name: ("S(0)" if name in "xy" else "B", ranks) for name in values},
         values,
         first + second,
-        matmuls_again=second + first if checkpointing == "on" else [],
+        matmuls_again=second + first if checkpointing else [],
         in_graph={f"w{i} grad": ("P", ranks) for i in range(4)},
         steps=steps,
-        moves_after=[(("P", ranks), ("B", ranks))] * steps,
+        moves_each_step=[(("P", ranks), ("B", ranks))],
         added=tuple(name for name in values if name not in ("x", "y", "w0", "w1", "w2", "w3")),
         drawn=("x", "y", "w0", "w1", "w2", "w3"),
         sends=[2 * (n - 1) / n * sum(values[f"w{i}"].exact.size for i in range(4))] * n,
@@ -110,7 +110,7 @@ def auto_parallel(n, steps=3, gain=1.0, batch=8, in_features=256, hidden=1024, o
         values,
         [("x", "w0", hidden), (hidden, "w1", ("S(0)", ranks, (batch, out_features)))],  # as the script says, not as run
         steps=steps,
-        moves_after=[(("P", ranks), ("B", ranks))] * steps,
+        moves_each_step=[(("P", ranks), ("B", ranks))],
         drawn=tuple(name for name in values if name != "losses"),
         sends=[(n - 1) / n * batch * (in_features + 3 * out_features)] * n,
     )
@@ -124,7 +124,7 @@ CASES = {
 }
 SIZES = {
     "fully_sharded": {"even": {}, "uneven": UNEVEN},
-    "activation_checkpointing": {"even": {}, "uneven": UNEVEN, "off": {"checkpointing": "off"}},
+    "activation_checkpointing": {"even": {}, "uneven": UNEVEN, "off": {"checkpointing": False}},
     "auto_parallel": {
         "even": {"steps": 1},  # with more, sums of 1024 numbers would leave no bound that says something
         "uneven": {"batch": 7, "in_features": 250, "hidden": 1022, "out_features": 251, "steps": 1, "seed": 1},

@@ -1,7 +1,5 @@
 """The chapter of state: checkpoints, and where loss, outputs and weights are while they pass from rank to rank."""
 
-from pydoc_data.topics import topics
-
 import numpy as np
 
 from tests import reference
@@ -11,60 +9,58 @@ from tests.chapters.training import UNEVEN, weights_of
 WEIGHTS = {"whole": "B", "rows": "S(0)", "columns": "S(1)"}
 
 
-def checkpoint(n, steps=2, weights="rows", gain=1.0, **sizes):
-    """Saved after `steps` steps with whole weights, loaded into weights of another SBP, as many steps again."""
-    ranks, sbp = list(range(n)), WEIGHTS[weights]
-    saved, end = (reference.trained("momentum", steps=k * steps, gain=gain, **sizes) for k in (1, 2))
-    values = {name: end[name] for name in ("x", "y", "w0", "w1")}
-    layout = {"x": ("S(0)", ranks), "y": ("S(0)", ranks), "w0": ("B", ranks), "w1": ("B", ranks)}
-    for stage, run, where in (
-        ("saved", saved, ("B", ranks)),
-        ("loaded", saved, ("B", [0])),
-        ("new", end, (sbp, ranks)),
+def checkpoint(n, steps=2, weights="rows", batch=64, in_features=64, out_features=64, gain=1.0, seed=0):
+    """Saved after `steps` steps with a whole weight on half of the ranks, loaded on all in another SBP, trained on."""
+    ranks, half, sbp = list(range(n)), list(range(max(1, n // 2))), WEIGHTS[weights]
+    sizes = {"batch": batch, "in_features": in_features, "out_features": out_features, "seed": seed, "gain": gain}
+    saved, end = (reference.trained("momentum", steps=k * steps, layers=1, **sizes) for k in (1, 2))
+    values = {"x": end["x"], "y": end["y"], "w": end["w0"]}
+    layout = {"x": ("S(0)", ranks), "y": ("S(0)", ranks), "w": ("B", ranks)}
+    for name, run, of, where in (
+        ("saved w", saved, "new w0", ("B", half)),
+        ("saved momentum", saved, "w0 momentum_buf", ("B", half)),
+        ("loaded w", saved, "new w0", ("B", [0])),
+        ("new w", end, "new w0", (sbp, ranks)),
+        ("new momentum", end, "w0 momentum_buf", (sbp, ranks)),
+        ("losses", end, "losses", ("B", ranks)),
     ):
-        for kind, name in (("", "new {}"), (" momentum", "{} momentum_buf")):
-            for w in ("w0", "w1"):
-                values[f"{stage} {w}{kind}"] = run[name.format(w)]
-                layout[f"{stage} {w}{kind}"] = where
-    for w in ("w0", "w1"):
-        values[f"{w} grad"], layout[f"{w} grad"] = end[f"{w} grad"], (sbp, ranks)
-    values["losses"], layout["losses"] = end["losses"], ("B", ranks)
-    inputs = ("x", "y", "w0", "w1")
-    hidden = (values["x"].exact.shape[0], values["w0"].exact.shape[1])
-    whole = [("B", ranks, values[w].exact.shape) for w in ("w0", "w1")]
+        values[name], layout[name] = run[of], where
+    shapes = {"S(0)": (batch, in_features), "B": (in_features, out_features)}
+    products = [
+        [(*((held, here, shape) for held, shape in shapes.items()), ("S(0)", here, (batch, out_features)))]
+        for here in (half, ranks)
+    ]
+    reduced = [2 * (len(here) - 1) / len(here) * in_features * out_features for here in (half, ranks)]
     return Case(
         layout,
         values,
-        [
-            ("x", whole[0], ("S(0)", ranks, hidden)),
-            (("S(0)", ranks, hidden), whole[1], ("S(0)", ranks, values["y"].exact.shape)),
-        ],
-        in_graph={name: ("P", ranks) for name in ("w0 grad", "w1 grad")},
+        products,
         steps=steps,
         models=2,
-        all_moves=tuple(moves_of_checkpoint(ranks, sbp, steps, graph) for graph in (False, True)),
-        added=tuple(name for name in values if name not in inputs),
-        drawn=tuple(name for name in layout if name not in ("x", "y", "losses") and "w1" not in name),
-        sends=[4 * (n - 1) / n * weights_of(values)] * n,  # a step of each of the two models
+        all_moves=tuple(moves_of_checkpoint(ranks, half, sbp, steps, graph) for graph in (False, True)),
+        added=tuple(name for name in values if name not in ("x", "y", "w")),
+        drawn=tuple(name for name in layout if name not in ("x", "y", "losses")),
+        sends=[reduced[0] * (rank in half) + reduced[1] for rank in ranks],  # a step of each of the two models
     )
 
 
-def moves_of_checkpoint(ranks, sbp, steps, graph):
-    """All moves of two models, the second with weights in `sbp`, as OneFlow's own save and load make them too."""
+def moves_of_checkpoint(ranks, half, sbp, steps, graph):
+    """All moves of two models, first on half of the ranks, as OneFlow's own save and load make them too."""
 
-    def training(held):
-        return [((held, ranks), ("B", ranks))] * 2 * (1 if graph else steps)
+    def training(held, here):
+        return [((held, here), ("B", here))] * (1 if graph else steps)
 
-    def saving(held):
-        tensors = [(held, ranks)] * 4 + [("B", [0])] * graph  # a graph also keeps the number of the step, on rank 0
+    def saving(held, here):
+        tensors = [(held, here)] * 2 + [("B", [0])] * graph  # a graph also keeps the number of the step, on rank 0
         return [move for one in tensors for move in ((one, one), (one, ("B", [0])))]
 
     here, there = ("B", [0]), (sbp, ranks)
-    loading = [(("local", []), here)] * (5 if graph else 4)
-    loading += [(here, here), (here, there)] * 2 * (here != there)  # copy_ has nothing to move where both are the same
-    loading += [] if graph else [(here, here), (here, there), (there, there)] * 2
-    losses = [(("P", ranks), ("B", ranks))] * 2 * steps
-    return training("B") + saving("B") + loading + training(sbp) + saving(sbp) + losses
+    loading = [(("local", []), here)] * (3 if graph else 2)
+    loading += [(here, here), (here, there)] * (here != there)  # copy_ has nothing to move where both are the same
+    loading += [] if graph else [(here, here), (here, there), (there, there)]
+    first = [(("S(0)", ranks), ("S(0)", half))] * 2 + [(("B", ranks), ("B", half))]
+    first += training("B", half) + saving("B", half)
+    return first + [(("B", ranks), there)] + loading + training(sbp, ranks) + saving(sbp, ranks)
 
 
 def loss_placement(n, steps=3, loss="first", gain=1.0, **sizes):
@@ -100,7 +96,7 @@ def loss_placement(n, steps=3, loss="first", gain=1.0, **sizes):
         moves=[(("S(0)", ranks), there, "S(0)")],
         in_graph={name: ("P", ranks) for name in ("w0 grad", "w1 grad")},
         steps=steps,
-        moves_after=[(("P", ranks) if loss == "each" else there, ("B", there[1]))] * steps,
+        moves_each_step=[(("P", ranks) if loss == "each" else there, ("B", there[1]))],
         added=tuple(name for name in layout if name not in ("x", "y", "w0", "w1")),
         drawn=("x", "y", "out", "out at the loss", "w0 grad", "w1 grad"),
         sends=[sent + weights for sent, weights in zip(by_loss[0], reduced)],
@@ -109,9 +105,9 @@ def loss_placement(n, steps=3, loss="first", gain=1.0, **sizes):
 
 
 def letters_of_a_text(batch):
-    """Numbers of letters (0: blank) of a text that each Python has, and of those that follow."""
-    text = [ord(letter) - ord("a") + 1 if letter != " " else 0 for letter in topics["assignment"].lower()]
-    text = [number for number in text if 0 <= number <= 26]
+    """Numbers of letters (0: blank) of a pangram that is repeated, and of those that follow."""
+    text = "the quick brown fox jumps over the lazy dog "
+    text = [ord(letter) - ord("a") + 1 if letter != " " else 0 for letter in text]
     return np.array([[text[(k + after) % len(text)] for k in range(batch)] for after in (0, 1)])
 
 
@@ -166,9 +162,9 @@ def replicate_scatter_gather(n, steps=3, way="steps", seed=0, batch=8, hidden=4,
         moves=moves if way == "steps" else [],
         in_graph={name: ("P", home[1]) for name in ("table grad", "w grad")},
         steps=steps,
-        moves_after=[(first if way == "steps" else ("P", ranks), home)] * steps,
+        moves_each_step=[(first if way == "steps" else ("P", ranks), home)],
         added=tuple(name for name in layout if name not in ("x", "y", "table", "w", "scattered x")),
-        drawn=tuple(name for name in layout if name not in ("new table", "new w", "losses")),
+        drawn=("x", "table", "scattered x", "replicated table", "out", "gathered out"),
         dtypes={"x": "int32", "scattered x": "int32"},
         sends=[reduced] * n if way == "sbp" else eager,
         sends_in_graph=[reduced] * n if way == "sbp" else graph,
@@ -183,7 +179,7 @@ CASES = {
 SIZES = {
     "checkpoint": {
         "even": {},
-        "uneven": UNEVEN,
+        "uneven": {"batch": 7, "in_features": 6, "out_features": 5, "steps": 1, "seed": 1},
         "columns": {"weights": "columns"},
         "whole": {"weights": "whole"},
     },

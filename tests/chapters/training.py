@@ -35,23 +35,23 @@ def train_data_parallel(n, steps=3, optimizer="adam", gain=1.0, **sizes):
     )
 
 
-def train_model_parallel(n, steps=3, input_gradient="yes", gain=1.0, **sizes):
+def train_model_parallel(n, steps=3, input_gradient=True, gain=1.0, **sizes):
     ranks = list(range(n))
-    values = reference.trained(steps=steps, gain=gain, input_gradient=input_gradient == "yes", **sizes)
+    values = reference.trained(steps=steps, gain=gain, input_gradient=input_gradient, **sizes)
     split = {"w0": "S(1)", "w1": "S(0)"}
     layout = {name: (next((split[w] for w in split if w in name), "B"), ranks) for name in values}
     (batch, inputs), (_, outputs) = values["x"].exact.shape, values["y"].exact.shape
     hidden, out = ("S(1)", ranks, (batch, values["w0"].exact.shape[1])), ("P", ranks, (batch, outputs))
-    summed = batch * (outputs + (inputs if input_gradient == "yes" else 0))
+    summed = batch * (outputs + input_gradient * inputs)
     return Case(
         layout,
         values,
         [("x", "w0", hidden), (hidden, "w1", out)],
         moves=[(("P", ranks), ("B", ranks))],
-        moves_in_graph=[(("P", ranks), ("B", ranks))] * (1 + (input_gradient == "yes")),
+        moves_in_graph=[(("P", ranks), ("B", ranks))] * (1 + input_gradient),
         steps=steps,
         added=trained_names(values),
-        drawn=tuple(name for name in values if not name.startswith("new") and name != "losses"),
+        drawn=("x", "y", "w0", "w1", "w0 grad", "w1 grad", "x grad"),
         sends=[2 * (n - 1) / n * summed] * n,
     )
 
@@ -63,6 +63,7 @@ def trained_names(values):
 
 def gradient_accumulation(n, steps=3, micro_batches=2, gain=1.0, **sizes):
     ranks = list(range(n))
+    sizes.setdefault("batch", 4 * n)
     values = reference.trained(steps=steps, gain=gain, **sizes)
     layout = {name: ("S(0)" if name in "xy" else "B", ranks) for name in values}
     layout.update({"micro losses": ("B", ranks), "losses": layout.pop("losses")})
@@ -89,7 +90,7 @@ def gradient_accumulation(n, steps=3, micro_batches=2, gain=1.0, **sizes):
 
 
 def train_pipeline(n, steps=3, micro_batches=2, gain=1.0, **sizes):
-    values = reference.trained(steps=steps, gain=gain, layers=n, **sizes)
+    values = reference.trained(steps=steps, gain=gain, layers=n, shrink=2, **sizes)
     last = n - 1
     ranks = {**{f"w{k}": [k] for k in range(n)}, "x": [0], "y": [last], "losses": [last]}
     layout = {name: ("B", next(ranks[part] for part in name.split() if part in ranks)) for name in values}
@@ -107,66 +108,74 @@ def train_pipeline(n, steps=3, micro_batches=2, gain=1.0, **sizes):
         steps=steps,
         passes=micro_batches,
         added=trained_names(values),
-        drawn=tuple(name for name in values if not name.startswith("new") and " grad" not in name and name != "losses"),
+        drawn=("x", "y", *(f"w{k}" for k in range(n)), *(f"w{k} grad" for k in range(n))),
         sends=[boundary * ((k < last) + (k > 0)) for k in range(n)],
     )
 
 
-def train_hybrid(n, second="tensor", steps=3, gain=1.0, **sizes):
+def train_data_tensor(n, steps=3, gain=1.0, **sizes):
     values = reference.trained(steps=steps, gain=gain, **sizes)
     batch, hidden = values["x"].exact.shape[0], values["w0"].exact.shape[1]
-    w0, w1 = values["w0"].exact.size, values["w1"].exact.size
-    out = values["y"].exact.size
-    if second == "tensor":
-        mesh = [[0, 1], [2, 3]]
-        ranks = dict.fromkeys(["x", "y", "w0", "w1", "losses"], mesh)
-        sbps = {"x": "S(0), B", "y": "S(0), B", "w0": "B, S(1)", "w1": "B, S(0)", "losses": "B, B"}
-        inner = [("S(0), S(1)", mesh, (batch, hidden))] * 2
-        product, after, partial, whole = "S(0), P", "S(0), B", "P, ", "P, B"
-        sends = [(w0 + w1) / 2 + out / 2] * 4
-    else:
-        ranks = {"x": [0, 1], "w0": [0, 1], "y": [2, 3], "w1": [2, 3], "losses": [2, 3]}
-        sbps = {"x": "S(0)", "y": "S(0)", "w0": "B", "w1": "B", "losses": "B"}
-        inner = [("S(0)", [0, 1], (batch, hidden)), ("S(0)", [2, 3], (batch, hidden))]
-        product, after, partial, whole = "S(0)", "S(0)", "P", "P"
-        sends = [w0 + hidden * batch / 2] * 2 + [w1 + hidden * batch / 2] * 2
-    key = {name: next(part for part in name.split() if part in sbps) for name in values}
-    layout = {name: (sbps[key[name]], ranks[key[name]]) for name in values}
-    in_graph = {f"{w} grad": (f"{partial}{sbps[w][3:]}", ranks[w]) for w in ("w0", "w1")}
-    shape, place = values["y"].exact.shape, ranks["y"]
+    mesh, shape = [[0, 1], [2, 3]], values["y"].exact.shape
+    sbps = {"x": "S(0), B", "y": "S(0), B", "w0": "B, S(1)", "w1": "B, S(0)", "losses": "B, B"}
+    layout = {name: (next(sbps[part] for part in name.split() if part in sbps), mesh) for name in values}
+    between = ("S(0), S(1)", mesh, (batch, hidden))
     return Case(
         layout,
         values,
-        [("x", "w0", inner[0]), (inner[1], "w1", (product, place, shape))],
+        [("x", "w0", between), (between, "w1", ("S(0), P", mesh, shape))],
         parts={(name, True): parts for name, parts in reference.gradient_parts(2, steps, gain, **sizes).items()},
-        in_graph=in_graph,
-        moves=[(inner[0][:2], inner[1][:2]), ((product, place), (after, place))],
-        moves_after=[((whole, place), (sbps["losses"], place))] * steps,
+        in_graph={"w0 grad": ("P, S(1)", mesh), "w1 grad": ("P, S(0)", mesh)},
+        moves=[(("S(0), P", mesh), ("S(0), B", mesh))],
+        moves_each_step=[(("P, B", mesh), ("B, B", mesh))],
         steps=steps,
         added=trained_names(values),
         drawn=("x", "y", "w0", "w1", "w0 grad", "w1 grad"),
-        sends=sends,
+        sends=[weights_of(values) / 2 + values["y"].exact.size / 2] * 4,
+    )
+
+
+def train_data_pipeline(n, steps=3, gain=1.0, **sizes):
+    values = reference.trained(steps=steps, gain=gain, **sizes)
+    batch, hidden = values["x"].exact.shape[0], values["w0"].exact.shape[1]
+    w0, w1 = values["w0"].exact.size, values["w1"].exact.size
+    first, last = [0, 1], [2, 3]
+    where = {"x": ("S(0)", first), "y": ("S(0)", last), "w0": ("B", first), "w1": ("B", last), "losses": ("B", last)}
+    layout = {name: next(where[part] for part in name.split() if part in where) for name in values}
+    inner = [("S(0)", ranks, (batch, hidden)) for ranks in (first, last)]
+    return Case(
+        layout,
+        values,
+        [("x", "w0", inner[0]), (inner[1], "w1", ("S(0)", last, values["y"].exact.shape))],
+        parts={(name, True): parts for name, parts in reference.gradient_parts(2, steps, gain, **sizes).items()},
+        in_graph={"w0 grad": ("P", first), "w1 grad": ("P", last)},
+        moves=[(inner[0][:2], inner[1][:2])],
+        moves_each_step=[(("P", last), ("B", last))],
+        steps=steps,
+        added=trained_names(values),
+        drawn=("x", "y", "w0", "w1", "w0 grad", "w1 grad"),
+        sends=[w0 + hidden * batch / 2] * 2 + [w1 + hidden * batch / 2] * 2,
     )
 
 
 MICRO = {"even": {}, "other": {**UNEVEN, "batch": 36, "micro_batches": 3}}
 CASES = {
-    "train_hybrid": train_hybrid,
+    "train_data_tensor": train_data_tensor,
+    "train_data_pipeline": train_data_pipeline,
     "gradient_accumulation": gradient_accumulation,
     "train_pipeline": train_pipeline,
     "train_model_parallel": train_model_parallel,
     "train_data_parallel": train_data_parallel,
 }
 SIZES = {
-    "train_hybrid": {
+    "train_data_tensor": {
         "even": {},
         "other": {**UNEVEN, "batch": 16, "in_features": 12, "hidden": 20, "out_features": 8},
-        "pipeline": {"second": "pipeline"},
-        "uneven pipeline": {"second": "pipeline", **UNEVEN},
     },
+    "train_data_pipeline": {"even": {}, "uneven": UNEVEN},
     "gradient_accumulation": MICRO,
     "train_pipeline": {**MICRO, "many": {"batch": 9, "micro_batches": 9}},
-    "train_model_parallel": {"even": {}, "uneven": UNEVEN, "no input gradient": {"input_gradient": "no"}},
+    "train_model_parallel": {"even": {}, "uneven": UNEVEN, "no input gradient": {"input_gradient": False}},
     "train_data_parallel": {
         "even": {},
         "uneven": UNEVEN,

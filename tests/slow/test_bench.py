@@ -90,9 +90,9 @@ def test_a_page_of_a_part_alone():
     "strategy, name, n, more",
     [
         ("data parallel", "train_data_parallel", 2, {"optimizer": "momentum"}),
-        ("column, then row", "train_model_parallel", 2, {"input_gradient": "no"}),
+        ("column, then row", "train_model_parallel", 2, {"input_gradient": False}),
         ("pipeline", "train_pipeline", 2, {}),
-        ("data x tensor", "train_hybrid", 4, {}),
+        ("data x tensor", "train_data_tensor", 4, {}),
     ],
 )
 def test_bytes_of_the_formula_are_those_that_are_proven(monkeypatch, strategy, name, n, more):

@@ -39,6 +39,16 @@ def test_ring_sends_what_the_formula_says_also_in_uneven_chunks(pools, n):
         Checks.that(abs(sent - 4 * wanted[rank]) <= 0.02 * 4 * wanted[rank], rank, sent, 4 * wanted[rank])
 
 
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_ring_adds_in_the_order_of_oneflow_if_the_chunks_are_equal(pools, n):
+    """Bit for bit then; if n does not divide the rows, OneFlow cuts elsewhere."""
+    for rows, same in ((12, True), (13, n == 2)):  # two numbers give the same sum in either order
+        sizes = {"in_features": rows, "out_features": 5_000}
+        for seen in pools(n).call(OBSERVE, path=path("ring_all_reduce"), **sizes):
+            summed, reduced = (seen["tensors"][name]["value"] for name in ("summed", "reduced"))
+            Checks.equal((summed == reduced).all(), same, n, rows)
+
+
 def test_all_ranks_that_send_first_wait_for_ever():
     with Pool(2) as pool:
         assert pool.call(f"{ON_RANK}:exchange", first="one each") == [32, 32]
@@ -73,6 +83,8 @@ def test_no_gradient_is_older_than_the_bound(pools, sync_every):
         fetched = [new == ("B", [1]) for _, new in seen["moves"]]  # by the slow worker
         fetches = sum(fetched) // 2 - steps  # of both weights; those of `late` are one in each step
         assert fetches == len(range(0, steps, sync_every))
+        ages = seen["tensors"]["ages"]["value"]
+        assert ages[:, 0].max() == 0 and ages[:, 1].max() == sync_every - 1
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.recipe import path_of
-from tests.cases import CASES, ROOT
+from tests.cases import CASES, ROOT, SIZES
 from tests.ladder import check_tensors
 
 ON_RANK = str(ROOT / "tests" / "on_rank_data.py")
@@ -138,31 +138,43 @@ def test_batch_norm_of_oneflow_sends_nothing(pools, n):
         assert sent < 10_000  # where one row has 200 000 bytes
 
 
+DIMS = pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+
+
+@DIMS
 @pytest.mark.parametrize("graph", [False, True])
-def test_manual_seed_repeats_the_masks_and_does_not_reach_nn_dropout(pools, graph):
-    one, again, other = (seen(pools, "random_numbers", 2, graph=graph, seed=seed)[0] for seed in (1, 1, 2))
-    for name in ("mask", "mask_columns", "weight"):
+def test_manual_seed_repeats_the_mask_and_does_not_reach_nn_dropout(pools, graph, dim):
+    one, again, other = (seen(pools, "random_numbers", 2, graph=graph, seed=seed, dim=dim)[0] for seed in (1, 1, 2))
+    for name in ("mask", "weight"):
         assert (one[name]["value"] == again[name]["value"]).all()
         assert (one[name]["value"] != other[name]["value"]).any()
-    for name in ("repeated", "again", "repeated_columns"):
+    for name in ("repeated", "again"):
         assert ((one[name]["value"] != 0) == (other[name]["value"] != 0)).all()
 
 
+@DIMS
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("graph", [False, True])
-def test_masks_keep_their_share_and_the_mean(pools, n, graph):
-    [rank, *_] = seen(pools, "random_numbers", n, graph=graph, batch=300, features=200)
-    for x, mask, out in (("x", "mask", "out"), ("x_columns", "mask_columns", "out_columns")):
-        size = 300 * 200
-        assert abs(rank[mask]["value"].mean() - 0.8) < 5 * np.sqrt(0.8 * 0.2 / size)  # 5 standard deviations
-        assert abs((rank[out]["value"] - rank[x]["value"]).mean()) < 5 * np.sqrt(0.2 / 0.8 / size)
+def test_mask_keeps_its_share_and_the_mean(pools, n, graph, dim):
+    [rank, *_] = seen(pools, "random_numbers", n, graph=graph, batch=300, features=200, dim=dim)
+    size = 300 * 200
+    assert abs(rank["mask"]["value"].mean() - 0.5) < 5 * np.sqrt(0.5 * 0.5 / size)  # 5 standard deviations
+    assert abs((rank["out"]["value"] - rank["x"]["value"]).mean()) < 5 * np.sqrt(0.5 / 0.5 / size)
 
 
-def test_masks_of_another_number_of_ranks_are_others(pools):
-    two, four = (seen(pools, "random_numbers", n)[0] for n in (2, 4))
+@DIMS
+def test_mask_of_another_number_of_ranks_is_another(pools, dim):
+    two, four = (seen(pools, "random_numbers", n, dim=dim)[0] for n in (2, 4))
     assert (two["weight"]["value"] == four["weight"]["value"]).all()
-    for name in ("mask", "mask_columns"):
-        assert (two[name]["value"] != four[name]["value"]).any()
+    assert (two["mask"]["value"] != four["mask"]["value"]).any()
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("graph", [False, True])
+def test_columns_of_more_ranks_are_drawn_as_rows_are(pools, n, graph):
+    sizes = SIZES["random_numbers"]["uneven columns"]
+    result = pools(n).call(OBSERVE, path=str(path_of("random_numbers")), graph=graph, **sizes)
+    check_tensors(CASES["random_numbers"](n, **sizes), graph, result)
 
 
 # (what draws, in a graph, SBP) -> whether all ranks' shards are alike when their seeds are one, and when they differ
@@ -195,7 +207,7 @@ def test_who_draws_alike_on_all_ranks(pools, n, what):
 
 SPOILT = {  # recipe -> (tensor, what rank 1 reports of it in place of what it has, the words of the refusal)
     "batch_norm": ("running_mean", lambda ranks: ranks[0]["running_mean"], "running_mean: shard differs"),
-    "data_loading": ("mine", lambda ranks: ranks[0]["mine"], "what a rank is fed"),
+    "data_loading": ("mine", lambda ranks: ranks[0]["mine"], "what a rank loads"),
     "random_numbers": (
         "repeated",
         lambda ranks: {**ranks[1]["repeated"], "shard": ranks[1]["out"]["shard"]},
@@ -230,13 +242,12 @@ def test_claims_of_drawn_values_are_false_of_other_values(pools):
     for rank in loaded:
         for name in ("order 0", "order 1"):  # both ranks are fed alike
             rank[name] = {**rank[name], "shard": loaded[0][name]["shard"], "value": loaded[0]["order 0"]["value"]}
-        rank["letters"] = {**rank["letters"], "value": rank["letters"]["value"] + 1}
+        rank["x"] = {**rank["x"], "value": rank["x"]["value"] + 1}
     wrong = [words for words, holds in CASES["data_loading"](2).claims.items() if not holds(loaded)]
     assert len(wrong) == len(CASES["data_loading"](2).claims)
     for rank in drawn:
         repeated = rank["repeated"]
-        rank["mask"] = {part: repeated[part] != 0 for part in ("shard", "value")}  # alike on both ranks
-        rank["mask_columns"] = {part: 2 * rank["mask_columns"][part] for part in ("shard", "value")}
+        rank["mask"] = {part: 2 * (repeated[part] != 0) for part in ("shard", "value")}  # alike on both ranks
         rank["repeated"] = {part: 2 * rank["out"][part] for part in ("shard", "value")}
     wrong = [words for words, holds in CASES["random_numbers"](2).claims.items() if not holds(drawn)]
     assert len(wrong) == len(CASES["random_numbers"](2).claims)

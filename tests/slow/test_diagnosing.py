@@ -285,7 +285,7 @@ def jobs(request, tmp_path_factory):
 def own_pools():
     """As `pools`, but only of this module: blocks change the seed, and leave ranks with an exception."""
     started = {}
-    yield lambda n: started.setdefault(n, Pool(n, repeat=True, crowded=True, variables={"CUDA_VISIBLE_DEVICES": ""}))
+    yield lambda n: started.setdefault(n, Pool(n, repeat=True, variables={"CUDA_VISIBLE_DEVICES": ""}))
     for pool in started.values():
         pool.close()
 

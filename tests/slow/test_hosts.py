@@ -23,7 +23,7 @@ def pools(hosts):
     def pool(n):
         words = [hosts.on(rank * 2 // n) for rank in range(n)]
         given = (hosts.addresses[0], words)
-        return started.setdefault(n, Pool(n, repeat=True, crowded=True, hosts=given))
+        return started.setdefault(n, Pool(n, repeat=True, hosts=given))
 
     yield pool
     for one in started.values():

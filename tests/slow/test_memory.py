@@ -10,6 +10,7 @@ from tests.cases import ROOT
 from tests.ladder import OBSERVE, Checks
 
 MEMORY = f"{HARNESS / 'memory.py'}:memory"
+MAIN = f"{ROOT / 'tests' / 'on_rank.py'}:main_of"
 COMPILED = f"{ROOT / 'tests' / 'on_rank_memory.py'}:compiled"
 LARGE = {"batch": 16, "in_features": 1024, "hidden": 4096, "out_features": 1024, "steps": 2}
 WEIGHTS = 4 * 2 * 1024 * 4096  # bytes of both weights at these sizes
@@ -64,7 +65,7 @@ def test_stages_of_zero_compile_to_one_job_on_cpu():
         return kinds, job["boxings"]
 
     with Pool(2, repeat=True) as pool:  # a stage leaves settings behind, so from the lowest up
-        first, second, third = (summary(stage) for stage in ("1", "2", "3"))
+        first, second, third = (summary(stage) for stage in (1, 2, 3))
     Checks.equal(second, first, "the job of stage 2")
     Checks.equal(third, first, "the job of stage 3")
 
@@ -88,9 +89,11 @@ def test_default_shard_min_size_splits_nothing_of_a_small_network(pools):
 
 
 @pytest.mark.parametrize("recipe", ["fully_sharded", "zero_optimizer"])
-def test_parameter_that_a_graph_gathers_needs_identity(tmp_path, recipe):
-    source = path_of(recipe).read_text()
-    (tmp_path / "bare.py").write_text(source.replace("flow._C.identity(self.w0)", "self.w0"))
+@pytest.mark.parametrize("weight", ["w0", "w1"])
+def test_parameter_that_a_graph_gathers_needs_identity(tmp_path, recipe, weight):
+    source, guarded = path_of(recipe).read_text(), f"flow._C.identity(self.{weight})"
+    assert guarded in source
+    (tmp_path / "bare.py").write_text(source.replace(guarded, f"self.{weight}"))
     graph = {"graph": True} if recipe == "fully_sharded" else {}
     with Pool(2) as pool, pytest.raises(PoolError, match="register.cpp:75\\] Check failed"):
         pool.call(OBSERVE, path=str(tmp_path / "bare.py"), **graph)
@@ -102,8 +105,8 @@ def recomputed(job):
 
 def test_graph_with_checkpointing_has_the_matmuls_of_forward_twice(pools):
     on, off = (
-        pools(2).call(COMPILED, path=path("activation_checkpointing"), graph=True, checkpointing=word)[0]
-        for word in ("on", "off")
+        pools(2).call(COMPILED, path=path("activation_checkpointing"), graph=True, checkpointing=checkpointing)[0]
+        for checkpointing in (True, False)
     )
     matmuls = [sum(kind == "matmul" for kind, _ in job["ops"].values()) for job in (on, off)]
     Checks.equal(matmuls, [15, 11], "matmuls with and without")  # 4 forward, 7 backward as x needs no gradient, 4 anew
@@ -114,8 +117,8 @@ def test_graph_with_checkpointing_has_the_matmuls_of_forward_twice(pools):
 @pytest.mark.parametrize("n, graph", [(2, False), (2, True), (3, True), (4, True)])  # more add in any order
 def test_checkpointing_changes_no_bit_of_the_gradients(pools, n, graph):
     on, off = (
-        pools(n).call(OBSERVE, path=path("activation_checkpointing"), graph=graph, checkpointing=word, steps=1)
-        for word in ("on", "off")
+        pools(n).call(OBSERVE, path=path("activation_checkpointing"), graph=graph, checkpointing=checkpointing, steps=1)
+        for checkpointing in (True, False)
     )
     for rank in range(n):
         for name in ("w0 grad", "w1 grad", "w2 grad", "w3 grad"):
@@ -127,12 +130,12 @@ def test_checkpointing_changes_no_bit_of_the_gradients(pools, n, graph):
 def test_checkpointing_lowers_the_peak_of_eager_mode_and_raises_that_of_a_graph_on_cpu(graph, blocks):
     """By how many tensors as large as one rank's hidden activations of a block; a graph has 2 anew in each block."""
     sizes = {"graph": graph, "batch": 8192, "in_features": 8, "hidden": 1024, "out_features": 8, "steps": 2}
-    hidden, least = 4 * 8192 // 2 * 1024, {"on": float("inf"), "off": float("inf")}
+    hidden, least = 4 * 8192 // 2 * 1024, {True: float("inf"), False: float("inf")}
     for _ in range(3):  # buffers live longer where the machine is busy
-        for word in least:
-            found = peak(fresh(2, "activation_checkpointing", checkpointing=word, **sizes))
-            least[word] = min(least[word], found)
-        change = (least["on"] - least["off"]) / hidden
+        for on in least:
+            found = peak(fresh(2, "activation_checkpointing", checkpointing=on, **sizes))
+            least[on] = min(least[on], found)
+        change = (least[True] - least[False]) / hidden
         if abs(change - blocks) < 0.4:
             break
     Checks.that(abs(change - blocks) < 0.4, "peak changes by", change, "and must by", blocks)
@@ -165,3 +168,38 @@ def test_auto_parallel_aborts_where_it_wants_to_gather_a_weight():
     sizes = {"batch": 2048, "in_features": 512, "out_features": 512}
     with Pool(2) as pool, pytest.raises(PoolError, match="register.cpp:75\\] Check failed"):
         pool.call(OBSERVE, path=path("auto_parallel"), **sizes)
+
+
+def kept(weights, gradients, state):
+    """What main prints of the bytes on each of 2 ranks, of weights of 256 bytes."""
+    lines = {"weights": (weights, 256), "gradients": (gradients, 256), "Adam's state": (state, 512)}
+    return [f"{kind} bytes on each rank: {one} {one} (data parallel: {whole})" for kind, (one, whole) in lines.items()]
+
+
+def chosen(w0, w1):
+    sbps = {"w0 (256, 1024)": w0, "w1 (1024, 256)": w1}
+    return [f"{weight}: OneFlow chose oneflow.sbp.{sbp} local shapes" for weight, sbp in sbps.items()]
+
+
+SAID = [
+    ("fully_sharded", [], kept(128, 128, 256)),
+    ("fully_sharded", ["--graph"], kept(128, 128, 256)),
+    ("zero_optimizer", [], kept(128, 256, 256)),
+    ("zero_optimizer", ["--shard-min-size", "1024"], kept(256, 256, 512)),
+    (
+        "activation_checkpointing",
+        [],
+        ["no checkpointing: 4 forward matmuls, 11 tensors", "checkpointing: 8 forward matmuls, 2"],
+    ),
+    ("auto_parallel", [], chosen("split(dim=1)", "split(dim=0)")),
+    ("auto_parallel", ["--batch", "1024"], chosen("broadcast", "broadcast")),
+]
+
+
+@pytest.mark.parametrize("recipe, options, lines", SAID)
+def test_main_prints_what_the_recipe_teaches(pools, recipe, options, lines):
+    [(code, out, _), (_, other, _)] = pools(2).call(MAIN, path=path(recipe), arguments=options)
+    Checks.equal((code, other), (0, ""), "exit code, and what rank 1 prints,")
+    said = [" ".join(line.replace("(P)", "").split()) for line in out.splitlines()]
+    for line in lines:
+        Checks.that(any(one.startswith(line) for one in said), line, "is not in", said)

@@ -25,6 +25,81 @@ def run(rows=4, graph=False, scale=1.0):
 """
 
 
+PLAIN = """
+import oneflow as flow
+
+ranks = flow.placement("cpu", [0, 1])
+x = flow.ones(4, 6, placement=ranks, sbp=flow.sbp.split(1))
+w = flow.full((6, 2), 0.5, placement=ranks, sbp=flow.sbp.split(0))
+partial = flow.matmul(x, w)
+out = partial.to_global(sbp=flow.sbp.broadcast)
+doubled = out * 2
+if flow.env.get_rank() == 0:
+    print("the sum is", out.numpy().sum())  # each rank has it all: it waits for none
+"""
+
+WITH_MAIN = """
+import argparse
+import oneflow as flow
+from oneflow import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+        self.head = nn.Sequential(nn.ReLU(), nn.Linear(6, 2, bias=False))
+
+    def forward(self, data):
+        hidden = self.layer(data)
+        return self.head(hidden)
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=4)
+    rows = parser.parse_args().rows
+    ranks = flow.placement("cpu", [0, 1])
+    net = Net().to_global(placement=ranks, sbp=flow.sbp.broadcast)
+    optimizer = flow.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(24):
+        x = flow.randn(rows, 8, placement=ranks, sbp=flow.sbp.split(0))
+        out = net(x)
+        loss = out.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(loss.numpy())
+
+if __name__ == "__main__":
+    main()
+"""
+
+WITH_RUN_OF_N = """
+import sys
+import oneflow as flow
+
+class Scaled(flow.nn.Graph):
+    def build(self, x):
+        return (x * 2).to_global(sbp=flow.sbp.broadcast)
+
+def run(n):
+    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
+    x = flow.ones(n, 4, placement=ranks, sbp=flow.sbp.split(0))
+    return Scaled()(x)
+
+if __name__ == "__main__":
+    y = run(int(sys.argv[1]))
+    sys.exit(0)
+"""
+
+
+def steps(out):
+    """The tensors and moves in their order: "x S(0)" and "x @ w = out: nothing moves"."""
+    found = re.findall(
+        r"^(?:(\S.*?)  (?:[\dx ]+|scalar)  ([SBP][(), \dSBP]*?)  on .*|  ↓ (.*))$", out, flags=re.MULTILINE
+    )
+    return [move or f"{name} {sbp}" for name, sbp, move in found]
+
+
 def drawn(out):
     """The rows of pictures, as lists of cells, by tensor."""
     found, name = {}, None
@@ -46,15 +121,60 @@ def test_show_draws_each_tensor_with_what_moves_between():
     assert pictures["partial"] == [["▒▒▒▒▒▒▒▒"] * 2] * 4 and pictures["out"] == [[full, full]] * 4
     order = [job.out.index(f"\n{name}  ") for name in ("x", "w", "partial", "out")]
     order.insert(2, job.out.index("↓ x @ w = partial: nothing moves"))
-    order.insert(4, job.out.index("↓ partial -> out: P -> B, all-reduce, 256 B in all by the formula, sent by rank: "))
+    order.insert(4, job.out.index("↓ partial -> out: P -> B, all-reduce, 256 B in all by the formula\n"))
     assert order == sorted(order)
+
+
+def test_script_without_functions_is_run_and_traced(tmp_path):
+    (tmp_path / "mine.py").write_text(PLAIN)
+    job = launch("show", "mine.py", cwd=tmp_path)
+    assert job.code == 0, job.err
+    assert steps(job.out) == [
+        *("x S(1)", "w S(0)", "x @ w = partial: nothing moves", "partial P"),
+        *("partial -> out: P -> B, all-reduce, 64 B in all by the formula", "out B", "doubled B"),
+    ]
+    assert "the sum is" not in job.out and drawn(job.out)["x"] == [["███···", "···███"]] * 4
+
+
+def test_parameters_have_their_path_and_steps_that_come_again_are_counted(tmp_path):
+    (tmp_path / "mine.py").write_text(WITH_MAIN)
+    job = launch("show", "mine.py", "--rows", 6, cwd=tmp_path)
+    assert job.code == 0, job.err
+    names = ["layer.weight", "layer.bias", "head.1.weight"]
+    moved = [part for name in names for part in (f"{name} -> {name}: local -> B, local to global", f"{name} B")]
+    assert steps(job.out) == [
+        *(*moved, "x S(0)", "x @ layer.weight = hidden: nothing moves (24 times)", "hidden S(0)"),
+        *("· S(0)", "· @ head.1.weight = out: nothing moves (24 times)", "out S(0)", "loss P"),
+        *("backward: the gradients (24 times)", *(f"{name}.grad B" for name in names)),
+        "loss.numpy(): P -> B, all-reduce, 8 B in all by the formula",
+    ]
+    job = launch("show", "mine.py", "--row", "x", cwd=tmp_path)
+    assert (job.code, job.err) == (2, "launch.sh: mine.py: argument --rows: invalid int value: 'x'\n")
+
+
+def test_run_that_wants_arguments_is_called_by_the_script_itself(tmp_path):
+    (tmp_path / "mine.py").write_text(WITH_RUN_OF_N)
+    job = launch("show", "-n", 3, "mine.py", "6", cwd=tmp_path)
+    assert job.code == 0, job.err
+    assert steps(job.out) == [
+        *("x S(0)", "a call of Scaled: all-gather, 192 B in all by the formula"),
+        *("scalar_mul -> output 0: S(0) -> B, all-gather, 192 B in all by the formula", "y B"),
+    ]
+
+
+def test_script_in_the_readme_is_drawn(tmp_path):
+    [text, *_] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "mine.py").write_text(text)
+    job = launch("show", "-n", 2, "mine.py", cwd=tmp_path)
+    assert job.code == 0, job.err
+    assert steps(job.out) == ["x S(0)", "w B", "x @ w = out: nothing moves", "out S(0)"]
 
 
 def test_show_draws_a_mesh_line_by_line():
     job = launch("show", "recipes/layouts/two_d_sbp.py", "--graph")
     assert job.code == 0, job.err
     assert drawn(job.out)["out"][:4] == [["████····", "····████"]] * 2 + [["········"] * 2] * 2
-    assert "all-reduce along axis 0" in job.out and "↓ a call of TwoDSbpGraph: " in job.out
+    assert "all-reduce along axis 0" in job.out and "↓ a call of LayerGraph: " in job.out
 
 
 def test_bytes_lists_every_step():
@@ -69,7 +189,19 @@ def test_bytes_lists_every_step():
     *sent, total, formula = (int(cell.replace(",", "")) for cell in cells[3:8])
     assert formula == 2 * 2 * 768 * 1024 * 4 and sum(sent) == total and 1 <= total / formula < 1.02
     assert cells[8] == f"{total / formula:.3f}"
-    assert "between the steps" in job.out and "\x1b" not in job.out and "Tensors under 1 MB" not in job.out
+    assert "between the steps" in job.out and "\x1b" not in job.out
+
+
+def test_bytes_that_messages_drown_are_marked_and_larger_ones_are_shown():
+    job = launch("bytes", "recipes/row_parallel.py")
+    assert job.code == 0, job.err
+    [row] = [line for line in job.out.splitlines() if "all-reduce" in line]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert all(re.fullmatch(r"~[\d,]+", cell) for cell in cells[3:6]) and cells[6:8] == ["256", ""]
+    assert "Tensors under 1 MB: what was measured is marked with ~" in job.out
+    job = launch("show", "recipes/row_parallel.py", "--batch", 512, "--out-features", 512)
+    assert re.search(r"all-reduce, 2.1 MB in all by the formula, sent by rank: 1.05 MB, 1.05 MB\n", job.out), job.err
+    assert "Tensors under 1 MB" not in job.out
 
 
 def test_both_take_a_script_of_the_user_anywhere(tmp_path):
@@ -92,37 +224,74 @@ def test_matmul_that_transposes_w_is_told_from_one_that_moves_it():
 @pytest.mark.parametrize(
     "text, arguments, words",
     [
-        ("print(1)", "", "it has no entry: add a function such as `def run(graph=False): ...; return {"),
-        ("def run(a, b=1): pass", "", "its function run must have a default for each parameter: give a one"),
-        ("def run(a=f()): pass", "", "the defaults of its function run must be numbers, texts, True or False"),
-        ("def run(a=1): return 5", "", "its function run must return a dict of tensors by name, and returned 5"),
         ("def run(a=1): return {}", "--b 2", "unrecognized arguments: --b 2; the parameters of its run are --a"),
-        ("def run(a=1): return {}", "--a x", "argument --a: invalid int value: 'x'; the parameters of its run are --a"),
+        ("def run(a=None): return {}", "--a x", "argument --a: invalid int value: 'x'; the parameters of its run are"),
         ("def run(:", "", "not a Python script: line 1"),
     ],
 )
-def test_script_without_an_entry_is_told_what_to_add(tmp_path, text, arguments, words):
+def test_options_that_run_does_not_have_are_refused(tmp_path, text, arguments, words):
     (tmp_path / "mine.py").write_text(text)
     job = launch("bytes", "-n", 1, "mine.py", *arguments.split(), cwd=tmp_path)
     assert (job.code, job.out) == (2, "")
     assert job.err.startswith("launch.sh: mine.py: ") and words in job.err and job.err.count("\n") == 1
 
 
-def test_what_a_recipe_refuses_and_what_is_not_there_is_refused():
-    job = launch("bytes", "recipes/data_parallel.py", "--batch", 1)
-    assert job.code == 2 and "--batch 1 does not fit on 2 ranks: type --batch 2" in job.err
-    job = launch("show", "recipes/data_paralel.py")
-    assert job.code == 2 and "did you mean recipes/data_parallel.py?" in job.err
+def test_script_without_global_tensors_is_told_so(tmp_path):
+    (tmp_path / "mine.py").write_text("def run(a=1): return 5")
+    job = launch("show", "-n", 1, "mine.py", "--a", 2, cwd=tmp_path)
+    assert (job.code, job.out) == (0, "mine.py --a 2 on 1 ranks\n\nIt makes no global tensor.\n"), job.err
+
+
+def test_recipe_of_which_a_rank_would_hold_nothing_is_refused():
+    job = launch("show", "recipes/data_parallel.py", "--batch", 1)
+    text = (ROOT / "recipes" / "data_parallel.py").read_text().splitlines()
+    [line] = [number for number, words in enumerate(text, 1) if "x = flow.tensor(" in words]
+    words = (
+        "a tensor of shape (1, 5) cannot be split(0) over 2 ranks: a rank would hold nothing; make that size 2 or more"
+    )
+    assert (job.code, job.out, job.err) == (2, "", f"launch.sh: data_parallel.py:{line}: {words}\n")
+    job = launch("bytes", "recipes/model_parallel.py", "--out-features", 1, "--graph")
+    assert job.code == 2 and "a tensor of shape (5, 1) cannot be split(1) over 2 ranks" in job.err
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("flow.randn(1, 5, placement=ranks, sbp=S(0))", "a tensor of shape (1, 5) cannot be split(0) over 2 ranks"),
+        ("flow.full((8, 1), 1.0, placement=ranks, sbp=[S(1)])", "a tensor of shape (8, 1) cannot be split(1) over 2"),
+        ("flow.ones(2, placement=ranks, sbp=B).sum(0, keepdim=True).to_global(sbp=S(0))", "a tensor of shape (1,)"),
+    ],
+)
+def test_line_that_would_leave_a_rank_with_nothing_is_refused(tmp_path, line, words):
+    setting = 'ranks, B, S = flow.placement("cpu", [0, 1]), flow.sbp.broadcast, flow.sbp.split'
+    (tmp_path / "mine.py").write_text(f"import oneflow as flow\n{setting}\nx = {line}\n")
+    job = launch("show", "mine.py", cwd=tmp_path)
+    assert (job.code, job.out) == (2, "") and job.err.startswith(f"launch.sh: mine.py:3: {words}"), job.err
+    assert job.err.count("\n") == 1
+
+
+def test_what_is_not_there_is_refused():
+    job = launch("show", "no_such.py")
+    assert job.code == 2 and "no_such.py: no such file" in job.err
     job = launch("docs", "recipes/row_parallel.py")
     assert (job.code, job.err) == (2, "launch.sh: docs takes no arguments: type ./launch.sh docs\n")
     job = launch("show")
     assert job.code == 2 and "name a Python script" in job.err
 
 
-def test_error_of_a_rank_is_shown_and_nothing_is_left(tmp_path):
-    (tmp_path / "mine.py").write_text("def run(a=1): raise ValueError('boom')")
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def run(a=1): raise ValueError('boom')", "ValueError: boom"),
+        ("raise ValueError('boom')", "ValueError: boom"),
+        ("import sys; sys.exit('no luck')", "the script called sys.exit('no luck')"),
+    ],
+)
+def test_error_of_a_rank_is_shown_and_nothing_is_left(tmp_path, text, words):
+    (tmp_path / "mine.py").write_text(text)
     job = launch("show", "-n", 2, "mine.py", cwd=tmp_path)
-    assert job.code == 1 and "ValueError: boom" in job.err and job.all_gone()
+    assert job.code == 1 and words in job.err and job.all_gone()
+    assert re.match(r"launch.sh: rank [01] of 2 failed:\n", job.err)
 
 
 def test_terminal_gets_colour_and_narrow_ones_wrap_and_old_ones_get_ascii():
@@ -153,10 +322,18 @@ def test_terminal_gets_colour_and_narrow_ones_wrap_and_old_ones_get_ascii():
     assert "█" not in on_a_terminal(80, PYTHONIOENCODING="ascii")
 
 
-def test_time_limit_and_ctrl_c_end_every_rank(tmp_path):
-    (tmp_path / "mine.py").write_text("import time\ndef run(a=1):\n    print('here', flush=True); time.sleep(60)")
-    job = launch("show", "-n", 2, "--timeout", 4, "mine.py", cwd=tmp_path)
-    assert job.code == 124 and "gave no answer in 4 s" in job.err and 'mine.py", line 3 in run' in job.err
+SLEEPER = "import time\ndef run(a=1):\n    print('here', flush=True)\n    while True: time.sleep(60)"
+
+
+def test_time_limit_shows_where_every_rank_is(tmp_path):
+    (tmp_path / "mine.py").write_text(SLEEPER)
+    job = Run(LAUNCH, "show", "-n", 2, "--timeout", 40, "mine.py", cwd=tmp_path).wait(timeout=600)
+    assert job.code == 124 and "gave no answer in 40 s" in job.err and 'mine.py", line 4 in run' in job.err
+    assert job.all_gone()
+
+
+def test_ctrl_c_ends_every_rank(tmp_path):
+    (tmp_path / "mine.py").write_text(SLEEPER)
     job = Run(LAUNCH, "bytes", "-n", 2, "mine.py", cwd=tmp_path)
     while len(job.ranks()) < 2:
         time.sleep(0.05)

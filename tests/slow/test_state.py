@@ -1,7 +1,6 @@
 """What the docstrings of the recipes on state say beyond values and layouts."""
 
 import os
-import shutil
 
 import pytest
 
@@ -14,14 +13,25 @@ from tests.ladder import OBSERVE, Checks, close
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 HERE = str(ROOT / "tests" / "on_rank_state.py")
 CHECKPOINT = str(path_of("checkpoint"))
-RESULTS = ("new w0", "new w1", "new w0 momentum", "new w1 momentum", "w0 grad", "w1 grad", "losses")
+RESULTS = ("new w", "new momentum", "losses")
 MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 
 
-def trained_on(pool, folder, **arguments):
-    """What checkpoint.py has on rank 0 after a run with this folder: name -> value."""
+def values_of(seen):
+    """Of what each rank has of some tensors: name -> value on rank 0."""
+    return {name: tensor["value"] for name, tensor in seen[0].items()}
+
+
+def run_on(pool, folder, **arguments):
+    """What checkpoint.py returns on rank 0 after a run with this folder: name -> value."""
     seen = pool.call(OBSERVE, path=CHECKPOINT, folder=str(folder), **arguments)
-    return {name: tensor["value"] for name, tensor in seen[0]["tensors"].items()}
+    return values_of([rank["tensors"] for rank in seen])
+
+
+def trained_on(pool, folder, **arguments):
+    """The same of its function train, on all ranks if not told otherwise."""
+    given = {"ranks": list(range(pool.world_size)), "path": CHECKPOINT, "folder": str(folder), **arguments}
+    return values_of(pool.call(f"{HERE}:trained", **given))
 
 
 def same_bits(one, other, *what):
@@ -36,15 +46,22 @@ def test_training_goes_on_on_another_number_of_ranks(pools, tmp_path, graph, wor
     for k, n in enumerate(worlds):
         weights = ("rows", "columns", "whole")[k % 3]
         found = trained_on(pools(n), tmp_path, graph=graph, steps=1, weights=weights)
-        assert os.listdir(tmp_path) == [str(k + 1)]
-        for name in ("w0", "w1", "w0 momentum", "w1 momentum") if saved else ():
-            Checks.that((found[f"loaded {name}"] == saved[f"new {name}"]).all(), "loaded", name, "is what was saved")
-        wanted = reference.trained("momentum", steps=k + 1)
-        for w in ("w0", "w1"):
-            close(found[f"new {w}"], wanted[f"new {w}"], 1, worlds, k, w)
-            close(found[f"new {w} momentum"], wanted[f"{w} momentum_buf"], 1, worlds, k, w, "momentum")
-        close(found["losses"], wanted["losses"][k:], 1, worlds, k, "losses")
+        assert sorted(os.listdir(tmp_path)) == [str(step + 1) for step in range(k + 1)]
+        if saved:
+            Checks.that((found["loaded w"] == saved["new w"]).all(), "loaded w is what was saved")
+        wanted = reference.trained("momentum", steps=k + 1, layers=1, out_features=8)
+        close(found["new w"], wanted["new w0"], 1, worlds, k, "w")
+        close(found["new momentum"], wanted["w0 momentum_buf"], 1, worlds, k, "momentum")
+        close(found["losses"], wanted["losses"], 1, worlds, k, "losses")
         saved = found
+
+
+def test_next_run_goes_on_from_the_folder(pools, tmp_path):
+    for n, steps in ((2, 4), (3, 8)):
+        answers = pools(n).call(f"{ON_RANK}:main_of", path=CHECKPOINT, arguments=["--folder", str(tmp_path)])
+        assert [(code, err) for code, _, err in answers] == [(0, "")] * n
+        assert answers[0][1].splitlines()[-1].startswith(f"loss, w and momentum equal those of {steps} steps ")
+    assert sorted(os.listdir(tmp_path)) == ["2", "4", "6", "8"]
 
 
 @MODES
@@ -56,19 +73,20 @@ def test_stopped_training_is_the_other_bit_by_bit(pools, tmp_path, n, weights, g
     at_once = trained_on(pools(n), tmp_path / "at once", steps=4, **given)
     for _ in range(2):
         stopped = trained_on(pools(n), tmp_path / "stopped", steps=2, **given)
-    same_bits(stopped, {**at_once, "losses": at_once["losses"][2:]}, n, weights)
+    same_bits(stopped, at_once, n, weights)
     if n == 2:  # of two numbers the sum has no order
-        same_bits(trained_on(pools(n), "", steps=2, **given), at_once, weights, "after whole")
+        trained_on(pools(n), tmp_path / "whole", steps=2, graph=graph, weights="whole")
+        same_bits(trained_on(pools(n), tmp_path / "whole", steps=2, **given), at_once, weights, "after whole")
 
 
 @pytest.mark.parametrize("n, ranks", [(2, [1]), (3, [1, 2]), (4, [0, 3])])
 def test_checkpoint_loads_onto_other_ranks(pools, tmp_path, n, ranks):
-    saved = trained_on(pools(n), tmp_path)
-    shapes = {name: saved[f"new {name}"].shape for name in ("w0", "w1")}
-    loaded = pools(n).call(f"{HERE}:load_onto", path=CHECKPOINT, folder=str(tmp_path / "2"), ranks=ranks, **shapes)
+    saved = trained_on(pools(n), tmp_path, steps=2, weights="whole")
+    given = {"path": CHECKPOINT, "folder": str(tmp_path / "2"), "ranks": ranks, "shape": saved["new w"].shape}
+    loaded = pools(n).call(f"{HERE}:load_onto", **given)
     for rank in range(n):
         for name, tensor in loaded[rank].items():
-            wanted = saved[f"new {name}"]
+            wanted = saved[name]
             Checks.equal((tensor["sbp"], tensor["ranks"]), ("S(0)", ranks), rank, name)
             Checks.that((tensor["value"] == wanted).all(), rank, name)
             if rank in ranks:
@@ -81,106 +99,28 @@ def test_checkpoint_loads_onto_other_ranks(pools, tmp_path, n, ranks):
 @MODES
 @pytest.mark.parametrize("moment", ["half a file", "not named"])
 def test_crash_while_saving_leaves_the_old_checkpoint_whole(pools, tmp_path, moment, graph):
-    given = {"graph": graph, "weights": "whole"}
-    trained_on(pools(2), tmp_path, **given)
+    folder = tmp_path / "crashed"
+    run_on(pools(2), folder, graph=graph)
     with pytest.raises(PoolError, match="died .exit code 9"):
-        pools(2).call(f"{HERE}:die_while_saving", path=CHECKPOINT, moment=moment, folder=str(tmp_path), **given)
-    assert sorted(os.listdir(tmp_path)) == ["2", "unfinished"]
-    went_on = trained_on(pools(2), tmp_path, **given)
-    assert os.listdir(tmp_path) == ["4"]
-    same_bits(went_on, {**(whole := trained_on(pools(2), "", **given)), "losses": whole["losses"][2:]})
+        pools(2).call(f"{HERE}:die_while_saving", path=CHECKPOINT, moment=moment, folder=str(folder), graph=graph)
+    assert sorted(os.listdir(folder)) == ["2", "4", "unfinished"]
+    went_on = run_on(pools(2), folder, graph=graph)
+    assert sorted(os.listdir(folder)) == ["2", "4", "6", "8"]
+    for _ in range(2):
+        undisturbed = run_on(pools(2), tmp_path / "undisturbed", graph=graph)
+    same_bits(went_on, undisturbed)
 
 
-def cut(file, tmp_path):
-    """Half of one of the files of a checkpoint: its pickle, or what a tensor has."""
-    [checkpoint] = tmp_path.iterdir()
-    path = min(checkpoint.rglob(file))
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def remove(file, tmp_path):
-    [checkpoint] = tmp_path.iterdir()
-    min(checkpoint.rglob(file)).unlink()
-
-
-def refusals(pool, folder, *arguments):
-    """What each rank says of this folder, without the recipe's name; all must say the same, and stop with code 2."""
-    answers = pool.call(f"{ON_RANK}:main_of", path=CHECKPOINT, arguments=["--folder", str(folder), *arguments])
-    begin = f"checkpoint.py: --folder {folder}: "
-    for code, out, err in answers:
-        assert (code, out) == (2, "")
-        assert err.startswith(begin) and err.count("\n") == 1
-    [text] = {err for _, _, err in answers}
-    return text[len(begin) : -1]
-
-
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize(
-    "spoil, file", [(cut, "pickled_data"), (cut, "out"), (cut, "meta"), (remove, "out"), (remove, "pickled_data")]
-)
-def test_checkpoint_that_is_cut_short_is_refused(pools, tmp_path, n, spoil, file):
-    trained_on(pools(n), tmp_path)
-    spoil(file, tmp_path)
-    text = refusals(pools(n), tmp_path)
-    assert text.startswith("checkpoint 2 is not whole (") and text.endswith(f"): remove {tmp_path}/2")
-    shutil.rmtree(tmp_path / "2")
-    assert "loaded w0" not in trained_on(pools(n), tmp_path)  # what the message says to do helps
-
-
-OTHER = "checkpoint 3 is of another model, {}: name another folder"
-W = {"w0": (4, 8), "w1": (8, 4)}
-
-
-def listed(dtype="float32", **shapes):
-    """The tensors in the words of the refusal."""
-    return ", ".join(f"{w}{kind} {shape} oneflow.{dtype}" for w, shape in shapes.items() for kind in ("", " momentum"))
-
-
-@pytest.mark.parametrize(
-    "there, text",
-    [
-        ({"w0": (4, 6), "w1": (6, 4)}, OTHER.format(listed(w0=(4, 6), w1=(6, 4)))),
-        ({"dtype": "float64", **W}, OTHER.format(listed("float64", **W))),
-        (
-            {"v0": (4, 8), "v1": (8, 4)},
-            OTHER.format(
-                "v0 (4, 8) {0}, v1 (8, 4) {0}, w0 momentum (4, 8) {0}, w1 momentum (8, 4) {0}".format("oneflow.float32")
-            ),
-        ),
-        (
-            {"drop": ["optimizer"], **W},
-            "checkpoint 3 is of another optimizer, or eager and not --graph: name another folder",
-        ),
-    ],
-    ids=["shapes", "dtype", "names", "optimizer"],
-)
-def test_checkpoint_of_another_model_is_refused(pools, tmp_path, there, text):
-    pools(2).call(f"{HERE}:put", path=CHECKPOINT, folder=str(tmp_path), **there)
-    assert refusals(pools(2), tmp_path) == text
-
-
-def test_checkpoint_of_the_model_is_not_refused(pools, tmp_path):
-    trained_on(pools(3), tmp_path, batch=6)  # of another batch and number of ranks
-    answers = pools(2).call(f"{ON_RANK}:main_of", path=CHECKPOINT, arguments=["--folder", str(tmp_path)])
-    assert [(code, err) for code, _, err in answers] == [(0, "")] * 2
-    assert os.listdir(tmp_path) == ["4"]
-
-
-@MODES
-def test_checkpoint_of_the_other_mode_is_refused(pools, tmp_path, graph):
-    trained_on(pools(2), tmp_path, graph=graph)
-    text = refusals(pools(2), tmp_path, *([] if graph else ["--graph"]))
-    assert text == "checkpoint 2 is of another optimizer, or eager and not --graph: name another folder"
-
-
-def test_folder_that_is_a_file_is_refused(pools, tmp_path):
-    (tmp_path / "file").touch()
-    assert refusals(pools(2), tmp_path / "file") == "File exists: name another folder"
+def test_checkpoint_is_there_for_all_ranks_with_nothing_of_an_unfinished_one(pools, tmp_path):
+    (tmp_path / "unfinished" / "global_tensor_of_a_crash").mkdir(parents=True)
+    assert pools(2).call(f"{HERE}:after_saving", path=CHECKPOINT, folder=str(tmp_path)) == [(True, [])] * 2
+    assert os.listdir(tmp_path) == ["3"] and "global_tensor_of_a_crash" not in os.listdir(tmp_path / "3")
 
 
 def test_ranks_wait_for_ever_if_the_first_alone_finds_the_checkpoint_broken(pools, tmp_path):
-    trained_on(pools(2), tmp_path)
-    cut("out", tmp_path)
+    trained_on(pools(2), tmp_path, steps=2, weights="whole")
+    path = min((tmp_path / "2").rglob("out"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with Pool(2) as pool:
         pool.call(f"{ON_RANK}:rank_of")
         pool.timeout = 6
@@ -211,14 +151,6 @@ def test_gradient_of_what_was_gathered_comes_back_whole_unless_told(pools, n):
     for grad_sbp, sbp, rows in ((False, "B", 6), (True, "S(0)", 6 // n)):
         found = pools(n).call(f"{HERE}:gradient_of_gathered", rows=6, grad_sbp=grad_sbp)
         assert found == [(sbp, ranks, rows)] * n
-
-
-@pytest.mark.parametrize("n, loss", [(2, "other"), (3, "none")])
-def test_loss_on_a_rank_that_is_not_there_is_refused(pools, n, loss):
-    path = str(path_of("loss_placement"))
-    text = f"--loss {loss}: takes each or first, or other on 3 ranks or more: type --loss first"
-    for code, out, err in pools(n).call(f"{ON_RANK}:main_of", path=path, arguments=["--loss", loss]):
-        assert (code, out, err) == (2, "", f"loss_placement.py: {text}\n")
 
 
 BY_HAND = str(path_of("replicate_scatter_gather"))

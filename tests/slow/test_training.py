@@ -9,8 +9,8 @@ from tests.early import early_call
 from tests.ladder import Checks
 
 VARIANTS = {  # what else than the default sends something else
-    "train_model_parallel": [{"input_gradient": "no"}],
-    "train_hybrid": [{"second": "pipeline"}, {"hidden": 8}],  # little weight: what is left runs along axis 1
+    "train_model_parallel": [{"input_gradient": False}],
+    "train_data_tensor": [{"hidden": 8}],  # little weight: what is left runs along axis 1
     "train_pipeline": [{"micro_batches": 8}],
     "loss_placement": [{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
     "replicate_scatter_gather": [{"batch": 8192, "hidden": 8}, {"way": "sbp"}],  # large outputs, little weight

@@ -1,0 +1,150 @@
+"""The command line of launch.sh: parsed and checked before any rank starts."""
+
+import argparse
+import re
+import subprocess
+from pathlib import Path
+
+from harness.start import schedulers, script
+
+
+class BadInput(Exception):
+    """What is wrong with the command line and what to type instead, in one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are BadInput."""
+
+    def error(self, message):
+        message = re.sub(r"^argument (\S+)/--\S+:", r"argument \1:", message)  # without its other spelling
+        raise BadInput(f"{message}; see ./launch.sh --help")
+
+
+def parser():
+    """The options of launch.sh; their help stands in launch.sh itself, which can show it before Python is set up."""
+    options = Parser(prog="launch.sh", add_help=False, allow_abbrev=False)
+    options.add_argument("-n", "--nproc_per_node", "--nproc-per-node", type=int)
+    options.add_argument("--nnodes", type=int)
+    options.add_argument("--node_rank", "--node-rank", type=int)
+    options.add_argument("--master_addr", "--master-addr")
+    options.add_argument("--master_port", "--master-port", type=int, default=0)
+    options.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
+    options.add_argument("--log-dir", "--log_dir")
+    options.add_argument("--progress", type=float, default=60.0)
+    options.add_argument("--timeout", type=float, default=600.0)
+    options.add_argument("script", nargs="?")
+    options.add_argument("arguments", nargs=argparse.REMAINDER)
+    return options
+
+
+def checked(arguments):
+    """The parsed command line, with the script found and the number of ranks filled in. Raises BadInput."""
+    options = parser().parse_args(arguments)
+    if options.script is None:
+        raise BadInput("name a Python script, such as recipes/data_parallel.py")
+    path = script.find(options.script)
+    if path is None:
+        raise BadInput(f"{options.script}: no such file and no recipe: ./launch.sh lists the recipes")
+    options.script = str(path)
+    try:
+        sizes = script.world_sizes(path)
+    except SyntaxError as error:
+        raise BadInput(f"{path}: not a Python script: line {error.lineno}: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: {error}") from None
+    check_limits(options)
+    check_nodes(options)
+    check_ranks(options, sizes)
+    device = re.search(r"(?:^| )--device[ =](\S+)", " ".join(options.arguments))
+    if sizes and device and device.group(1) == "cuda":
+        check_gpus(options.nproc_per_node)
+    return options
+
+
+def check_limits(options):
+    """Raises BadInput for a number that is out of range, or a folder without a name."""
+    if not options.timeout >= 0:
+        raise BadInput(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
+    if not options.progress >= 0:
+        raise BadInput(f"--progress must be a number of seconds, or 0 for never, got {options.progress:g}")
+    if options.master_port and not 1024 <= options.master_port <= 65535:
+        raise BadInput(f"--master_port must be from 1024 to 65535, got {options.master_port}")
+    if options.max_restarts < 0:
+        raise BadInput(f"--max-restarts must be 0 or more, got {options.max_restarts}")
+    if options.log_dir == "":
+        raise BadInput("--log-dir must name a folder, got an empty name: type --log-dir logs")
+
+
+def check_nodes(options):
+    """Fill in the options for several hosts, from srun or mpirun where they are not typed. Raises BadInput."""
+    try:
+        typed = options.nnodes is not None or options.node_rank is not None
+        options.task = None if typed else schedulers.task()
+        if options.task:
+            options.nnodes, options.node_rank = options.task.count, options.task.number
+            options.master_addr = options.master_addr or options.task.address
+            options.master_port = options.master_port or options.task.port
+    except (KeyError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise BadInput(f"the variables of srun or mpirun are not whole ({what}): unset SLURM_* and OMPI_*") from None
+    if options.task and not options.master_addr:
+        raise BadInput(f"{options.task.scheduler} does not say where task 0 runs: type --master_addr HOST")
+    if not (typed or options.task) and schedulers.unknown():
+        number, count = schedulers.unknown()
+        where = f"--nnodes {count} --node_rank {number} --master_addr HOST --master_port 29500"
+        raise BadInput(f"task {number} of {count} of an mpirun that is not Open MPI's: type {where}, or unset PMI_SIZE")
+    options.nnodes = 1 if options.nnodes is None else options.nnodes
+    options.node_rank = options.node_rank or 0
+    nodes, number = options.nnodes, options.node_rank
+    if nodes < 1:
+        raise BadInput(f"--nnodes must be 1 or more, got {nodes}")
+    if not 0 <= number < nodes:
+        raise BadInput(f"--node_rank must be from 0 to {nodes - 1} with --nnodes {nodes}, got {number}")
+    if nodes > 1 and not (options.master_addr and options.master_port):
+        raise BadInput("--nnodes needs node 0's address, the same on each node: --master_addr HOST --master_port 29500")
+    if nodes == 1:
+        options.master_addr = "127.0.0.1"  # whatever the host is called elsewhere, its own ranks meet here
+    address = options.master_addr
+    if ":" in address:
+        raise BadInput(f"--master_addr {address}: OneFlow knows IPv4 only: type a name, or an address like 10.0.0.1")
+    try:
+        address.encode("idna")
+    except UnicodeError:
+        raise BadInput(f"--master_addr {address} is no name of a host: type one, or an address like 10.0.0.1") from None
+
+
+def check_ranks(options, sizes):
+    """Fill in the number of ranks on each node. Raises BadInput if the script does not take so many.
+
+    sizes: the script's WORLD_SIZES, None if it has none.
+    """
+    if options.nproc_per_node is None and options.task:
+        options.nproc_per_node = 1
+    if options.nproc_per_node is None:  # the first that the script takes, the same on each node
+        fitting = [size for size in sizes or (2,) if size % options.nnodes == 0]
+        options.nproc_per_node = fitting[0] // options.nnodes if fitting else 1
+    if options.nproc_per_node < 1:
+        raise BadInput(f"-n must be 1 or more, got {options.nproc_per_node}")
+    world_size = options.nnodes * options.nproc_per_node
+    if sizes and world_size not in sizes:
+        first, last = (sizes[0], sizes[-1]) if isinstance(sizes, range) else (min(sizes), max(sizes))
+        whole = 1 < len(sizes) == last - first + 1
+        accepted = f"{first} to {last}" if whole else " or ".join(map(str, sizes))
+        each = "tasks of " + options.task.scheduler if options.task else "nodes"
+        on_nodes = f" ({options.nproc_per_node} on each of {options.nnodes} {each})" if options.nnodes > 1 else ""
+        hint = f": type -n {sizes[0]}" if options.nnodes == 1 else ""
+        name = Path(options.script).name
+        raise BadInput(f"{name} runs on {accepted} ranks, not on {world_size}{on_nodes}{hint}")
+
+
+def check_gpus(ranks):
+    """Raises BadInput unless each rank of this host has a GPU that OneFlow 0.9.0 has code for."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        found = []
+    usable = [gpu for gpu in found if re.fullmatch(rb"[678]\.\d", gpu)]
+    if len(usable) < max(len(found), ranks):
+        wanted = "each rank needs a GPU of compute capability 6.0 to 8.9"
+        raise BadInput(f"{wanted}, got {len(usable)} for {ranks}: type --device cpu")

@@ -1,0 +1,24 @@
+"""More ranks than the ladder has: each recipe without a fixed mesh, at the sizes that it chooses by itself."""
+
+import pytest
+
+from harness.pool import Pool
+from harness.recipe import path_of, world_sizes
+from tests.cases import CASES, ROOT, modes
+
+ON_RANK = str(ROOT / "tests" / "on_rank.py")
+RANKS = 8
+RUNS = [(name, graph) for name in CASES if RANKS in world_sizes(path_of(name)) for graph in modes(name)]
+
+
+@pytest.fixture(scope="module")
+def eight():
+    with Pool(RANKS, timeout=300, repeat=True) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name, graph", RUNS)
+def test_main_on_eight_ranks(eight, name, graph):
+    arguments = ["--graph"] * (graph and len(modes(name)) == 2)
+    for code, _, err in eight.call(f"{ON_RANK}:main_of", path=str(path_of(name)), arguments=arguments):
+        assert (code, err) == (0, "")

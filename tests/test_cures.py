@@ -1,0 +1,138 @@
+"""Cures of traps whose harm is too rare to wait for, or shows only after a crash: the cure itself is looked for."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import weakref
+from pathlib import Path
+
+import pytest
+
+from harness.recipe import load, path_of
+
+
+def graph_lives():
+    """On a rank: whether a graph that was called outlives its last name."""
+    import oneflow as flow
+
+    class Twice(flow.nn.Graph):
+        def build(self, x):
+            return x + x
+
+    graph = Twice()
+    graph(flow.ones(2, placement=flow.placement("cpu", [0, 1]), sbp=flow.sbp.broadcast))
+    there = weakref.ref(graph)
+    del graph
+    gc.collect()
+    return there() is not None
+
+
+def test_pool_keeps_each_graph_that_is_called(pools):
+    """OneFlow 0.9.0 aborts or hangs now and then where one is freed."""
+    assert pools(2).call(f"{__file__}:graph_lives") == [True, True]
+
+
+def saving(path, **arguments):
+    """On a rank: train, and return what is put on disk, and what gets its name with which files, in this order."""
+    from harness.observe import replaced
+
+    fsync, replace, done = os.fsync, os.replace, []
+
+    def sizes(place):
+        """The bytes of each file that is there, by name; of a folder how many files are in it."""
+        inside = [one for one in [place, *place.rglob("*")] if one.exists()]
+        return {str(one): len(list(one.iterdir())) if one.is_dir() else one.stat().st_size for one in inside}
+
+    def recording_fsync(descriptor):
+        place = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append(("on disk", {str(place): sizes(place)[str(place)]}))
+        fsync(descriptor)
+
+    def recording_replace(source, target):
+        done.append(("named", sizes(Path(source))))
+        replace(source, target)
+
+    with replaced({(os, "fsync"): recording_fsync, (os, "replace"): recording_replace}):
+        load(path).run(**arguments)["losses"].numpy()
+    return done
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", ["checkpoint", "elastic_training"])
+def test_checkpoint_is_on_disk_before_it_gets_its_name(pools, tmp_path, name, graph):
+    """Else a host that loses power may come back with the name and without the data."""
+    if name == "checkpoint":  # it saves folders, and a crash may leave one
+        (tmp_path / "unfinished").mkdir()
+        (tmp_path / "unfinished" / "left").touch()
+    arguments = {"path": str(path_of(name)), "folder": str(tmp_path), "graph": graph}
+    done, other = pools(2).call(f"{__file__}:saving", **arguments)
+    on_disk, times = {}, 0
+    for what, sizes in done:
+        if what == "named":
+            assert sizes.items() <= on_disk.items() and f"{tmp_path}/unfinished/left" not in sizes
+            on_disk, times = {}, times + 1
+        else:
+            on_disk.update(sizes)
+    assert times > 0 and other == []
+
+
+def address_written(path, where):
+    """On a rank, as rank 0 of another job: what the file of rendezvous.py holds when it gets its name, each time."""
+    from harness.observe import replaced
+
+    replace, before, written = os.replace, dict(os.environ), []
+
+    def recording_replace(source, target):
+        written.append((Path(source).read_text(), str(target), Path(target).exists()))
+        replace(source, target)
+
+    module = load(path)
+    with replaced({(os, "replace"): recording_replace}):
+        os.environ["RANK"] = "0"
+        module.meet_by_file(where)
+    found = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+    os.environ.clear()
+    os.environ.update(before)
+    return found, written
+
+
+def test_file_by_which_ranks_meet_gets_its_name_when_it_is_whole(pools, tmp_path):
+    """Else a rank may read half of an address."""
+    where = str(tmp_path / "job")
+    [[found, written]] = pools(1).call(f"{__file__}:address_written", path=str(path_of("rendezvous")), where=where)
+    assert written == [(found, where, False)] and os.listdir(tmp_path) == ["job"]
+
+
+def end_of_rank_0(path):
+    """On the one rank: what a spawn.py raises whose rank 1 raises while rank 0 works on, and rank 0's exit code.
+
+    And whether the environment is then as it was.
+    """
+    from harness.observe import replaced
+
+    module, kind, started = load(path), multiprocessing.get_context("spawn").Process, []
+    start, own_rank = kind.start, os.environ.pop("RANK")
+    before = dict(os.environ)
+
+    def recording_start(process):
+        started.append(process)
+        start(process)
+
+    with replaced({(kind, "start"): recording_start}):
+        try:
+            module.run(ranks=2)
+        except RuntimeError as error:
+            says = str(error)
+    started[0].join()
+    left_as_it_was = os.environ == before
+    os.environ["RANK"] = own_rank
+    return says, started[0].exitcode, left_as_it_was
+
+
+def test_program_whose_spawned_rank_raises_kills_the_others(pools, tmp_path):
+    """OneFlow itself would end them only some 10 s later."""
+    text, path = path_of("spawn").read_text(), tmp_path / "mine.py"
+    assert text.count("    out = model(x)\n") == 1
+    path.write_text(text.replace("    out = model(x)\n", "    1 / (1 - flow.env.get_rank())\n    time.sleep(1000)\n"))
+    assert pools(1).call(f"{__file__}:end_of_rank_0", path=str(path)) == [("rank 1 of 2 died", -signal.SIGKILL, True)]
