@@ -78,7 +78,7 @@ case ${1-} in
     '') list; exit 0 ;;
 esac
 
-# shellcheck source=harness/environment.sh
-source "$here/harness/environment.sh"
+# shellcheck source=harness/start/environment.sh
+source "$here/harness/start/environment.sh"
 ensure_environment
 exec "$venv/bin/python" "$here/harness" "$@"

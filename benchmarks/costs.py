@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from harness import pages, theory
+from harness.measure import theory
 from harness.pool import Pool
+from harness.report import pages
 from tests.cases import CASES, GRAPH_ONLY
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.pool import Pool, PoolError  # noqa: E402
-from harness.recipe import path_of, world_sizes  # noqa: E402
+from harness.start.recipe import path_of, world_sizes  # noqa: E402
 from tests.cases import CASES, PROVEN, ROOT, modes, sizes_of  # noqa: E402
 from tests.ladder import climb  # noqa: E402
 

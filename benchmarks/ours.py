@@ -9,8 +9,8 @@ from pathlib import Path
 
 import oneflow as flow
 
-from harness import recipe
-from harness.observe import kept, replaced
+from harness.measure.observe import kept, replaced
+from harness.start import recipe
 
 zero_grad = flow.optim.Optimizer.zero_grad
 CHANGES = {  # of a recipe, to see what a line of it is worth: name -> what is called instead

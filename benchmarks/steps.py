@@ -11,9 +11,9 @@ from pathlib import Path
 
 from benchmarks.formulas import BATCH, HIDDEN
 from benchmarks.peers import Peer
-from harness import recipe
 from harness.pool import Pool
-from harness.ranks import blas_kernels
+from harness.start import recipe
+from harness.start.ranks import blas_kernels
 
 OURS = f"{Path(__file__).with_name('ours.py')}"
 WIDE = {"batch": 512, "in_features": 1024, "hidden": 4096, "out_features": 1024}

@@ -11,7 +11,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # in place of harness/ itself, which Python puts there
 
-from harness import launch  # noqa: E402
+from harness.start import job, output  # noqa: E402
 
 COMMANDS = {  # programs of their own
     "test": [sys.executable, "-m", "pytest", f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"],
@@ -23,31 +23,34 @@ COMMANDS = {  # programs of their own
 
 def selected(arguments):
     """pytest's arguments for `launch.sh test`: without --all, -k or a file's name it leaves out tests/slow."""
-    chosen = any(word.startswith("-k") or os.path.exists(word.split("::")[0]) for word in arguments)
-    rest = [word for word in arguments if word != "--all"]
-    return rest if chosen or "--all" in arguments else [*rest, "--ignore=tests/slow"]
+    words = [os.path.abspath(word) if os.path.exists(word.split("::")[0]) else word for word in arguments]
+    rest = [word for word in words if word != "--all"]
+    chosen = words != arguments or any(word.startswith(("-k", "/")) for word in rest)
+    return rest if chosen or len(rest) < len(words) else [*rest, "--ignore=tests/slow"]
 
 
 def main():
     arguments = sys.argv[1:]
     if arguments and arguments[0] in COMMANDS:
-        os.chdir(ROOT)
         command, arguments = COMMANDS[arguments[0]], arguments[1:]
-        os.execv(sys.executable, command + (selected(arguments) if "pytest" in command else arguments))
+        if "pytest" in command:
+            arguments = selected(arguments)
+        os.chdir(ROOT)
+        os.execv(sys.executable, command + arguments)
     if arguments and arguments[0] in ("show", "bytes", "docs") and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if arguments and arguments[0] in ("show", "bytes"):
-        from harness import show
+        from harness.report import show
 
         return show.main(*arguments[:1], arguments[1:])
     if arguments[:1] == ["docs"]:
         if arguments[1:]:
-            launch.say("docs takes no arguments: type ./launch.sh docs")
-            return launch.BAD_INPUT
-        from harness import pages
+            output.say("docs takes no arguments: type ./launch.sh docs")
+            return job.BAD_INPUT
+        from harness.report import pages
 
         return pages.main()
-    return launch.main(arguments)
+    return job.main(arguments)
 
 
 if __name__ == "__main__":

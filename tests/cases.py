@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness.recipe import entry, path_of, world_sizes
+from harness.start.recipe import entry, path_of, world_sizes
 from tests.chapters import byhand, data, forward, memory, starting, state, training
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -3,8 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from harness import pages
 from harness.pool import Pool
+from harness.report import pages
 
 
 class Early:

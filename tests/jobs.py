@@ -88,7 +88,7 @@ class Run:
         found = []
         for pid in self.alive():
             with contextlib.suppress(OSError):  # it has ended in between
-                if b"harness/rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"harness/start/rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return found
 

@@ -4,12 +4,12 @@ import inspect
 
 import numpy as np
 
-from harness.recipe import entry, world_sizes
+from harness.start.recipe import entry, world_sizes
 from tests import reference
 from tests.cases import CASES, PROVEN, ROOT, sizes_of
 from tests.reference import Value
 
-OBSERVE = f"{ROOT / 'harness' / 'observe.py'}:observe"
+OBSERVE = f"{ROOT / 'harness' / 'measure' / 'observe.py'}:observe"
 WIDEST = 0.03  # of the largest number of a tensor: a bound on rounding that is wider proves nothing
 GAIN = 2.0  # a power of two, so that scaling a matmul by it rounds nothing
 

@@ -10,8 +10,8 @@ import time
 
 import oneflow as flow
 
-from harness import recipe
-from harness.observe import traced
+from harness.measure.observe import traced
+from harness.start import recipe
 
 
 def to_standard_error(parser, message, file=None):

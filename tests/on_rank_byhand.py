@@ -2,8 +2,9 @@
 
 import oneflow as flow
 
-from harness import ledger, recipe
-from harness.observe import kept, replaced
+from harness.measure import ledger
+from harness.measure.observe import kept, replaced
+from harness.start import recipe
 
 
 def messages(path, **arguments):

@@ -3,8 +3,8 @@
 import numpy as np
 import oneflow as flow
 
-from harness.ledger import SBPS, OneCall, sent_by
-from harness.observe import kept
+from harness.measure.ledger import SBPS, OneCall, sent_by
+from harness.measure.observe import kept
 
 
 class Numbers(flow.utils.data.Dataset):

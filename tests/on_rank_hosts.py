@@ -4,9 +4,9 @@ import time
 
 import oneflow as flow
 
-from harness import recipe
-from harness.ledger import SBPS, OneCall, quiet_wchar, wait_for
-from harness.observe import kept
+from harness.measure.ledger import SBPS, OneCall, quiet_wchar, wait_for
+from harness.measure.observe import kept
+from harness.start import recipe
 
 
 def sent_by_host():

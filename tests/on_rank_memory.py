@@ -3,9 +3,9 @@
 import oneflow as flow
 from oneflow.nn.graph.graph_config import GraphConfig
 
-from harness import recipe
-from harness.ledger import boxings_of
-from harness.observe import kept, replaced
+from harness.measure.ledger import boxings_of
+from harness.measure.observe import kept, replaced
+from harness.start import recipe
 
 SBPS = {"broadcast_parallel": "B", "partial_sum_parallel": "P"}
 

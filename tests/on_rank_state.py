@@ -7,9 +7,9 @@ import time
 import numpy as np
 import oneflow as flow
 
-from harness import recipe
-from harness.ledger import sent_by
-from harness.observe import held, kept, replaced
+from harness.measure.ledger import sent_by
+from harness.measure.observe import held, kept, replaced
+from harness.start import recipe
 
 
 def trained(path, folder, ranks, weights, steps, graph=False, seed=0, batch=8, in_features=4, out_features=8):

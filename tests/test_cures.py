@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.recipe import load, path_of
+from harness.start.recipe import load, path_of
 
 
 def graph_lives():
@@ -35,7 +35,7 @@ def test_pool_keeps_each_graph_that_is_called(pools):
 
 def saving(path, **arguments):
     """On a rank: train, and return what is put on disk, and what gets its name with which files, in this order."""
-    from harness.observe import replaced
+    from harness.measure.observe import replaced
 
     fsync, replace, done = os.fsync, os.replace, []
 
@@ -79,7 +79,7 @@ def test_checkpoint_is_on_disk_before_it_gets_its_name(pools, tmp_path, name, gr
 
 def address_written(path, where):
     """On a rank, as rank 0 of another job: what the file of rendezvous.py holds when it gets its name, each time."""
-    from harness.observe import replaced
+    from harness.measure.observe import replaced
 
     replace, before, written = os.replace, dict(os.environ), []
 
@@ -109,7 +109,7 @@ def end_of_rank_0(path):
 
     And whether the environment is then as it was.
     """
-    from harness.observe import replaced
+    from harness.measure.observe import replaced
 
     module, kind, started = load(path), multiprocessing.get_context("spawn").Process, []
     start, own_rank = kind.start, os.environ.pop("RANK")

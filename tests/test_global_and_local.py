@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from harness.pool import Pool, PoolError
-from harness.recipe import path_of
+from harness.start.recipe import path_of
 from tests.cases import ROOT
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 PATH = str(path_of("global_and_local"))
-OBSERVE = str(ROOT / "harness" / "observe.py") + ":observe"
+OBSERVE = str(ROOT / "harness" / "measure" / "observe.py") + ":observe"
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from harness.recipe import path_of
+from harness.start.recipe import path_of
 from tests.cases import CASES
 from tests.ladder import GAIN, OBSERVE, check_dependence, check_operations, check_tensors
 

@@ -1,7 +1,7 @@
 """The command that breaks recipes on purpose finds the places to break, and tells red from green."""
 
 from benchmarks import mutate
-from harness.recipe import path_of
+from harness.start.recipe import path_of
 from tests.cases import CASES
 from tests.ladder import OBSERVE
 

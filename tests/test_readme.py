@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from harness.recipe import all_paths, path_of
+from harness.start.recipe import all_paths, path_of
 from tests.cases import CASES, ROOT
 from tests.chapters import forward
 from tests.jobs import LAUNCH, Run

@@ -7,8 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from harness import atlas, picture, theory
-from harness.recipe import RECIPES, path_of, world_sizes
+from harness.measure import picture, theory
+from harness.report import atlas
+from harness.start.recipe import RECIPES, path_of, world_sizes
 from tests.cases import CASES, ROOT, modes
 from tests.chapters.forward import SIGNATURES
 from tests.reference import split

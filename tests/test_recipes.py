@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from harness.recipe import all_paths, path_of, world_sizes
+from harness.start.recipe import all_paths, path_of, world_sizes
 from tests.cases import CASES, ROOT, modes, run_id, runs, sizes_of
 from tests.ladder import OBSERVE, Checks, climb
 

@@ -5,7 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from harness.start import schedulers, script
+from harness.start import recipe, schedulers
 
 
 class BadInput(Exception):
@@ -42,12 +42,12 @@ def checked(arguments):
     options = parser().parse_args(arguments)
     if options.script is None:
         raise BadInput("name a Python script, such as recipes/data_parallel.py")
-    path = script.find(options.script)
+    path = recipe.find(options.script)
     if path is None:
         raise BadInput(f"{options.script}: no such file and no recipe: ./launch.sh lists the recipes")
     options.script = str(path)
     try:
-        sizes = script.world_sizes(path)
+        sizes = recipe.world_sizes(path)
     except SyntaxError as error:
         raise BadInput(f"{path}: not a Python script: line {error.lineno}: {error.msg}") from None
     except (OSError, ValueError) as error:

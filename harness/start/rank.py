@@ -26,6 +26,7 @@ import traceback
 BROKEN_PIPE = 128 + signal.SIGPIPE
 LONGEST_LINE = 1 << 16  # letters of a line that is written in one piece
 LINE_END = "(?<=\n)|(?<=\r)(?!\n|\\Z)"
+ERRORS = []  # what ended the script: its traceback keeps graphs alive, and one that is freed waits for the other ranks
 
 
 def die_with_parent():
@@ -173,11 +174,13 @@ def run(script, out):
     try:
         runpy.run_path(os.path.abspath(script), run_name="__main__")
     except SystemExit as stop:
+        ERRORS.append(stop)
         if stop.code is None or isinstance(stop.code, int):
             code, text = stop.code or 0, "".join(messages[-1:]).rstrip()  # of a usage and an error the error
         else:
             code, text = 1, str(stop.code)
     except BaseException as error:
+        ERRORS.append(error)
         code, text = 1, traceback_of(error)
     else:
         code, text = 0, "".join(messages).rstrip()

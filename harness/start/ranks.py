@@ -114,7 +114,7 @@ class Ranks:
     """The processes of one job. Use it as a context manager: on leaving it, every process is gone."""
 
     def __init__(self, command, here, channels=None, variables=None, bind=True, stdout=None, stderr=None, before=None):
-        """Start `python harness/rank.py *command` for each rank of a NodeRanks. Lists are indexed by local rank.
+        """Start `python harness/start/rank.py *command` for each rank of a NodeRanks. Lists are indexed by local rank.
 
         channels: for each rank a dict of environment variable -> file descriptor to hand over.
         variables: what all of them have in their environment besides.

@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 
-from harness import atlas, pages, picture, theory
-from harness.recipe import path_of, world_sizes
+from harness.measure import picture, theory
+from harness.report import atlas, pages
+from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, GRAPH_ONLY, PROVEN, TRAINED
 from tests.chapters.forward import SIGNATURES
 from tests.early import early_call

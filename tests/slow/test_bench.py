@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import bench, formulas, page, peers, steps
-from harness.ranks import Share, blas_kernels, cores_of, environment
+from harness.start.ranks import NodeRanks, blas_kernels, cores_of, environment
 from tests.cases import CASES
 
 AVX512 = "avx512f avx512cd avx512bw avx512dq avx512vl"
@@ -24,8 +24,8 @@ def test_kernels_go_by_the_flags_of_the_cpu(tmp_path, flags, kernels):
 
 @pytest.mark.parametrize("name", ["OPENBLAS_CORETYPE", "OMP_NUM_THREADS"])
 def test_what_the_user_has_set_stays(name):
-    assert environment(0, Share(2), 1, base={name: "mine"})[name] == "mine"
-    assert environment(0, Share(2), 1, base={}).get(name) != "mine"
+    assert environment(0, NodeRanks(2), 1, base={name: "mine"})[name] == "mine"
+    assert environment(0, NodeRanks(2), 1, base={}).get(name) != "mine"
 
 
 @pytest.mark.parametrize(

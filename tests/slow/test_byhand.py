@@ -3,14 +3,14 @@
 import pytest
 
 from harness.pool import Pool, PoolError
-from harness.recipe import HARNESS, path_of
+from harness.start.recipe import HARNESS, path_of
 from tests.cases import CASES, ROOT
 from tests.ladder import Checks
 from tests.reference import Value, layered, trained
 
-OBSERVE = str(ROOT / "harness" / "observe.py") + ":observe"
+OBSERVE = str(ROOT / "harness" / "measure" / "observe.py") + ":observe"
 ON_RANK = str(ROOT / "tests" / "on_rank_byhand.py")
-PER_STEP = f"{HARNESS / 'ledger.py'}:per_step"
+PER_STEP = f"{HARNESS / 'measure' / 'ledger.py'}:per_step"
 
 
 def path(name):

@@ -5,13 +5,13 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from harness.recipe import path_of
+from harness.start.recipe import path_of
 from tests.cases import CASES, ROOT, SIZES
 from tests.ladder import check_tensors
 
 ON_RANK = str(ROOT / "tests" / "on_rank_data.py")
-OBSERVE = str(ROOT / "harness" / "observe.py") + ":observe"
-PER_STEP = str(ROOT / "harness" / "ledger.py") + ":per_step"
+OBSERVE = str(ROOT / "harness" / "measure" / "observe.py") + ":observe"
+PER_STEP = str(ROOT / "harness" / "measure" / "ledger.py") + ":per_step"
 
 
 def seen(pools, name, n, **arguments):

@@ -2,9 +2,10 @@
 
 import pytest
 
-from harness import atlas, theory
+from harness.measure import theory
 from harness.pool import Pool
-from harness.recipe import path_of, world_sizes
+from harness.report import atlas
+from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, modes, sizes_of
 from tests.hosts import NO_HOSTS
 from tests.ladder import Checks, climb

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from harness.recipe import RECIPES, all_paths, path_of
+from harness.start.recipe import RECIPES, all_paths, path_of
 from tests.jobs import LAUNCH, Run, free_port, launch
 
 HEAD = "import os, signal, sys, time\nimport oneflow as flow\nrank = flow.env.get_rank()\nflow.comm.barrier()\n"
@@ -204,7 +204,7 @@ def test_interrupt_while_the_launcher_starts_says_nothing_of_its_own_lines(scrip
         "import sys, time\n"
         "class Slow:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'harness.launch': print('ready', flush=True); time.sleep(10)\n"
+        "        if name == 'harness.start.job': print('ready', flush=True); time.sleep(10)\n"
         "sys.meta_path.insert(0, Slow())\n"
     )
     (tmp_path / "sitecustomize.py").write_text(hook)
@@ -258,24 +258,6 @@ def test_output_that_is_closed_does_no_harm(script, closed):
     assert sorted(job.err.splitlines()) == ([] if "2>" in closed else ["[0] warned", "[1] warned"])
     refused = Run("bash", "-c", f"{LAUNCH} -n 0 {path} {closed}").wait()
     assert refused.code == 2
-
-
-@pytest.mark.parametrize("how", ["time limit", "SIGTERM"])
-def test_reader_that_reads_nothing_does_not_keep_the_job_from_its_end(script, tmp_path, how):
-    """Such as a pager, or a terminal that is stopped by Ctrl-S."""
-    path = script(f"print('ready', flush=True)\n{ENDLESS}", PLAIN)
-    limit = 8 if how == "time limit" else 60
-    os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    job = Run("bash", "-c", f"exec {LAUNCH} -n 2 --timeout {limit} {path} 2> {tmp_path}/pipe")
-    job.until("ready")
-    if how == "SIGTERM":
-        time.sleep(1)
-        os.kill(job.process.pid, signal.SIGTERM)
-    job.wait(20)
-    os.close(reader)
-    assert job.code == (124 if how == "time limit" else 128 + signal.SIGTERM)
-    assert job.all_gone(within=0.5)
 
 
 def test_stopped_rank_is_ended_too(script):
@@ -456,14 +438,6 @@ def test_logs_of_a_failure_and_of_the_job_after_it(script, tmp_path):
         assert lines.count("met") == 3 and lines.count("ZeroDivisionError: division by zero") == 3 * rank
 
 
-def test_progress_names_the_rank_that_is_silent(script, tmp_path):
-    lines = "for i in range(8 if rank == 0 else 1): print('step', i, flush=True); time.sleep(0.4)"
-    job = launch("-n", 2, "--log-dir", tmp_path / "logs", "--progress", 0.7, script(lines, PLAIN))
-    told = [line for line in job.err.splitlines() if "rank 0, " in line]
-    assert job.code == 0 and len(told) >= 3 and all("s ago: step " in line for line in told), job.err
-    assert re.search(r"\(rank 1 is silent for [1-9]\d* s\)$", told[-1]), job.err
-
-
 def test_log_that_cannot_be_written_does_not_end_the_job(script, tmp_path):
     (tmp_path / "rank_0.log").symlink_to("/dev/full")
     job = launch("-n", 1, "--log-dir", tmp_path, script("print('met')", PLAIN))
@@ -615,11 +589,6 @@ def test_nohup_goes_on_without_its_terminal(script):
     job.until("met")
     os.killpg(job.process.pid, signal.SIGHUP)
     assert job.wait().code == 0
-
-
-def test_more_ranks_than_files_may_be_open_are_refused(script):
-    job = Run("bash", "-c", f"ulimit -n 256; {LAUNCH} -n 30 {script('', PLAIN)}").wait()
-    assert (job.code, job.err) == (2, "launch.sh: -n 30 opens 304 files, and 256 may be: type ulimit -n 304\n")
 
 
 GRAPH_OF_A_FUNCTION = """

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.pool import Pool
-from harness.recipe import path_of, world_sizes
+from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, modes
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")

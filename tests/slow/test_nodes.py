@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from harness.nodes import SILENCE, Nodes, Peer
+from harness.start.nodes import SILENCE, Nodes, Peer
 from tests.hosts import NO_HOSTS
 from tests.jobs import LAUNCH, Run, ended, free_port
 from tests.markdown import BY_HAND

@@ -2,8 +2,8 @@
 
 import pytest
 
-from harness.launch import BadInput, checked
-from harness.schedulers import first_host, port_of, task
+from harness.start.options import BadInput, checked
+from harness.start.schedulers import first_host, port_of, task
 
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "4",

@@ -82,7 +82,7 @@ def program(path, text):
 
 def whole(clone):
     """What launch.sh itself thinks of the clone's .venv."""
-    test = 'here=$1; source "$here/harness/environment.sh"; environment_is_whole'
+    test = 'here=$1; source "$here/harness/start/environment.sh"; environment_is_whole'
     return subprocess.run(["bash", "-c", test, "bash", str(clone)]).returncode == 0
 
 
@@ -194,7 +194,7 @@ def early_jobs(tmp_path_factory):
 
 def found_python(clone, changes):
     """The Python that launch.sh would take, and what it says meanwhile."""
-    command = 'here=$PWD; source harness/environment.sh; find_python; echo "$python"'
+    command = 'here=$PWD; source harness/start/environment.sh; find_python; echo "$python"'
     job = clone.start(["bash", "-euo", "pipefail", "-c", command], **changes).wait()
     assert job.code == 0, job.err
     return job.out.strip(), job.err
@@ -266,7 +266,7 @@ def test_named_python_that_will_not_do(clone, tmp_path):
 
 
 def test_judgement_of_the_newer_pythons_of_this_machine():
-    judge = 'source "$1/harness/environment.sh"; judge "$2"'
+    judge = 'source "$1/harness/start/environment.sh"; judge "$2"'
     for version in ("3.11", "3.12", "3.13"):
         for python in [
             *Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"),

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from harness.picture import rebox
+from harness.measure.picture import rebox
 from tests.cases import ROOT
 from tests.jobs import LAUNCH, Run, launch
 

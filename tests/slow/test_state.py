@@ -5,7 +5,7 @@ import os
 import pytest
 
 from harness.pool import Pool, PoolError
-from harness.recipe import path_of
+from harness.start.recipe import path_of
 from tests import reference
 from tests.cases import CASES, ROOT
 from tests.ladder import OBSERVE, Checks, close

@@ -2,8 +2,8 @@
 
 import pytest
 
-from harness import pages
-from harness.recipe import path_of, world_sizes
+from harness.report import pages
+from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, GRAPH_ONLY, PROVEN, TRAINED
 from tests.early import early_call
 from tests.ladder import Checks

@@ -12,12 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness import draw, recipe
-from harness.launch import BAD_INPUT, TIME_LIMIT_REACHED, BadInput, Parser, checked, say
-from harness.picture import Move, drawing
+from harness.measure.picture import Move, drawing
 from harness.pool import Pool, PoolError
+from harness.report import draw
+from harness.start import recipe
+from harness.start.job import BAD_INPUT, TIME_LIMIT_REACHED
+from harness.start.options import BadInput, Parser, checked
+from harness.start.output import say
 
-MEASURE = str(recipe.HARNESS / "ledger.py") + ":measure_script"
+MEASURE = str(recipe.HARNESS / "measure" / "ledger.py") + ":measure_script"
 
 
 def arguments_of(script, arguments):

@@ -2,8 +2,8 @@
 
 import oneflow as flow
 
-from harness import recipe
-from harness.observe import kept
+from harness.measure.observe import kept
+from harness.start import recipe
 
 
 def status(field):

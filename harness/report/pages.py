@@ -5,14 +5,16 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from harness import atlas, draw, picture, recipe, theory
-from harness.atlas import MATMULS, MODES, PAIRS
+from harness.measure import picture, theory
 from harness.pool import Pool
+from harness.report import atlas, draw
+from harness.report.atlas import MATMULS, MODES, PAIRS
+from harness.start import recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 ATLAS, PICTURES = ROOT / "docs" / "sbp-atlas.md", ROOT / "docs" / "pictures"
-LEDGER = str(recipe.HARNESS / "ledger.py") + ":measure"
-PER_STEP = str(recipe.HARNESS / "ledger.py") + ":per_step"
+LEDGER = str(recipe.HARNESS / "measure" / "ledger.py") + ":measure"
+PER_STEP = str(recipe.HARNESS / "measure" / "ledger.py") + ":per_step"
 TRAINING_COLUMNS = ["recipe", "sends, eager", "sends, graph", "keeps weights", "gradients", "optimizer state"]
 HEADLINE = [  # each kind of conversion once: S(0) and S(1) differ only where both stand here
     ("B", "B"),
@@ -221,7 +223,8 @@ if it differs by more than 2 %. All numbers are multiples of the tensor's size T
 (T = {megabytes} MB); 0 means at most OneFlow's own messages, some kilobytes. **Bold** is what differs from theory.
 
 Theory is table 2 of J. Yuan et al., "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch",
-arXiv:2110.15032, the same as in OneFlow's `core/framework/sbp_infer_util.cpp`; [theory.py](../harness/theory.py) counts
+arXiv:2110.15032, the same as in OneFlow's `core/framework/sbp_infer_util.cpp`;
+[theory.py](../harness/measure/theory.py) counts
 it from the blocks that the ranks hold. To measure a layout of yours: `./launch.sh bytes mine.py`.
 
 ## At a glance

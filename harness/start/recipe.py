@@ -1,4 +1,4 @@
-"""What can be known of a script from its file, without running it: its world sizes, and the parameters of its `run`."""
+"""What can be known of a recipe from its file: the world sizes it accepts, and its entry `run`."""
 
 import ast
 import importlib.util
@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-RECIPES = ROOT / "recipes"
+HARNESS = Path(__file__).resolve().parent.parent
+RECIPES = HARNESS.parent / "recipes"
 
 
 def all_paths():

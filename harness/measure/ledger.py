@@ -8,12 +8,12 @@ from pathlib import Path
 
 import oneflow as flow
 
-from harness import recipe
-from harness.memory import at_rest
-from harness.names import described
-from harness.observe import replaced, where
-from harness.sent import quiet_wchar, sent_by, wait_for
-from harness.trace import Refusal, Trace
+from harness.measure.memory import at_rest
+from harness.measure.names import described
+from harness.measure.observe import replaced, where
+from harness.measure.sent import quiet_wchar, sent_by, wait_for
+from harness.measure.trace import Refusal, Trace
+from harness.start import recipe
 
 ITEM_SIZES = {3: 8, 4: 1, 6: 8, 7: 1, 9: 2}  # bytes of OneFlow's data types, by its number for each; 4 for all others
 

@@ -5,7 +5,7 @@ import sys
 
 import oneflow as flow
 
-from harness.observe import where
+from harness.measure.observe import where
 
 
 def described(tensor):

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import oneflow as flow
 
-from harness.names import Names, described, layout
-from harness.observe import MATMULS, TO_GLOBAL, label, replaced, where
-from harness.sent import sent_by, tensors_in
+from harness.measure.names import Names, described, layout
+from harness.measure.observe import MATMULS, TO_GLOBAL, label, replaced, where
+from harness.measure.sent import sent_by, tensors_in
 
 OFTEN = 20  # how often a step on one line is measured; then it is only counted, so that training takes its time
 PRODUCTS = [*MATMULS, (flow, "mm"), (flow.Tensor, "mm")]

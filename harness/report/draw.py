@@ -7,7 +7,7 @@ from rich.columns import Columns
 from rich.padding import Padding
 from rich.text import Text
 
-from harness.picture import Tensor
+from harness.measure.picture import Tensor
 
 CELL = 14  # characters of a rank's picture on a terminal
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")  # of the ranks, in turn

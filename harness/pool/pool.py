@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness.ranks import Ranks, Share, is_consequence
+from harness.start.ranks import NodeRanks, Ranks, is_consequence
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 GRACE = 0.5  # seconds that the other ranks get to answer once one has failed
@@ -133,10 +133,10 @@ class Pool:
     def _start(self):
         pairs = [socket.socketpair() for _ in range(self.world_size)]
         self.logs = [tempfile.TemporaryFile() for _ in range(self.world_size)]  # noqa: SIM115
-        share, before = Share(self.world_size), None
+        share, before = NodeRanks(self.world_size), None
         if self.hosts:
             port = 20000 + self.starts % 1000  # nobody else uses the hosts
-            share, before = Share(self.world_size, local=None, address=self.hosts[0], port=port), self.hosts[1]
+            share, before = NodeRanks(self.world_size, local=None, address=self.hosts[0], port=port), self.hosts[1]
         self.ranks = Ranks(
             [WORKER],
             share,

@@ -6,9 +6,10 @@ import sys
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness import pool, recipe  # noqa: E402
+from harness.pool import pool  # noqa: E402
+from harness.start import recipe  # noqa: E402
 
 
 def keep_graphs(graph_class):

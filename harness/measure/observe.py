@@ -2,9 +2,10 @@
 
 import contextlib
 
+import numpy as np
 import oneflow as flow
 
-from harness import recipe
+from harness.start import recipe
 
 # Every recipe that ran, with its graph: OneFlow 0.9.0 hangs when one is freed while another is built.
 kept = []
@@ -133,3 +134,13 @@ def observe(path, gain=1.0, **arguments):
     with traced(gain) as seen:
         tensors = module.run(**arguments)
     return {"tensors": {name: held(tensor) for name, tensor in tensors.items()}, **seen}
+
+
+def returned(path, name):
+    """Call the test `name` of a file, made by harness.testing.on_ranks, on this rank; returns what it returned as data:
+    {name: `held` of the tensor, "wanted_sbp" as `label` writes it, "wanted": array}."""
+    found = {}
+    for key, (tensor, sbp, wanted) in getattr(recipe.load(path), name).on_rank().items():
+        sbps = sbp if isinstance(sbp, (tuple, list)) else (sbp,)
+        found[key] = {**held(tensor), "wanted_sbp": label(sbps), "wanted": np.asarray(wanted)}
+    return found

@@ -6,7 +6,7 @@ from typing import Optional
 
 import numpy as np
 
-from harness import theory
+from harness.measure import theory
 
 # The signatures of a matmul of two matrices: SBP of x, of w -> of the product. J. Yuan et al., arXiv:2110.15032.
 MATMUL = {("B", "B"): "B", ("S(0)", "B"): "S(0)", ("B", "S(1)"): "S(1)", ("S(1)", "S(0)"): "P"}

@@ -2,8 +2,8 @@
 
 import itertools
 
-from harness import theory
-from harness.recipe import HARNESS
+from harness.measure import theory
+from harness.start.recipe import HARNESS
 
 SBPS = ("B", "S(0)", "S(1)", "P")
 PAIRS = list(itertools.product(SBPS, SBPS))
@@ -111,7 +111,7 @@ def merged(parts):
 
 def measured_on(pool):
     """That part of `measured` that a pool of this world size can measure."""
-    ledger, whole, n = str(HARNESS / "ledger.py"), 4 * SHAPE[0] * SHAPE[1], pool.world_size
+    ledger, whole, n = str(HARNESS / "measure" / "ledger.py"), 4 * SHAPE[0] * SHAPE[1], pool.world_size
     found = {"conversions": {}, "signatures": {}}
     for mode in MODES:
         graph = mode == "graph"
