@@ -36,7 +36,7 @@ RANKS = {1: 2, 2: 4}  # number of hosts -> of ranks
 DEATH = 15  # seconds within which a job must end, or start again, after a death
 SILENCE = 12  # the --timeout of jobs that will fall silent
 MOMENTS = (0.03, 0.95)  # of the time that an undisturbed job takes
-DISK = "8k"  # has room for two checkpoints, not for three: each takes a page of 4 KB
+DISK = "100k"  # has room for two checkpoints of 33 KB, and not for a third
 FOUND, PAGE = ROOT / "docs" / "faults.json", ROOT / "docs" / "faults.md"
 COLUMNS = [
     *("fault", "hosts", "tries", "seconds, median", "worst", "limit", "as promised", "processes left"),
@@ -432,7 +432,7 @@ What `launch.sh` makes of {total[0]} faults that were injected into jobs of
 [elastic_training.py](../recipes/starting/elastic_training.py), {STEPS} steps with a checkpoint after every {EVERY}:
 {total[1]} processes were left, {total[2]} checkpoints were lost. `./launch.sh faults` makes this page
 ({found["machine"]}; half of the tries eager, half in a graph; {RANKS[1]} ranks on one host, {RANKS[2]} on two, which
-are network namespaces with addresses of their own). The tests make one try of each.
+are network namespaces with addresses of their own). The tests make one try of each.{found.get("remark", "")}
 
 A fault comes at a random moment: at the start, while the ranks meet, in training, while a checkpoint is written.
 Seconds are from the fault until the last launcher has ended, or says that it starts again (exceptions, and the first

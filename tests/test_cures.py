@@ -77,31 +77,32 @@ def test_checkpoint_is_on_disk_before_it_gets_its_name(pools, tmp_path, name, gr
     assert times > 0 and other == []
 
 
-def address_written(path, where):
-    """On a rank, as rank 0 of another job: what the file of rendezvous.py holds when it gets its name, each time."""
+def addresses_by_file(path, where):
+    """On a rank: where rendezvous.py finds rank 0 as rank 0 and as rank 1, and what is in the file when it is named."""
     from harness.measure.observe import replaced
 
-    replace, before, written = os.replace, dict(os.environ), []
+    replace, before, found, written = os.replace, dict(os.environ), [], []
 
     def recording_replace(source, target):
-        written.append((Path(source).read_text(), str(target), Path(target).exists()))
+        written.append((Path(source).read_text(), str(target)))
         replace(source, target)
 
     module = load(path)
     with replaced({(os, "replace"): recording_replace}):
-        os.environ["RANK"] = "0"
-        module.meet_by_file(where)
-    found = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+        for rank in "01":
+            os.environ["RANK"] = rank
+            module.meet_by_file(where)
+            found.append("{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ))
     os.environ.clear()
     os.environ.update(before)
     return found, written
 
 
 def test_file_by_which_ranks_meet_gets_its_name_when_it_is_whole(pools, tmp_path):
-    """Else a rank may read half of an address."""
-    where = str(tmp_path / "job")
-    [[found, written]] = pools(1).call(f"{__file__}:address_written", path=str(path_of("rendezvous")), where=where)
-    assert written == [(found, where, False)] and os.listdir(tmp_path) == ["job"]
+    """Else a rank may read half of an address. And rank 0 alone writes it."""
+    where, path = str(tmp_path / "job"), str(path_of("rendezvous"))
+    [[[address, of_rank_1], written]] = pools(1).call(f"{__file__}:addresses_by_file", path=path, where=where)
+    assert address == of_rank_1 and written == [(address, where)] and os.listdir(tmp_path) == ["job"]
 
 
 def end_of_rank_0(path):

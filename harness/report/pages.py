@@ -11,7 +11,7 @@ from harness.report import atlas, draw
 from harness.report.atlas import MATMULS, MODES, PAIRS
 from harness.start import recipe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ATLAS, PICTURES = ROOT / "docs" / "sbp-atlas.md", ROOT / "docs" / "pictures"
 LEDGER = str(recipe.HARNESS / "measure" / "ledger.py") + ":measure"
 PER_STEP = str(recipe.HARNESS / "measure" / "ledger.py") + ":per_step"

@@ -1,10 +1,10 @@
 """Elastic training: a job that loses a rank goes on from its last checkpoint.
 
     loss = mean((x @ w - y)^2)    rank 0      rank 1      SBP
-    x           (8, 5)            rows 0-3    rows 4-7    S(0)
-    w           (5, 3)            whole       whole       B
-    momentum    (5, 3)            whole       whole       B
-    new w       (5, 3)            whole       whole       B
+    x           (8, 64)           rows 0-3    rows 4-7    S(0)
+    w           (64, 64)          whole       whole       B
+    momentum    (64, 64)          whole       whole       B
+    new w       (64, 64)          whole       whole       B
 
 OneFlow cannot go on without a rank: when one dies, all end and start again. A checkpoint holds weight and momentum, and
 the batch of a step depends on the step alone, so the new weight is bit by bit that of a job without a death (on another
@@ -81,7 +81,7 @@ def last_checkpoint(folder, steps):
 
 
 def run(
-    graph=False, device="cpu", seed=0, steps=4, every=2, batch=None, in_features=5, out_features=3, folder="", die=0
+    graph=False, device="cpu", seed=0, steps=4, every=2, batch=None, in_features=64, out_features=64, folder="", die=0
 ):
     """Train up to a step, from the last checkpoint before it on; returns x, y, w, momentum, new w and the losses."""
     batch = batch or max(8, flow.env.get_world_size())  # a row for each rank, at least

@@ -57,7 +57,7 @@ def spawn(n, seed=0, ranks=2, batch=4, in_features=5, out_features=8):
     )
 
 
-def elastic_training(n, seed=0, steps=4, every=2, batch=8, in_features=5, out_features=3, gain=1.0):
+def elastic_training(n, seed=0, steps=4, every=2, batch=8, in_features=64, out_features=64, gain=1.0):
     """Data parallel on a batch of its own in each step, drawn from the seed and the step's number."""
     ranks = list(range(n))
 

@@ -306,7 +306,7 @@ def test_set_up_in_the_dockerfile(tmp_path, whole):
     for line in lines[:number]:
         if line.startswith("COPY "):
             *sources, target = [word for word in line.split()[1:] if not word.startswith("--")]
-            (tmp_path / target).mkdir(exist_ok=True)
+            (tmp_path / target).mkdir(parents=True, exist_ok=True)
             for source in sources:
                 shutil.copy(str(ROOT / source), str(tmp_path / target))
     if whole:
