@@ -56,14 +56,7 @@ def test_pipeline_without_identity_is_red_whatever_its_weights_are(pools, tmp_pa
 def test_changed_recipe_is_seen_by_tests_of_its_own(tmp_path, monkeypatch):
     path = tmp_path / "single_device.py"
     path.write_text(path_of("single_device").read_text().replace("flow.matmul(x, self.w)", "flow.matmul(x, -self.w)"))
-    for which, of_the_recipe, of_the_changed in (
-        (
-            "ladder and single_device-1-eager-even",
-            None,
-            "FAILED tests/test_recipes.py::test_proof_ladder[",
-        ),
-        ("nothing_of_the_kind", "pytest ended with 5", "pytest ended with 5"),
-    ):
-        monkeypatch.setitem(mutate.TESTS, "single_device", ["tests/test_recipes.py", "-k", which])
-        assert mutate.red_test(path_of("single_device"), "single_device") == of_the_recipe
-        assert mutate.red_test(path, "single_device").startswith(of_the_changed)
+    monkeypatch.setitem(mutate.TESTS, "single_device", ["tests/test_recipes.py", "-k", "single_device-1-eager-even"])
+    assert "test_proof_ladder" in mutate.red_test(path, "single_device")
+    monkeypatch.setitem(mutate.TESTS, "single_device", ["tests/test_cures.py", "-k", "no_such_test"])
+    assert mutate.red_test(path, "single_device") == "pytest ended with 5"
