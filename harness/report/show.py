@@ -12,18 +12,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.measure.picture import Move, drawing
+from harness.measure.steps import Move, tensors_and_moves
 from harness.pool import Pool, PoolError
 from harness.report import draw
+from harness.report.runs import MEASURE_SCRIPT
 from harness.start import recipe
 from harness.start.job import BAD_INPUT, TIME_LIMIT_REACHED
 from harness.start.options import BadInput, Parser, checked
 from harness.start.output import say
 
-MEASURE = str(recipe.HARNESS / "measure" / "ledger.py") + ":measure_script"
 
-
-def arguments_of(script, arguments):
+def keywords_of(script, arguments):
     """What the command line says for the parameters of the script's entry; None if it must be run whole.
 
     Raises BadInput.
@@ -51,13 +50,13 @@ def arguments_of(script, arguments):
 def measured(arguments):
     """(the options, the items to draw, bytes that each rank sent outside the steps). Raises BadInput, PoolError."""
     options = checked(arguments)
-    given = arguments_of(options.script, options.arguments)
+    keywords = keywords_of(options.script, options.arguments)
     with Pool(options.nproc_per_node, options.timeout or 1e9) as pool:
         path = str(Path(options.script).resolve())
-        results = pool.call(MEASURE, path=path, given=given, words=options.arguments)
+        results = pool.call(MEASURE_SCRIPT, path=path, keywords=keywords, argv=options.arguments)
     if "refusal" in results[0]:
         raise BadInput(results[0]["refusal"])
-    return options, drawing(results), [result["outside"] for result in results]
+    return options, tensors_and_moves(results), [result["outside"] for result in results]
 
 
 def main(command, arguments):
@@ -70,7 +69,7 @@ def main(command, arguments):
         say(str(error))
         return BAD_INPUT
     except PoolError as error:
-        say(str(error).replace(f"{MEASURE}: ", "", 1))
+        say(str(error).replace(f"{MEASURE_SCRIPT}: ", "", 1))
         return TIME_LIMIT_REACHED if error.hung else 128 + error.signal if error.signal else 1
     if sys.stdout.isatty():
         FORMS[command](Console(highlight=False), options, items, outside)
