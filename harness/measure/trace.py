@@ -47,7 +47,6 @@ class Trace:
         self.names = Names(self.path)
         self.times = collections.Counter()  # of the steps that look alike
         self.last = {}  # the last of them
-        self.calls = 0  # how many calls of modules are around us
         self.averages = False  # whether DistributedDataParallel averages the gradients of local tensors
 
     @contextlib.contextmanager
@@ -130,11 +129,10 @@ class Trace:
     def to_global(self, function):
         step = self.step("to_global", function)
 
-        def call(tensor, *arguments, **named):
-            placement, sbp = (*arguments, *(named.get(name) for name in ("placement", "sbp")[len(arguments) :]))[:2]
-            if tensor.is_global:  # of a local tensor, what others hold of the whole is not known
+        def call(tensor, placement=None, sbp=None, **named):
+            if tensor.is_global:  # the size of the whole is not known from a local tensor
                 self.check(tensor.shape, placement or tensor.placement, tensor.sbp if sbp is None else sbp)
-            return step(tensor, *arguments, **named)
+            return step(tensor, placement, sbp, **named)
 
         return call
 
@@ -159,13 +157,9 @@ class Trace:
     def module_call(self, function):
         def call(module, *arguments, **named):
             self.averages = self.averages or getattr(module, "_is_ddp_module", False)
-            if not self.calls:  # the path of a parameter begins at the outermost module
+            if not self.inside:
                 self.names.add_module(module)
-            self.calls += 1
-            try:
-                return function(module, *arguments, **named)
-            finally:
-                self.calls -= 1
+            return function(module, *arguments, **named)
 
         return call
 
