@@ -12,8 +12,8 @@ def layout_of(tensor):
 
 def describe(tensor):
     """A tensor without its content."""
-    layout, item = layout_of(tensor)._asdict(), tensor.element_size()  # bytes of an element
-    return {**layout, "shape": tuple(tensor.shape), "item": item, "id": id(tensor)}
+    item = tensor.element_size()  # bytes of an element
+    return {**layout_of(tensor)._asdict(), "shape": tuple(tensor.shape), "item": item, "id": id(tensor)}
 
 
 def is_whole(tensor):
@@ -28,15 +28,13 @@ def snapshot(tensor):
 
     Reading the full value is collective: every rank calls this for the same tensors in the same order.
     """
-    placement = tensor.placement if tensor.is_global else None
     shard = tensor.to_local() if tensor.is_global else tensor
-    outside = tensor.is_global and flow.env.get_rank() not in placement.ranks
-    shard = None if outside and shard.numel() == 0 else shard.detach().numpy()
+    outside = tensor.is_global and flow.env.get_rank() not in tensor.placement.ranks
+    shard = None if outside and not shard.numel() else shard.detach().numpy()
     return {
-        **layout_of(tensor)._asdict(),
-        "shape": tuple(tensor.shape),
+        **describe(tensor),
         "dtype": str(tensor.dtype).split(".")[-1],
-        "device": placement.type if placement else tensor.device.type,
+        "device": (tensor.placement if tensor.is_global else tensor.device).type,
         "shard": shard,
         "value": shard if is_whole(tensor) else tensor.detach().numpy(),
     }

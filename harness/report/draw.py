@@ -24,7 +24,7 @@ def bytes_in_words(count):
 
 
 def block_in_words(tensor, rank):
-    """ "rows 0-1, columns 2-3" of a tensor that a rank has; what it has whole is left out."""
+    """A rank's block, such as "rows 0-1, columns 2-3", without the dimensions that it has whole."""
     block = tensor.blocks[rank]
     if block is None:
         return "nothing"
@@ -38,7 +38,7 @@ def block_in_words(tensor, rank):
 
 
 def rank_rows(tensor):
-    """The ranks as they are drawn: on one row, those of a mesh on one for each row of it."""
+    """The ranks as they are drawn: in one row, or row by row of their mesh."""
     ranks = np.array(tensor.ranks)
     return ranks.tolist() if ranks.ndim == 2 else [list(range(len(tensor.blocks)))]
 
@@ -116,7 +116,7 @@ NARROWEST = 250
 
 
 def as_svg(items, title):
-    """The same drawing as the text of an SVG file. It brings its own light ground, so it reads on dark pages too.
+    """The same drawing as the text of an SVG file. Its background is light, so it can be read on dark pages too.
 
     Below a move's collective stand the bytes that left each rank, measured, in units of the tensor that moved.
     """
@@ -189,7 +189,7 @@ def draw_move(svg, left, down, move, middles):
 
 
 def fractions(sizes, block):
-    """Where a block lies in the picture of its tensor: ((top, bottom), (left, right)), from 0 to 1."""
+    """Where a block is in the picture of its tensor: ((top, bottom), (left, right)), from 0 to 1."""
     spans = [(start / size, stop / size) for (start, stop), size in zip(block, sizes)]
     return ([(0.0, 1.0)] * 2 + spans)[-2:]
 

@@ -13,7 +13,7 @@ from harness.start import recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 ATLAS, PICTURES = ROOT / "docs" / "sbp-atlas.md", ROOT / "docs" / "pictures"
-PAGE = Path(__file__).with_name("sbp-atlas.md")  # the text, with a {name} for each table
+PAGE = Path(__file__).with_name("atlas_template.md")  # the text, with a {name} for each table
 
 
 def measured():
