@@ -49,7 +49,7 @@ def made(found, by_recipe, steps):
 def page(found, on_a_mesh, steps):
     others = [*atlas.DISJOINT.values()], [pair for pairs in atlas.OVERLAPPING.values() for pair in pairs]
     disjoint, overlapping = (
-        "".join(f"### {a} → {b}\n\n{tables.other_ranks(found, a, b)}\n" for a, b in group) for group in others
+        "\n".join(f"### {a} → {b}\n\n{tables.other_ranks(found, a, b)}" for a, b in group) for group in others
     )
     same = {"same": atlas.SAME}
     return PAGE.read_text().format(
