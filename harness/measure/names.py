@@ -25,7 +25,7 @@ def tensors_inside(name, value, module):
 
 
 class Names:
-    """Collects the tensors of the script at `path` while it runs, with all that can name them. Keys are ids."""
+    """Collects the tensors of the script at `path` while it runs, with all that can name them. Keys are their ids."""
 
     def __init__(self, path):
         self.path = path
@@ -35,8 +35,8 @@ class Names:
         self.shown = set()  # parameters and tensors that a variable holds itself
         self.leaves = []  # tensors that get gradients; to ask others for theirs may end the process
         self.variables = {}  # (how many frames of the script are around the variable, its name)
-        self.parameters = {}  # of buffers too: (path in the module, id of the module)
-        self.modules = {}  # (module, the variable that holds it)
+        self.parameters = {}  # of buffers too: (path in the module, module)
+        self.modules = {}  # module -> the variable that holds it
         self.origins = {}  # (id of the tensor that it was made from, what that adds to the name)
         self.seen = set()  # (name, looks) of tensors that variables hold
 
@@ -60,13 +60,12 @@ class Names:
 
     def add_module(self, module, variable=""):
         """Name the parameters and buffers of a module by their path in the outermost one; returns the parameters."""
-        self.modules[id(module)] = (module, self.modules.get(id(module), (module, ""))[1] or variable)
+        self.modules[module] = self.modules.get(module) or variable
         for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
             self.add([tensor])
             self.shown.add(id(tensor))
-            before, _ = self.parameters.get(id(tensor), (None, 0))
-            if before is None or path.count(".") > before.count("."):
-                self.parameters[id(tensor)] = (path, id(module))
+            if id(tensor) not in self.parameters or path.count(".") > self.parameters[id(tensor)][0].count("."):
+                self.parameters[id(tensor)] = (path, module)
         return list(module.parameters())
 
     @contextlib.contextmanager
@@ -129,7 +128,7 @@ class Names:
             owners.setdefault(path, set()).add(module)
         names = {number: name for number, (_, name) in self.variables.items()}
         for number, (path, module) in self.parameters.items():
-            variable = self.modules[module][1]
+            variable = self.modules[module]
             names[number] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else path
         for number in set(self.tensors) - set(names):
             added, origin = "", number

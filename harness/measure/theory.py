@@ -10,15 +10,11 @@ import numpy as np
 
 from harness.measure.sbp import Layout
 
-COLLECTIVES = {
-    **{("S", "B"): "all-gather", ("S", "S"): "all-to-all", ("P", "B"): "all-reduce", ("P", "S"): "reduce-scatter"},
-    **{("B", "S"): "local slice", ("B", "P"): "local fill", ("S", "P"): "local fill"},
-}
+COLLECTIVES = {"SB": "all-gather", "SS": "all-to-all", "PB": "all-reduce", "PS": "reduce-scatter"}
+COLLECTIVES.update(BS="local slice", BP="local fill", SP="local fill")
 # The legal signatures of a matmul of two matrices: SBP of x, of w -> of the product.
-MATMUL = {
-    **{("B", "B"): "B", ("S(0)", "B"): "S(0)", ("B", "S(1)"): "S(1)"},
-    **{("S(1)", "S(0)"): "P", ("P", "B"): "P", ("B", "P"): "P"},
-}
+MATMUL = {("B", "B"): "B", ("S(0)", "B"): "S(0)", ("B", "S(1)"): "S(1)", ("S(1)", "S(0)"): "P"}
+MATMUL.update({("P", "B"): "P", ("B", "P"): "P"})
 
 
 class Boxing:
@@ -61,7 +57,7 @@ def collective(old, new):
     names = []
     for axis in changed_axes(old, new):
         along = f" along axis {axis}" if len(old.axes) > 1 else ""
-        names.append(COLLECTIVES[old.axes[axis][0], new.axes[axis][0]] + along)
+        names.append(COLLECTIVES[old.axes[axis][0] + new.axes[axis][0]] + along)
     return ", ".join(names) or "nothing"
 
 

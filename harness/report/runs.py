@@ -5,11 +5,9 @@ from harness.start.recipe import HARNESS, all_paths, entry, path_of, world_sizes
 
 MEASURE_SCRIPT = f"{HARNESS / 'measure' / 'script.py'}:measure_script"
 PER_STEP = f"{HARNESS / 'measure' / 'training.py'}:per_step"
-SIZES = {  # at which runs are measured
-    **{"batch": 480, "in_features": 720, "hidden": 960, "out_features": 1080, "rows": 480, "columns": 1080},
-    "steps": 1,
-}
-TRAINING_SIZES = {"batch": 384, "in_features": 384, "hidden": 768, "out_features": 384}  # at which steps are measured
+# The sizes at which runs and steps are measured.
+SIZES = dict(batch=480, in_features=720, hidden=960, out_features=1080, rows=480, columns=1080, steps=1)
+TRAINING_SIZES = dict(batch=384, in_features=384, hidden=768, out_features=384)
 TRAINED_ON = (2, 4)  # ranks
 OTHER_SIZES = {
     "auto_parallel": {"batch": 96},  # at more it chooses otherwise
