@@ -19,11 +19,10 @@ PAGE = Path(__file__).with_name("atlas_template.md")  # the text, with a {name} 
 def measured():
     """What the pages are made of, measured: a thread and a pool for each world size, as ranks mostly wait."""
     with ThreadPoolExecutor() as threads:
-        parts = list(threads.map(measured_on, (1, 2, 3, 4)))
-    found, by_recipe, steps = zip(*parts)
-    steps = {run: by_rank for part in steps for run, by_rank in part.items()}
-    results = {name: by_mode for part in by_recipe for name, by_mode in part.items()}
-    return atlas.merged(filter(None, found)), results, {run: steps[run] for run in runs.training_runs()}
+        found, by_recipe, steps = zip(*threads.map(measured_on, (1, 2, 3, 4)))
+    by_recipe = {name: by_mode for part in by_recipe for name, by_mode in part.items()}
+    steps = {run: part[run] for run in runs.training_runs() for part in steps if run in part}
+    return atlas.merged(filter(None, found)), by_recipe, steps
 
 
 def measured_on(n):
