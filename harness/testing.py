@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.measure.sbp import Layout
+from harness.measure import theory
 from harness.pool import Pool
 
 RETURNED = f"{Path(__file__).parent / 'measure' / 'observe.py'}:returned"
@@ -49,9 +49,9 @@ def differences(results, rtol, atol):
                 yield f"{where}: shape is {found['shape']}, expected {wanted.shape}"
             else:
                 yield difference(f"{where}: value", found["value"], wanted, rtol, atol)
-                block = Layout(found["sbp"], found["ranks"]).block(wanted.shape, rank)
-                if block and "P" not in found["sbp"].split(", "):  # of a P only the sum is known
-                    block = tuple(slice(*span) for span in block)
+                layout = theory.Layout(found["sbp"], found["ranks"])
+                if rank in layout.members and "P" not in found["sbp"].split(", "):  # only the sum of a P is known
+                    block = tuple(slice(*span) for span in layout.block(wanted.shape, rank))
                     yield difference(f"{where}: shard", found["shard"], wanted[block], rtol, atol)
 
 
