@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from harness.pool import Pool
-from harness.report import pages
+from harness.report import runs
 
 
 class Early:
@@ -44,5 +44,5 @@ class Early:
 
 def early_call(name, n, mode, **more):
     """The call that measures a step of a training recipe, for `Early`."""
-    run = partial(pages.training_run, name=name, n=n, mode=mode, **more)
+    run = partial(runs.training_run, name=name, n=n, mode=mode, **more)
     return {("step", name, n, mode, *more.items()): (n, run)}

@@ -129,7 +129,9 @@ def check_operations(case, graph, seen):
             len(result["calls"]), case.models * (case.steps or 1) * graph, f"rank {rank}: number of calls of a graph"
         )
         Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")
-        Checks.equal(result["bare"], [], f"rank {rank}: parameters that micro-batches read without identity")
+        Checks.equal(
+            result["without_identity"], [], f"rank {rank}: parameters that micro-batches read without identity"
+        )
 
 
 def operand(case, name, rank):

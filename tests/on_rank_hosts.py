@@ -4,8 +4,9 @@ import time
 
 import oneflow as flow
 
-from harness.measure.ledger import SBPS, OneCall, quiet_wchar, wait_for
-from harness.measure.observe import kept
+from harness.measure.graph import FunctionGraph
+from harness.measure.sbp import sbp_of
+from harness.measure.sent import quiet_wchar, wait_for
 from harness.start import recipe
 
 
@@ -30,15 +31,14 @@ def quiet_sent_by_host():
 
 def between_hosts(source, target, old, new, rows, columns, graph):
     """The bytes that leave this rank's host for one to_global of a tensor in float32. Collective."""
-    x = flow.ones(rows, columns, placement=flow.placement("cpu", source), sbp=SBPS[old])
+    x = flow.ones(rows, columns, placement=flow.placement("cpu", source), sbp=sbp_of(old))
     there = flow.placement("cpu", target)
 
     def function(x):
-        return x.to_global(placement=there, sbp=SBPS[new])
+        return x.to_global(placement=there, sbp=sbp_of(new))
 
     if graph:
-        function = OneCall(function)
-        kept.append(function)
+        function = FunctionGraph(function)
         function._compile(x)
     wait_for(function(x))  # once beforehand: connections are made
     before = quiet_sent_by_host()
@@ -49,7 +49,6 @@ def between_hosts(source, target, old, new, rows, columns, graph):
 def times_of_training(path, more, graph=False, **arguments):
     """Seconds that a run of one step of training takes, and one with so many more. Collective."""
     module = recipe.load(path)
-    kept.append(module)
     times = []
     for steps in (1, 1 + more):
         flow.comm.barrier()

@@ -7,7 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from harness.measure import picture, theory
+from harness.measure import theory
+from harness.measure.sbp import NAMES, Layout
 from harness.report import atlas
 from harness.start.recipe import RECIPES, path_of, world_sizes
 from tests.cases import CASES, ROOT, modes
@@ -111,14 +112,14 @@ def lookup(name):
 
 
 def test_table_of_conversions_names_the_collectives_and_what_costs_more():
-    layouts = {sbp: theory.Layout(sbp, [0, 1]) for sbp in atlas.SBPS}
+    layouts = {sbp: Layout(sbp, [0, 1]) for sbp in NAMES}
     assert lookup("sbp_conversions") == {
         old: [
             theory.collective(layouts[old], layouts[new])
             + (" *" if any((mode, "same", old, new) in atlas.DEVIATIONS for mode in atlas.MODES) else "")
-            for new in atlas.SBPS
+            for new in NAMES
         ]
-        for old in atlas.SBPS
+        for old in NAMES
     }
 
 
@@ -139,14 +140,14 @@ def test_table_of_placements_gives_the_formulas():
 
 
 def test_table_of_signatures_names_the_product_and_what_moves():
-    inputs = {sbp: {"sbp": sbp, "ranks": [0, 1], "shape": (4, 4), "item": 4} for sbp in atlas.SBPS}
+    inputs = {sbp: {"sbp": sbp, "ranks": [0, 1], "shape": (4, 4), "item": 4} for sbp in NAMES}
     for i, (x, cells) in enumerate(lookup("matmul_signatures").items()):
-        for j, (w, cell) in enumerate(zip(atlas.SBPS, cells)):
+        for j, (w, cell) in enumerate(zip(NAMES, cells)):
             out = SIGNATURES["equal"][i][j]
-            moved = picture.rebox([inputs[x], inputs[w]], {"sbp": out})
+            moved = theory.matmul_boxings([inputs[x], inputs[w]], {"sbp": out})
             words = [f"{name} to {one.new[0]}" for name, one in moved]
             assert cell.replace("x or w to B", "w to B") == ", ".join([out, *words]), (x, w)
-    assert list(lookup("matmul_signatures")) == list(atlas.SBPS)
+    assert list(lookup("matmul_signatures")) == list(NAMES)
 
 
 @pytest.mark.parametrize("name", CASES)

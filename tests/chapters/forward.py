@@ -2,11 +2,10 @@
 
 import numpy as np
 
+from harness.measure.sbp import NAMES as SBPS
 from tests import reference
 from tests.case import Case
 from tests.reference import Value
-
-SBPS = ("B", "S(0)", "S(1)", "P")
 
 
 def single_device(n, **sizes):

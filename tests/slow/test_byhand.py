@@ -10,7 +10,7 @@ from tests.reference import Value, layered, trained
 
 OBSERVE = str(ROOT / "harness" / "measure" / "observe.py") + ":observe"
 ON_RANK = str(ROOT / "tests" / "on_rank_byhand.py")
-PER_STEP = f"{HARNESS / 'measure' / 'ledger.py'}:per_step"
+PER_STEP = f"{HARNESS / 'measure' / 'training.py'}:per_step"
 
 
 def path(name):

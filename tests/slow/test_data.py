@@ -11,7 +11,7 @@ from tests.ladder import check_tensors
 
 ON_RANK = str(ROOT / "tests" / "on_rank_data.py")
 OBSERVE = str(ROOT / "harness" / "measure" / "observe.py") + ":observe"
-PER_STEP = str(ROOT / "harness" / "measure" / "ledger.py") + ":per_step"
+PER_STEP = str(ROOT / "harness" / "measure" / "training.py") + ":per_step"
 
 
 def seen(pools, name, n, **arguments):

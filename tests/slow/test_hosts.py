@@ -3,6 +3,7 @@
 import pytest
 
 from harness.measure import theory
+from harness.measure.sbp import Layout
 from harness.pool import Pool
 from harness.report import atlas
 from harness.start.recipe import path_of, world_sizes
@@ -74,14 +75,14 @@ def test_table_of_what_crosses_has_the_formulas():
     """Between two groups of ranks the total; among all of them, in a ring, what each rank sends to the next."""
     assert len(crossings()) == 22
     for source, target, old, new, graph, units in crossings():
-        layouts = theory.Layout(old, source), theory.Layout(new, target)
+        layouts = Layout(old, source), Layout(new, target)
         if graph:
             continue
         if source != target:
             copied_on = {("B", "B"): 2}.get((old, new), 0)  # among the new ranks
             assert units == atlas.expected("eager", (4, 4), (old, source), (new, target)) / 16 - copied_on
         else:
-            sent = theory.boxing((4, 4), *layouts).total / 16 / len(source)
+            sent = theory.Boxing((4, 4), *layouts).total / 16 / len(source)
             two_ranks_to_two = 4 / 3 if theory.collective(*layouts) == "all-to-all" else 1  # each sends to 2 of 3 there
             assert units == pytest.approx(sent * two_ranks_to_two)
 

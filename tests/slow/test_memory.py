@@ -9,7 +9,7 @@ from harness.start.recipe import HARNESS, path_of
 from tests.cases import ROOT
 from tests.ladder import OBSERVE, Checks
 
-MEMORY = f"{HARNESS / 'measure' / 'memory.py'}:memory"
+MEMORY = f"{HARNESS / 'measure' / 'training.py'}:memory"
 MAIN = f"{ROOT / 'tests' / 'on_rank.py'}:main_of"
 COMPILED = f"{ROOT / 'tests' / 'on_rank_memory.py'}:compiled"
 LARGE = {"batch": 16, "in_features": 1024, "hidden": 4096, "out_features": 1024, "steps": 2}

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from harness.measure.picture import rebox
+from harness.measure.theory import matmul_boxings
 from tests.cases import ROOT
 from tests.jobs import LAUNCH, Run, launch
 
@@ -216,9 +216,9 @@ def test_both_take_a_script_of_the_user_anywhere(tmp_path):
 def test_matmul_that_transposes_w_is_told_from_one_that_moves_it():
     """nn.Linear has w as (out, in): S(0) there splits the columns of the product, and nothing moves."""
     x, w = ({"sbp": sbp, "ranks": [0, 1], "shape": (4, 4), "item": 4} for sbp in ("B", "S(0)"))
-    assert rebox([x, w], {"sbp": "S(1)"}, (False, True)) == []
-    assert [name for name, _ in rebox([x, w], {"sbp": "S(1)"})] == ["w"]
-    assert rebox([w, w], {"sbp": "S(0)"}, (False, True)) is None
+    assert matmul_boxings([x, w], {"sbp": "S(1)"}, (False, True)) == []
+    assert [name for name, _ in matmul_boxings([x, w], {"sbp": "S(1)"})] == ["w"]
+    assert matmul_boxings([w, w], {"sbp": "S(0)"}, (False, True)) is None
 
 
 @pytest.mark.parametrize(

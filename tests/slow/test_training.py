@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.report import pages
+from harness.report import runs
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, GRAPH_ONLY, PROVEN, TRAINED
 from tests.early import early_call
@@ -20,7 +20,7 @@ RUNS = [
     for name in TRAINED
     for n in PROVEN
     if n in world_sizes(path_of(name))
-    for mode in pages.modes(path_of(name))
+    for mode in runs.modes(path_of(name))
     if n != 3 or mode == "eager" or (mode == "only" and name not in GRAPH_ONLY)
     for more in [{}, *(VARIANTS.get(name, []) if n == 4 else [])]
 ]
@@ -40,7 +40,7 @@ def early_calls(item):
 @pytest.mark.parametrize("run", RUNS, ids=run_id)
 def test_bytes_of_a_step(measured, run):
     name, n, mode, more = run
-    given = {**pages.training_sizes(name), **more, "steps": 1}  # with more steps the bounds of its values overflow
+    given = {**runs.training_sizes(name), **more, "steps": 1}  # with more steps the bounds of its values overflow
     case = CASES[name](n, **given)
     found = measured("step", name, n, mode, *more.items())
     graph = mode == "graph" or name in GRAPH_ONLY
