@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from harness.pool import Pool, PoolError  # noqa: E402
 from harness.start.recipe import path_of, world_sizes  # noqa: E402
 from tests.cases import CASES, PROVEN, ROOT, modes, sizes_of  # noqa: E402
-from tests.ladder import climb  # noqa: E402
+from tests.cases.ladder import prove  # noqa: E402
 
 WORLD = "flow.env.get_world_size()"
 SBPS = ("flow.sbp.broadcast", "flow.sbp.split(0)", "flow.sbp.split(1)", "flow.sbp.partial_sum")
@@ -198,7 +198,7 @@ def first_red(pools, path, name):
         for sizes in sizes_of(name, n):
             for graph in modes(name):
                 try:
-                    climb(pools(n), path, name, graph, sizes)
+                    prove(pools(n), path, name, graph, sizes)
                 except (AssertionError, PoolError) as error:
                     reason = [line for line in str(error).splitlines() if line.strip()]
                     reason = (

@@ -1,12 +1,15 @@
 import signal
+import time
 
 import pytest
 
 from harness.pool import Pool
 from tests import jobs
+from tests.cases.ladder import Checks
 from tests.early import Early
 from tests.hosts import Hosts
-from tests.ladder import Checks
+
+BEGIN = time.monotonic()
 
 # Begun in the background or under nohup, we ignore these, and the jobs of the tests must not inherit that.
 for number in (signal.SIGINT, signal.SIGHUP):
@@ -48,10 +51,17 @@ REPEATED = []  # calls that were made once more because OneFlow died
 
 
 def pytest_terminal_summary(terminalreporter):
-    terminalreporter.write_line(f"{Checks.count} checks against numpy and the declared layouts")
     repeated = REPEATED + jobs.repeated
     if repeated:
         terminalreporter.write_line(f"{len(repeated)} calls made once more, as OneFlow died of SIGSEGV: {repeated}")
+
+
+def pytest_unconfigure(config):
+    """The last line, behind pytest's own."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if Checks.runs and reporter:
+        numbers = f"{len(Checks.recipes)} recipes, {Checks.runs} runs, {Checks.count:,} checks against numpy"
+        reporter.write_line(f"{numbers} in {time.monotonic() - BEGIN:.0f} s")
 
 
 @pytest.fixture(scope="session", autouse=True)

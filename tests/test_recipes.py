@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from harness.start.recipe import all_paths, path_of, world_sizes
-from tests.cases import CASES, ROOT, modes, run_id, runs, sizes_of
-from tests.ladder import OBSERVE, Checks, climb
+from tests.cases import CASES, ROOT, is_default, modes, run_id, runs, sizes_of
+from tests.cases.ladder import OBSERVE, Checks, prove
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
+RUNS = [pytest.param(run, id=run_id(run), marks=() if is_default(run) else pytest.mark.slow) for run in runs()]
+IN_BOTH_MODES = [param for param in RUNS if param.values[0][2] and len(modes(param.values[0][0])) == 2]
+MODES = [(name, graph) for name in CASES for graph in modes(name)]
 
 
 @pytest.fixture(scope="module")
@@ -18,38 +21,30 @@ def seen():
     return {}
 
 
-@pytest.mark.parametrize("run", runs(), ids=run_id)
+@pytest.mark.parametrize("run", RUNS)
 def test_proof_ladder(pools, seen, run):
     name, n, graph, sizes = run
-    seen[run] = climb(pools(n), path_of(name), name, graph, sizes)
+    seen[run] = prove(pools(n), path_of(name), name, graph, sizes)
 
 
-@pytest.mark.parametrize("run", [run for run in runs() if run[2] and len(modes(run[0])) == 2], ids=run_id)
+@pytest.mark.parametrize("run", IN_BOTH_MODES)
 def test_graph_equals_eager_bit_by_bit(pools, seen, run):
     name, n, _, sizes = run
     arguments = sizes_of(name, n)[sizes]
-    case, path = CASES[name](n, **arguments), str(path_of(name))
     eager, graph = (
-        seen.get((name, n, mode, sizes)) or pools(n).call(OBSERVE, path=path, graph=mode, **arguments)
+        seen.get((name, n, mode, sizes)) or pools(n).call(OBSERVE, path=str(path_of(name)), graph=mode, **arguments)
         for mode in (False, True)
     )
+    eager_case, case = (CASES[name](n, mode, **arguments) for mode in (False, True))
     for rank in range(n):
-        for tensor, (sbp, _) in case.layout_in(True).items():
+        for tensor in case.layout:
             apart = graph[rank]["tensors"][tensor]["value"] - eager[rank]["tensors"][tensor]["value"]
-            if sbp == "local" and (tensor, True) in case.parts:  # it tells the mode
-                apart = apart - case.parts[tensor, True][rank].exact + case.parts[tensor, False][rank].exact
-            off = np.abs(apart)
-            allowed = 2 * case.values[tensor].bound if tensor in case.added else 0
-            Checks.that((off <= allowed).all(), rank, tensor, "differ by", off.max())
+            told = case.values[tensor].exact - eager_case.values[tensor].exact  # 0 unless the tensor tells the mode
+            allowed = 2 * case.values[tensor].bound if tensor in case.summed else 0
+            Checks.that((np.abs(apart - np.nan_to_num(told)) <= allowed).all(), rank, tensor, "differ by", apart)
 
 
-def mains():
-    return [
-        (name, graph) for name in CASES for graph in modes(name) if len(modes(name)) == 2 or graph == modes(name)[0]
-    ]
-
-
-@pytest.mark.parametrize("name, graph", mains())
+@pytest.mark.parametrize("name, graph", MODES)
 def test_main_of_a_copy_says_that_it_is_right(pools, name, graph, tmp_path):
     path = shutil.copy(path_of(name), tmp_path)
     arguments = ["--graph"] * (graph and len(modes(name)) == 2)

@@ -8,9 +8,9 @@ from harness.measure import picture, theory
 from harness.report import atlas, pages
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, GRAPH_ONLY, PROVEN, TRAINED
-from tests.chapters.forward import SIGNATURES
+from tests.cases.forward import SIGNATURES
+from tests.cases.ladder import Checks
 from tests.early import early_call
-from tests.ladder import Checks
 
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
 
@@ -120,7 +120,7 @@ def test_ledger_of_every_recipe(measured, name, mode):
         items = picture.drawing(measured("ledger", name, n, mode))
         moves = [item for item in items if isinstance(item, picture.Move) and item.sent]
         in_graph = any(move.what.startswith("a call of") for move in moves)
-        here = CASES[name](n).models > 0  # and not on ranks that the recipe starts
+        here = CASES[name](n).graph_calls > 0  # and not on ranks that the recipe starts
         Checks.equal(in_graph, here and (mode == "graph" or name in GRAPH_ONLY), name, "runs in a graph")
         for move in moves if name not in TRAINED else []:
             what = (name, n, move.what, move.change)

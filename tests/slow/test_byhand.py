@@ -5,8 +5,8 @@ import pytest
 from harness.pool import Pool, PoolError
 from harness.start.recipe import HARNESS, path_of
 from tests.cases import CASES, ROOT
-from tests.ladder import Checks
-from tests.reference import Value, layered, trained
+from tests.cases.ladder import Checks
+from tests.cases.reference import Value, layered, trained
 
 OBSERVE = str(ROOT / "harness" / "measure" / "observe.py") + ":observe"
 ON_RANK = str(ROOT / "tests" / "on_rank_byhand.py")

@@ -7,7 +7,7 @@ import pytest
 
 from harness.start.recipe import path_of
 from tests.cases import CASES, ROOT, SIZES
-from tests.ladder import check_tensors
+from tests.cases.ladder import check_tensors
 
 ON_RANK = str(ROOT / "tests" / "on_rank_data.py")
 OBSERVE = str(ROOT / "harness" / "measure" / "observe.py") + ":observe"

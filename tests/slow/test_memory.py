@@ -7,7 +7,7 @@ import pytest
 from harness.pool import Pool, PoolError
 from harness.start.recipe import HARNESS, path_of
 from tests.cases import ROOT
-from tests.ladder import OBSERVE, Checks
+from tests.cases.ladder import OBSERVE, Checks
 
 MEMORY = f"{HARNESS / 'measure' / 'memory.py'}:memory"
 MAIN = f"{ROOT / 'tests' / 'on_rank.py'}:main_of"

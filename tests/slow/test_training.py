@@ -5,8 +5,8 @@ import pytest
 from harness.report import pages
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, GRAPH_ONLY, PROVEN, TRAINED
+from tests.cases.ladder import Checks
 from tests.early import early_call
-from tests.ladder import Checks
 
 VARIANTS = {  # what else than the default sends something else
     "train_model_parallel": [{"input_gradient": False}],
@@ -41,11 +41,9 @@ def early_calls(item):
 def test_bytes_of_a_step(measured, run):
     name, n, mode, more = run
     given = {**pages.training_sizes(name), **more, "steps": 1}  # with more steps the bounds of its values overflow
-    case = CASES[name](n, **given)
+    case = CASES[name](n, mode == "graph" or name in GRAPH_ONLY, **given)
     found = measured("step", name, n, mode, *more.items())
-    graph = mode == "graph" or name in GRAPH_ONLY
-    wanted = (graph and case.sends_in_graph) or case.sends
     for rank in range(n):
-        bytes_wanted, sent = 4 * wanted[rank], found[rank]["sent"]
+        bytes_wanted, sent = 4 * case.sends[rank], found[rank]["sent"]
         near = abs(sent - bytes_wanted) <= 0.02 * bytes_wanted + 20_000  # and OneFlow's own messages
         Checks.that(near, name, f"rank {rank} sends", sent, "bytes a step and must send", bytes_wanted)

@@ -2,14 +2,18 @@
 
 import numpy as np
 
-from tests import reference
-from tests.case import Case
-from tests.chapters.training import UNEVEN, weights_of
+from tests.cases import reference
+from tests.cases.case import Case, case_of_recipe, in_steps, layout_by_word
+from tests.cases.training import UNEVEN, reduced, two_matmuls, weights_of
 
 WEIGHTS = {"whole": "B", "rows": "S(0)", "columns": "S(1)"}
 
 
-def checkpoint(n, steps=2, weights="rows", batch=64, in_features=64, out_features=64, gain=1.0, seed=0):
+UNEVEN_LAYER = {"batch": 7, "in_features": 6, "out_features": 5, "steps": 1, "seed": 1}
+
+
+@case_of_recipe({"uneven": UNEVEN_LAYER, "columns": {"weights": "columns"}, "whole": {"weights": "whole"}})
+def checkpoint(n, graph=False, steps=2, weights="rows", batch=64, in_features=64, out_features=64, gain=1.0, seed=0):
     """Saved after `steps` steps with a whole weight on half of the ranks, loaded on all in another SBP, trained on."""
     ranks, half, sbp = list(range(n)), list(range(max(1, n // 2))), WEIGHTS[weights]
     sizes = {"batch": batch, "in_features": in_features, "out_features": out_features, "seed": seed, "gain": gain}
@@ -27,20 +31,18 @@ def checkpoint(n, steps=2, weights="rows", batch=64, in_features=64, out_feature
         values[name], layout[name] = run[of], where
     shapes = {"S(0)": (batch, in_features), "B": (in_features, out_features)}
     products = [
-        [(*((held, here, shape) for held, shape in shapes.items()), ("S(0)", here, (batch, out_features)))]
+        (*((held, here, shape) for held, shape in shapes.items()), ("S(0)", here, (batch, out_features)))
         for here in (half, ranks)
     ]
-    reduced = [2 * (len(here) - 1) / len(here) * in_features * out_features for here in (half, ranks)]
+    sends = [reduced(len(here), in_features * out_features) for here in (half, ranks)]
     return Case(
         layout,
         values,
-        products,
-        steps=steps,
-        models=2,
-        all_moves=tuple(moves_of_checkpoint(ranks, half, sbp, steps, graph) for graph in (False, True)),
-        added=tuple(name for name in values if name not in ("x", "y", "w")),
-        drawn=tuple(name for name in layout if name not in ("x", "y", "losses")),
-        sends=[reduced[0] * (rank in half) + reduced[1] for rank in ranks],  # a step of each of the two models
+        [product for product in products for _ in range(1 if graph else steps)],
+        moves_of_checkpoint(ranks, half, sbp, steps, graph),
+        graph_calls=2 * steps,
+        summed=tuple(values),
+        sends=[sends[0] * (rank in half) + sends[1] for rank in ranks],  # a step of each of the two models
     )
 
 
@@ -63,44 +65,40 @@ def moves_of_checkpoint(ranks, half, sbp, steps, graph):
     return first + [(("B", ranks), there)] + loading + training(sbp, ranks) + saving(sbp, ranks)
 
 
-def loss_placement(n, steps=3, loss="first", gain=1.0, **sizes):
+LOSSES = {"each": {"loss": "each"}, "uneven each": {"loss": "each", **UNEVEN}}
+LOSSES.update({"other": {"loss": "other"}, "uneven other": {"loss": "other", **UNEVEN}})
+
+
+@case_of_recipe({"uneven": UNEVEN, **LOSSES})
+def loss_placement(n, graph=False, steps=3, loss="first", gain=1.0, **sizes):
     """The loss on all ranks, on rank 0, or on the last rank, which then is no worker."""
     ranks = list(range(n - (loss == "other")))
-    there = {"each": ("S(0)", ranks), "first": ("B", [0]), "other": ("B", [n - 1])}[loss]
+    rows, there = ("S(0)", ranks), {"each": ("S(0)", ranks), "first": ("B", [0]), "other": ("B", [n - 1])}[loss]
     values = reference.trained("sgd", steps=steps, gain=gain, **sizes)
-    before = {w: values[w] for w in ("w0", "w1")}  # of the last step
+    before = values  # the weights of the last step
     if steps > 1:
         earlier = reference.trained("sgd", steps=steps - 1, gain=gain, **sizes)
-        before = {w: earlier[f"new {w}"] for w in before}
+        before = {w: earlier[f"new {w}"] for w in ("w0", "w1")}
     scale = reference.Value.known(gain)
     out = scale * (reference.relu(scale * (values["x"] @ before["w0"])) @ before["w1"])
-    whole = ("B", ranks)
-    layout = {"x": ("S(0)", ranks), "y": there, "w0": whole, "w1": whole, "out": ("S(0)", ranks)}
-    layout.update({"out at the loss": there, "w0 grad": whole, "w1 grad": whole, "new w0": whole, "new w1": whole})
-    layout["losses"] = ("B", there[1])
-    hidden = (values["x"].exact.shape[0], values["w0"].exact.shape[1])
+    names = ("x", "y", "w0", "w1", "out", "out at the loss", "w0 grad", "w1 grad", "new w0", "new w1", "losses")
+    where = {"x": rows, "y": there, "at": there, "out": rows, "grad": (("P" if graph else "B"), ranks)}
+    layout = {**layout_by_word(names, where, ("B", ranks)), "out at the loss": there, "losses": ("B", there[1])}
     share, gathered = out.exact.size / len(ranks), (n - 1) / n * out.exact.size
-    by_loss = {  # outputs and their gradients that each rank sends, eager and in a graph
-        "each": ([0] * n, [0] * n),
-        "first": ([2 * gathered] * n, [gathered] + [share] * (n - 1)),
-        "other": ([share] * (n - 1) + [out.exact.size],) * 2,
+    outputs = {  # outputs and their gradients that each rank sends
+        "each": [0] * n,
+        "first": [gathered] + [share] * (n - 1) if graph else [2 * gathered] * n,
+        "other": [share] * (n - 1) + [out.exact.size],
     }[loss]
-    reduced = [2 * (len(ranks) - 1) / len(ranks) * weights_of(values) * (rank in ranks) for rank in range(n)]
+    weights = reduced(len(ranks), weights_of(values))
     return Case(
         layout,
         {**values, "out": out, "out at the loss": out},
-        [
-            ("x", "w0", ("S(0)", ranks, hidden)),
-            (("S(0)", ranks, hidden), "w1", ("S(0)", ranks, values["y"].exact.shape)),
-        ],
-        moves=[(("S(0)", ranks), there, "S(0)")],
-        in_graph={name: ("P", ranks) for name in ("w0 grad", "w1 grad")},
-        steps=steps,
-        moves_each_step=[(("P", ranks) if loss == "each" else there, ("B", there[1]))],
-        added=tuple(name for name in layout if name not in ("x", "y", "w0", "w1")),
-        drawn=("x", "y", "out", "out at the loss", "w0 grad", "w1 grad"),
-        sends=[sent + weights for sent, weights in zip(by_loss[0], reduced)],
-        sends_in_graph=[sent + weights for sent, weights in zip(by_loss[1], reduced)],
+        in_steps(graph, steps, two_matmuls(values, ranks)),
+        in_steps(graph, steps, [(rows, there, "S(0)")], [(("P", ranks) if loss == "each" else there, ("B", there[1]))]),
+        graph_calls=steps,
+        summed=tuple(layout),
+        sends=[sent + weights * (rank in ranks) for rank, sent in enumerate(outputs)],
     )
 
 
@@ -116,11 +114,8 @@ def guessed_letters(steps, seed, batch, hidden, gain):
     rng, known = np.random.default_rng(seed), reference.Value.known
     x, following = letters_of_a_text(batch)
     weights = {"table": reference.Value.drawn(rng, 27, hidden), "w": reference.Value.drawn(rng, hidden, 27)}
-    values, losses, update = (
-        {"x": known(x), "y": known(np.eye(27)[following]), **weights},
-        [],
-        reference.Optimizer("sgd"),
-    )
+    values, losses, update = {"x": known(x, "int32"), "y": known(np.eye(27)[following])}, [], reference.Optimizer("sgd")
+    values.update(weights)
     rows = known(np.eye(27)[x])  # table[x] is rows @ table, and what comes back to the table is rows.T @ gradient
     for _ in range(steps):
         values.update({"replicated table": weights["table"], "replicated w": weights["w"]})
@@ -139,63 +134,40 @@ def guessed_letters(steps, seed, batch, hidden, gain):
     return values
 
 
-def replicate_scatter_gather(n, steps=3, way="steps", seed=0, batch=8, hidden=4, gain=1.0):
+UNEVEN_LETTERS = {"batch": 7, "hidden": 5, "steps": 1, "seed": 1}
+LETTERS = {"uneven": UNEVEN_LETTERS, "sbp": {"way": "sbp"}, "uneven sbp": {**UNEVEN_LETTERS, "way": "sbp", "steps": 2}}
+
+
+@case_of_recipe(LETTERS)
+def replicate_scatter_gather(n, graph=False, steps=3, way="steps", seed=0, batch=8, hidden=4, gain=1.0):
     """Everything at home on rank 0 and moved in each step, or at home where it is used."""
     ranks, values = list(range(n)), guessed_letters(steps, seed, batch, hidden, gain)
     split, whole, first = ("S(0)", ranks), ("B", ranks), ("B", [0])
-    inputs, home = (split, whole) if way == "sbp" else (first, first)
+    by_hand = way == "steps"
+    inputs, home = (first, first) if by_hand else (split, whole)
     layout = {"x": inputs, "y": inputs, "table": home, "w": home}
-    between = {"scattered x": split, "replicated table": whole, "replicated w": whole, "out": split}
-    moves = [(first, split), (first, whole, "P"), (first, whole, "P"), (split, first, "S(0)")]
-    if way == "steps":
-        layout.update({**between, "gathered out": first})
-    layout.update(dict.fromkeys(("table grad", "w grad", "new table", "new w", "losses"), home))
-    weights = values["table"].exact.size + values["w"].exact.size
-    reduced, moved = 2 * (n - 1) / n * weights, (n - 1) / n * (batch + values["y"].exact.size)
+    moves = []
+    if by_hand:
+        layout.update({"scattered x": split, "replicated table": whole, "replicated w": whole, "out": split})
+        layout["gathered out"] = first
+        moves = [(first, split), (first, whole, "P"), (first, whole, "P"), (split, first, "S(0)")]
+    layout.update(dict.fromkeys(("table grad", "w grad"), ("P", home[1]) if graph else home))
+    layout.update(dict.fromkeys(("new table", "new w", "losses"), home))
+    weights, outputs = values["table"].exact.size + values["w"].exact.size, values["y"].exact.size
+    moved = (n - 1) / n * (batch + outputs)
     children = [sum(child < n for child in (2 * rank + 1, 2 * rank + 2)) for rank in ranks]
-    eager = [reduced + moved + (n - 1) / n * values["y"].exact.size + k * weights for k in children]
-    graph = [(n - 1) * weights + moved] + [weights + values["y"].exact.size / n] * (n - 1)
+    sends = [reduced(n, weights)] * n
+    if by_hand and graph:
+        sends = [(n - 1) * weights + moved] + [weights + outputs / n] * (n - 1)
+    elif by_hand:
+        sends = [sends[k] + moved + (n - 1) / n * outputs + children[k] * weights for k in ranks]
+    product = (("S(0)", ranks, (batch, hidden)), ("B", ranks, (hidden, 27)), ("S(0)", ranks, (batch, 27)))
     return Case(
         layout,
         {name: values[name] for name in layout},
-        [(("S(0)", ranks, (batch, hidden)), ("B", ranks, (hidden, 27)), ("S(0)", ranks, (batch, 27)))],
-        moves=moves if way == "steps" else [],
-        in_graph={name: ("P", home[1]) for name in ("table grad", "w grad")},
-        steps=steps,
-        moves_each_step=[(first if way == "steps" else ("P", ranks), home)],
-        added=tuple(name for name in layout if name not in ("x", "y", "table", "w", "scattered x")),
-        drawn=("x", "table", "scattered x", "replicated table", "out", "gathered out"),
-        dtypes={"x": "int32", "scattered x": "int32"},
-        sends=[reduced] * n if way == "sbp" else eager,
-        sends_in_graph=[reduced] * n if way == "sbp" else graph,
+        in_steps(graph, steps, [product]),
+        in_steps(graph, steps, moves, [(first if by_hand else ("P", ranks), home)]),
+        graph_calls=steps,
+        summed=tuple(layout),
+        sends=sends,
     )
-
-
-CASES = {
-    "replicate_scatter_gather": replicate_scatter_gather,
-    "checkpoint": checkpoint,
-    "loss_placement": loss_placement,
-}
-SIZES = {
-    "checkpoint": {
-        "even": {},
-        "uneven": {"batch": 7, "in_features": 6, "out_features": 5, "steps": 1, "seed": 1},
-        "columns": {"weights": "columns"},
-        "whole": {"weights": "whole"},
-    },
-    "replicate_scatter_gather": {
-        "even": {},
-        "uneven": {"batch": 7, "hidden": 5, "steps": 1, "seed": 1},
-        "sbp": {"way": "sbp"},
-        "uneven sbp": {"way": "sbp", "batch": 7, "hidden": 5, "steps": 2, "seed": 1},
-    },
-    "loss_placement": {
-        "even": {},
-        "uneven": UNEVEN,
-        "each": {"loss": "each"},
-        "uneven each": {"loss": "each", **UNEVEN},
-        "other": {"loss": "other"},
-        "uneven other": {"loss": "other", **UNEVEN},
-    },
-}
-GRAPH_ONLY = set()
