@@ -1,6 +1,6 @@
 """Measurements that a thread of their own makes while tests run: the ranks mostly wait, and no load changes a byte."""
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from functools import partial
 
 from harness.pool import Pool
@@ -32,8 +32,11 @@ class Early:
             self.repeated += self.pool.repeated
             self.pool = None
 
-    def result(self, key):
-        return self.futures[key].result()
+    def result(self, key, seconds=1800):
+        try:
+            return self.futures[key].result(seconds)
+        except TimeoutError:
+            raise AssertionError(f"the measurement {key} was not made within {seconds} s") from None
 
     def close(self):
         """What is not begun is not made."""
