@@ -5,8 +5,8 @@ import pytest
 
 from harness.pool import Pool
 from tests import jobs
+from tests.background import Background
 from tests.cases.ladder import Checks
-from tests.early import Early
 from tests.hosts import Hosts
 
 BEGIN = time.monotonic()
@@ -36,15 +36,15 @@ def pools():
 
 @pytest.fixture(scope="session", autouse=True)
 def measured(request):
-    """A function to the result of a measurement that was begun before the first test: see early.py."""
+    """A function to the result of a measurement that was begun before the first test: see background.py."""
     calls = {}
     for item in request.session.items:
-        if hasattr(item.module, "early_calls"):
-            calls.update(item.module.early_calls(item))
-    early = Early(calls)
-    yield lambda *key: early.result(key)
-    early.close()
-    REPEATED.extend(early.repeated)
+        if hasattr(item.module, "background_calls"):
+            calls.update(item.module.background_calls(item))
+    background = Background(calls)
+    yield background.result
+    background.close()
+    REPEATED.extend(background.repeated)
 
 
 REPEATED = []  # calls that were made once more because OneFlow died
@@ -75,13 +75,10 @@ def early(request, tmp_path_factory):
 
 
 def pytest_collection_modifyitems(items):
-    """First those that start jobs of their own and mostly wait, then those that wait for what was begun early.
-
-    Last those that time what a job says and when: nothing else runs by then.
-    """
+    """First jobs that mostly wait; then tests on pools; then those of measurements; last the page of errors, alone."""
 
     def turn(item):
-        late = item.module.__name__.endswith("test_diagnosing")
-        return late, hasattr(item.module, "early_calls"), "pools" in item.fixturenames
+        last = item.module.__name__.endswith("test_diagnosing")
+        return last, hasattr(item.module, "background_calls"), "pools" in item.fixturenames
 
     items.sort(key=turn)

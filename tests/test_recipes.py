@@ -5,8 +5,8 @@ import shutil
 import numpy as np
 import pytest
 
-from harness.start.recipe import all_paths, path_of, world_sizes
-from tests.cases import CASES, ROOT, is_default, modes, run_id, runs, sizes_of
+from harness.start.recipe import all_paths, path_of
+from tests.cases import CASES, ROOT, is_default, modes, proven_on, run_id, runs, sizes_of
 from tests.cases.ladder import OBSERVE, Checks, prove
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
@@ -48,18 +48,18 @@ def test_graph_equals_eager_bit_by_bit(pools, seen, run):
 def test_main_of_a_copy_says_that_it_is_right(pools, name, graph, tmp_path):
     path = shutil.copy(path_of(name), tmp_path)
     arguments = ["--graph"] * (graph and len(modes(name)) == 2)
-    n = world_sizes(path)[0]
-    for rank, (code, out, err) in enumerate(pools(n).call(f"{ON_RANK}:main_of", path=path, arguments=arguments)):
+    pool = pools(proven_on(name)[0])
+    for rank, (code, out, err) in enumerate(pool.call(f"{ON_RANK}:main_of", path=path, arguments=arguments)):
         assert (code, err) == (0, ""), err
         lines = out.splitlines()
         assert rank or lines and max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name](world_sizes(path_of(name))[0]).matmuls])
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name](proven_on(name)[0]).matmuls])
 def test_main_sees_a_wrong_product(pools, name):
     """With each matmul scaled, what main compares with numpy must not be equal."""
-    path = str(path_of(name))
-    results = pools(world_sizes(path)[0]).call(f"{ON_RANK}:main_of", path=path, arguments=[], gain=1.01)
+    pool, path = pools(proven_on(name)[0]), str(path_of(name))
+    results = pool.call(f"{ON_RANK}:main_of", path=path, arguments=[], gain=1.01)
     assert [code for code, _, _ in results] == [1] * len(results)
     assert all("Not equal to tolerance" in err for _, _, err in results)
 

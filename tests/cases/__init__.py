@@ -3,6 +3,7 @@
 `reference.py` has the values in plain numpy, `ladder.py` what is asserted of a run.
 """
 
+from functools import lru_cache
 from pathlib import Path
 
 from harness.start.recipe import RECIPES, entry, path_of, world_sizes
@@ -15,15 +16,13 @@ ONE_LAYER = [name for name in CASES if path_of(name).parent in (RECIPES, RECIPES
 TRAINED = [name for name in CASES if "steps" in entry(path_of(name))]
 
 
-def sizes_of(name, n):
-    """name -> arguments: those with which a recipe is proven on n ranks."""
-    sizes = SIZES[name](n)
-    if name in ONE_LAYER or name == "loss_placement" or n == world_sizes(path_of(name))[0]:
-        return sizes
-    which = list(sizes)[:2][-1]  # elsewhere the uneven ones
-    return {which: sizes[which]}
+@lru_cache(maxsize=None)
+def proven_on(name):
+    """The world sizes at which a recipe is proven."""
+    return [n for n in PROVEN if n in world_sizes(path_of(name))]
 
 
+@lru_cache(maxsize=None)
 def modes(name):
     """Whether a recipe runs in a graph: (False, True) if it has an option for it, else the one mode that it has."""
     if "graph" in entry(path_of(name)):
@@ -31,21 +30,29 @@ def modes(name):
     return (name in GRAPH_ONLY,)
 
 
+def sizes_of(name, n):
+    """name -> arguments: those with which a recipe is proven on n ranks."""
+    sizes = SIZES[name](n)
+    if name in ONE_LAYER or name == "loss_placement" or n == proven_on(name)[0]:
+        return sizes
+    which = list(sizes)[:2][-1]  # elsewhere the uneven ones
+    return {which: sizes[which]}
+
+
 def runs():
     """Every (recipe, world size, graph or not, name of the sizes) that must hold."""
     for name in CASES:
-        for n in PROVEN:
-            if n in world_sizes(path_of(name)):
-                for graph in modes(name):
-                    for sizes in sizes_of(name, n):
-                        yield name, n, graph, sizes
+        for n in proven_on(name):
+            for graph in modes(name):
+                for sizes in sizes_of(name, n):
+                    yield name, n, graph, sizes
 
 
 def is_default(run):
     """Whether a run is in the default suite: on the first world size the even and the uneven sizes, then the uneven."""
     name, n, _, which = run
     even, *uneven = list(SIZES[name](n))[:2]
-    return which in ([even, *uneven] if n == world_sizes(path_of(name))[0] else uneven or [even])
+    return which in ([even, *uneven] if n == proven_on(name)[0] else uneven or [even])
 
 
 def run_id(run):

@@ -10,18 +10,23 @@ CASES, SIZES, GRAPH_ONLY = {}, {}, set()  # by the name of the recipe; filled by
 class Case:
     """What one recipe must do on one world size, in one mode, with given arguments."""
 
-    layout: dict  # name -> (SBP, ranks), in the order in which the recipe returns the tensors
-    values: dict  # name -> Value
-    matmuls: list = field(default_factory=list)  # (x, w, out), each a name or (SBP, ranks, shape), in order
-    moves: list = field(
-        default_factory=list
-    )  # (SBP, ranks) before and after each to_global, and its grad_sbp, in order
-    parts: dict = field(default_factory=dict)  # name -> what each rank has of a P, of a local tensor, or of a B that
-    # differs between ranks; of a P without parts the sum is checked
-    stages: list = field(default_factory=list)  # (number, ranks) that the graph sets
-    graph_calls: int = 1  # in graph mode
-    summed: tuple = ()  # tensors behind an all-reduce: eager and graph mode need not add in the same order
-    sends: list = None  # elements that each rank sends in one step of training, by the formula
+    # name -> (SBP, ranks), in the order in which the recipe returns the tensors
+    layout: dict
+    # name -> Value
+    values: dict
+    # (x, w, out) in order, each a name or (SBP, ranks, shape)
+    matmuls: list = field(default_factory=list)
+    # (SBP, ranks) before and after each to_global in order, and its grad_sbp
+    moves: list = field(default_factory=list)
+    # name -> what each rank has of a P (without it the sum is checked), a local tensor, or a B that differs by rank
+    parts: dict = field(default_factory=dict)
+    # (number, ranks) that the graph sets
+    stages: list = field(default_factory=list)
+    graph_calls: int = 1
+    # tensors behind an all-reduce: eager and graph mode need not add in the same order
+    summed: tuple = ()
+    # elements that each rank sends in one step of training, by the formula
+    sends: list = None
 
     def claims(self, seen):
         """What else must be true of the tensors of each rank: words -> whether it is so."""

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from harness.start.recipe import entry, world_sizes
-from tests.cases import CASES, PROVEN, ROOT, reference, sizes_of
+from tests.cases import CASES, ROOT, TRAINED, modes, proven_on, reference, sizes_of
 from tests.cases.reference import Value
 
 OBSERVE = f"{ROOT / 'harness' / 'measure' / 'observe.py'}:observe"
@@ -64,13 +63,15 @@ def prove(pool, path, name, graph, sizes, **facts):
     n = pool.world_size
     arguments = sizes_of(name, n)[sizes]
     case = CASES[name](n, graph, **arguments, **facts)
-    mode = {"graph": graph} if "graph" in entry(path) else {}
+    mode = {"graph": graph} if len(modes(name)) == 2 else {}
     seen = pool.call(OBSERVE, path=str(path), **mode, **arguments)
     check_tensors(case, seen)
     check_operations(case, graph, seen)
-    first = next(size for size in PROVEN if size in world_sizes(path))
-    if case.matmuls and (n, sizes) == (first, "even"):  # which tensors depend on a matmul does not depend on sizes
-        if "steps" in entry(path):  # one, as rounding grows with the scale in each
+    if case.matmuls and (n, sizes) == (
+        proven_on(name)[0],
+        "even",
+    ):  # which tensors depend on a matmul does not depend on sizes
+        if name in TRAINED:  # one, as rounding grows with the scale in each
             arguments = {**arguments, "steps": 1}
         scaled = pool.call(OBSERVE, path=str(path), gain=SCALE, **mode, **arguments)
         check_tensors(CASES[name](n, graph, gain=SCALE, **arguments), scaled)

@@ -6,11 +6,11 @@ import pytest
 
 from harness.measure import picture, theory
 from harness.report import atlas, pages
-from harness.start.recipe import path_of, world_sizes
-from tests.cases import CASES, GRAPH_ONLY, PROVEN, TRAINED
+from harness.start.recipe import path_of
+from tests.background import step_call
+from tests.cases import CASES, GRAPH_ONLY, TRAINED, proven_on
 from tests.cases.forward import SIGNATURES
 from tests.cases.ladder import Checks
-from tests.early import early_call
 
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
 
@@ -19,16 +19,16 @@ SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serv
 LEDGERS = [(name, mode) for name in CASES for mode in pages.drawn_modes(path_of(name))]
 
 
-def early_calls(item):
-    """What a test needs: see early.py."""
+def background_calls(item):
+    """What a test needs: see background.py."""
     wanted = ledgers(**item.callspec.params) if item.originalname == "test_ledger_of_every_recipe" else []
     calls = {}
     if "found" in item.fixturenames:
         calls = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
     if item.originalname == "test_pages_and_pictures_are_those_of_this_run":
-        wanted = [(name, world_sizes(path_of(name))[0], mode) for name, mode in LEDGERS]
+        wanted = [(name, proven_on(name)[0], mode) for name, mode in LEDGERS]
         for name, n, mode in pages.trained():
-            calls.update(early_call(name, n, mode))
+            calls.update(step_call(name, n, mode))
     for name, n, mode in wanted:
         calls["ledger", name, n, mode] = (n, partial(pages.recipe_run, path=path_of(name), mode=mode))
     return calls
@@ -36,7 +36,7 @@ def early_calls(item):
 
 def ledgers(name, mode):
     """(name, number of ranks, mode) of each ledger that is looked at."""
-    sizes = [n for n in PROVEN if n in world_sizes(path_of(name))]
+    sizes = proven_on(name)
     if name in (*SHARED, "matmul_signatures"):  # the atlas measures these on each n
         sizes = sizes[:1]
     if name in TRAINED:  # what a step of it sends is measured as a whole, in test_training.py
@@ -147,7 +147,7 @@ def where(mode, boxing):
 def test_pages_and_pictures_are_those_of_this_run(found, measured):
     by_mode = {}
     for name, mode in LEDGERS:
-        n = world_sizes(path_of(name))[0]
+        n = proven_on(name)[0]
         by_mode.setdefault(name, {})[mode] = measured("ledger", name, n, mode)
     steps = {run: measured("step", *run) for run in pages.trained()}
     for path, text in pages.made(found, by_mode, steps).items():

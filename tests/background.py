@@ -1,4 +1,4 @@
-"""Measurements that a thread of their own makes while tests run: the ranks mostly wait, and no load changes a byte."""
+"""Measurements that a thread makes while other tests run: the ranks mostly wait, and no load changes a byte."""
 
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from functools import partial
@@ -7,8 +7,8 @@ from harness.pool import Pool
 from harness.report import pages
 
 
-class Early:
-    """Calls to pools of ranks, made one after another from the moment they are given; `result` waits for one of them.
+class Background:
+    """Calls to pools of ranks, made one after another by a thread; `result` waits for one of them.
 
     calls: key -> (number of ranks, function of a pool). Those on as many ranks come together, and their pool is closed
     when they are done. What a call raises, its result raises.
@@ -32,7 +32,7 @@ class Early:
             self.repeated += self.pool.repeated
             self.pool = None
 
-    def result(self, key, seconds=1800):
+    def result(self, *key, seconds=1800):
         try:
             return self.futures[key].result(seconds)
         except TimeoutError:
@@ -45,7 +45,7 @@ class Early:
         self.thread.shutdown()
 
 
-def early_call(name, n, mode, **more):
-    """The call that measures a step of a training recipe, for `Early`."""
+def step_call(name, n, mode, **more):
+    """The call that measures a step of a training recipe."""
     run = partial(pages.training_run, name=name, n=n, mode=mode, **more)
     return {("step", name, n, mode, *more.items()): (n, run)}
