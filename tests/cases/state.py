@@ -31,8 +31,8 @@ def checkpoint(n, graph=False, steps=2, weights="rows", batch=64, in_features=64
         values[name], layout[name] = run[of], where
     shapes = {"S(0)": (batch, in_features), "B": (in_features, out_features)}
     products = [
-        (*((held, here, shape) for held, shape in shapes.items()), ("S(0)", here, (batch, out_features)))
-        for here in (half, ranks)
+        (*((sbp, where, shape) for sbp, shape in shapes.items()), ("S(0)", where, (batch, out_features)))
+        for where in (half, ranks)
     ]
     sends = [reduced(len(here), in_features * out_features) for here in (half, ranks)]
     return Case(
@@ -49,11 +49,11 @@ def checkpoint(n, graph=False, steps=2, weights="rows", batch=64, in_features=64
 def moves_of_checkpoint(ranks, half, sbp, steps, graph):
     """All moves of two models, first on half of the ranks, as OneFlow's own save and load make them too."""
 
-    def training(held, here):
-        return [((held, here), ("B", here))] * (1 if graph else steps)
+    def training(layout):
+        return [(layout, ("B", layout[1]))] * (1 if graph else steps)
 
-    def saving(held, here):
-        tensors = [(held, here)] * 2 + [("B", [0])] * graph  # a graph also keeps the number of the step, on rank 0
+    def saving(layout):
+        tensors = [layout] * 2 + [("B", [0])] * graph  # a graph also keeps the number of the step, on rank 0
         return [move for one in tensors for move in ((one, one), (one, ("B", [0])))]
 
     here, there = ("B", [0]), (sbp, ranks)
@@ -61,8 +61,8 @@ def moves_of_checkpoint(ranks, half, sbp, steps, graph):
     loading += [(here, here), (here, there)] * (here != there)  # copy_ has nothing to move where both are the same
     loading += [] if graph else [(here, here), (here, there), (there, there)]
     first = [(("S(0)", ranks), ("S(0)", half))] * 2 + [(("B", ranks), ("B", half))]
-    first += training("B", half) + saving("B", half)
-    return first + [(("B", ranks), there)] + loading + training(sbp, ranks) + saving(sbp, ranks)
+    first += training(("B", half)) + saving(("B", half))
+    return first + [(("B", ranks), there)] + loading + training(there) + saving(there)
 
 
 LOSSES = {"each": {"loss": "each"}, "uneven each": {"loss": "each", **UNEVEN}}

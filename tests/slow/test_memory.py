@@ -58,10 +58,10 @@ def test_at_rest_a_fully_sharded_rank_holds_its_share_and_at_the_peak_the_weight
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_zero_optimizer_holds_its_share_of_weights_and_state(pools, n):
     sizes = {"batch": 8, "in_features": 96, "hidden": 192, "out_features": 48}  # rows that 2, 3 and 4 divide
-    held, weights = pools(n).call(MEMORY, path=path("zero_optimizer"), **sizes), 4 * (96 * 192 + 192 * 48)
+    found, weights = pools(n).call(MEMORY, path=path("zero_optimizer"), **sizes), 4 * (96 * 192 + 192 * 48)
     for rank in range(n):
         share = {"weights": weights // n, "gradients": weights, "state": 2 * weights // n}
-        Checks.equal(rest(held[rank]), share, "rank", rank)
+        Checks.equal(rest(found[rank]), share, "rank", rank)
 
 
 def test_stages_of_zero_compile_to_one_job_on_cpu():

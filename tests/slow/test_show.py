@@ -98,16 +98,19 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def show(pools, monkeypatch, capfd):
-    """The program in this process, on ranks that run already: code, out and err."""
+def show(pools, monkeypatch, capfd, tmp_path):
+    """The program in this process, on ranks that run already; script: the text of mine.py, where it is called then."""
     monkeypatch.setattr(program, "Pool", lambda n, timeout: contextlib.nullcontext(pools(n)))
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
 
-    def call(command, *arguments, cwd=ROOT):
-        monkeypatch.chdir(cwd)
-        code = program.main(command, [str(argument) for argument in arguments])
+    def call(command, *arguments, script=None, code=0):
+        if script:
+            (tmp_path / "mine.py").write_text(script)
+        monkeypatch.chdir(tmp_path if script else ROOT)
+        ended = program.main(command, [str(argument) for argument in arguments])
         out, err = capfd.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err)
+        assert ended == code, err
+        return SimpleNamespace(out=out, err=err)
 
     return call
 
@@ -145,10 +148,8 @@ def test_show_draws_each_tensor_with_what_moves_between():
     assert order == sorted(order)
 
 
-def test_script_without_functions_is_run_and_traced(show, tmp_path):
-    (tmp_path / "mine.py").write_text(PLAIN)
-    job = show("show", "mine.py", cwd=tmp_path)
-    assert job.code == 0, job.err
+def test_script_without_functions_is_run_and_traced(show):
+    job = show("show", "mine.py", script=PLAIN)
     assert steps(job.out) == [
         *("x S(1)", "w S(0)", "x @ w = partial: nothing moves", "partial P"),
         *("partial -> out: P -> B, all-reduce, 64 B in all by the formula", "out B", "doubled B"),
@@ -156,10 +157,8 @@ def test_script_without_functions_is_run_and_traced(show, tmp_path):
     assert "the sum is" not in job.out and drawn(job.out)["x"] == [["███···", "···███"]] * 4
 
 
-def test_parameters_have_their_path_and_steps_that_come_again_are_counted(show, tmp_path):
-    (tmp_path / "mine.py").write_text(WITH_MAIN)
-    job = show("show", "mine.py", "--rows", 6, cwd=tmp_path)
-    assert job.code == 0, job.err
+def test_parameters_have_their_path_and_steps_that_come_again_are_counted(show):
+    job = show("show", "mine.py", "--rows", 6, script=WITH_MAIN)
     names = ["layer.weight", "layer.bias", "head.1.weight"]
     moved = [part for name in names for part in (f"{name} -> {name}: local -> B, local to global", f"{name} B")]
     assert steps(job.out) == [
@@ -168,31 +167,25 @@ def test_parameters_have_their_path_and_steps_that_come_again_are_counted(show, 
         *("backward: the gradients (24 times)", *(f"{name}.grad B" for name in names)),
         "loss.numpy(): P -> B, all-reduce, 8 B in all by the formula",
     ]
-    job = show("show", "mine.py", "--row", "x", cwd=tmp_path)
-    assert (job.code, job.err) == (2, "launch.sh: mine.py: argument --rows: invalid int value: 'x'\n")
+    job = show("show", "mine.py", "--row", "x", script=WITH_MAIN, code=2)
+    assert job.err == "launch.sh: mine.py: argument --rows: invalid int value: 'x'\n"
 
 
-def test_run_that_wants_arguments_is_called_by_the_script_itself(show, tmp_path):
-    (tmp_path / "mine.py").write_text(WITH_RUN_OF_N)
-    job = show("show", "-n", 3, "mine.py", "6", cwd=tmp_path)
-    assert job.code == 0, job.err
+def test_run_that_wants_arguments_is_called_by_the_script_itself(show):
+    job = show("show", "-n", 3, "mine.py", "6", script=WITH_RUN_OF_N)
     assert steps(job.out) == [
         *("x S(0)", "a call of Scaled: all-gather, 192 B in all by the formula"),
         *("scalar_mul -> output 0: S(0) -> B, all-gather, 192 B in all by the formula", "y B"),
     ]
 
 
-def test_script_in_the_readme_is_drawn(show, tmp_path):
-    text = blocks(ENGLISH, "python")[0]
-    (tmp_path / "mine.py").write_text(text)
-    job = show("show", "-n", 2, "mine.py", cwd=tmp_path)
-    assert job.code == 0, job.err
+def test_script_in_the_readme_is_drawn(show):
+    job = show("show", "-n", 2, "mine.py", script=blocks(ENGLISH, "python")[0])
     assert steps(job.out) == ["x S(0)", "w B", "x @ w = out: nothing moves", "out S(0)"]
 
 
 def test_show_draws_a_mesh_line_by_line(show):
     job = show("show", "recipes/layouts/two_d_sbp.py", "--graph")
-    assert job.code == 0, job.err
     assert drawn(job.out)["out"][:4] == [["████····", "····████"]] * 2 + [["········"] * 2] * 2
     assert "all-reduce along axis 0" in job.out and "↓ a call of LayerGraph: " in job.out
 
@@ -214,7 +207,6 @@ def test_bytes_lists_every_step():
 
 def test_bytes_that_messages_drown_are_marked_and_larger_ones_are_shown(show):
     job = show("bytes", "recipes/row_parallel.py")
-    assert job.code == 0, job.err
     [row] = [line for line in job.out.splitlines() if "all-reduce" in line]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert all(re.fullmatch(r"~[\d,]+", cell) for cell in cells[3:6]) and cells[6:8] == ["256", ""]
@@ -224,13 +216,11 @@ def test_bytes_that_messages_drown_are_marked_and_larger_ones_are_shown(show):
     assert "Tensors under 1 MB" not in job.out
 
 
-def test_both_take_a_script_of_the_user_anywhere(show, tmp_path):
-    (tmp_path / "mine.py").write_text(OWN)
-    job = show("bytes", "-n", 3, "mine.py", "--rows", 900, "--scale", 2.5, cwd=tmp_path)
-    assert job.code == 0, job.err
+def test_both_take_a_script_of_the_user_anywhere(show):
+    job = show("bytes", "-n", 3, "mine.py", "--rows", 900, "--scale", 2.5, script=OWN)
     assert re.search(r"9 +│ · @ w = y \(w S\(1\) -> B: all-gather\)", job.out) or "w S(1) -> B: all-gather" in job.out
-    job = show("show", "-n", 3, "mine.py", cwd=tmp_path)
-    assert job.code == 0 and list(drawn(job.out)) == ["x", "w", "y"], job.err
+    job = show("show", "-n", 3, "mine.py", script=OWN)
+    assert list(drawn(job.out)) == ["x", "w", "y"]
 
 
 def test_matmul_that_transposes_w_is_told_from_one_that_moves_it():
@@ -249,29 +239,26 @@ def test_matmul_that_transposes_w_is_told_from_one_that_moves_it():
         ("def run(:", "", "not a Python script: line 1"),
     ],
 )
-def test_options_that_run_does_not_have_are_refused(show, tmp_path, text, arguments, words):
-    (tmp_path / "mine.py").write_text(text)
-    job = show("bytes", "-n", 1, "mine.py", *arguments.split(), cwd=tmp_path)
-    assert (job.code, job.out) == (2, "")
-    assert job.err.startswith("launch.sh: mine.py: ") and words in job.err and job.err.count("\n") == 1
+def test_options_that_run_does_not_have_are_refused(show, text, arguments, words):
+    job = show("bytes", "-n", 1, "mine.py", *arguments.split(), script=text, code=2)
+    assert not job.out and job.err.startswith("launch.sh: mine.py: ") and words in job.err and job.err.count("\n") == 1
 
 
-def test_script_without_global_tensors_is_told_so(show, tmp_path):
-    (tmp_path / "mine.py").write_text("def run(a=1): return 5")
-    job = show("show", "-n", 1, "mine.py", "--a", 2, cwd=tmp_path)
-    assert (job.code, job.out) == (0, "mine.py --a 2 on 1 ranks\n\nIt makes no global tensor.\n"), job.err
+def test_script_without_global_tensors_is_told_so(show):
+    job = show("show", "-n", 1, "mine.py", "--a", 2, script="def run(a=1): return 5")
+    assert job.out == "mine.py --a 2 on 1 ranks\n\nIt makes no global tensor.\n"
 
 
 def test_recipe_of_which_a_rank_would_hold_nothing_is_refused(show):
-    job = show("show", "recipes/data_parallel.py", "--batch", 1)
+    job = show("show", "recipes/data_parallel.py", "--batch", 1, code=2)
     text = (ROOT / "recipes" / "data_parallel.py").read_text().splitlines()
     [line] = [number for number, words in enumerate(text, 1) if "x = flow.tensor(" in words]
     words = (
         "a tensor of shape (1, 5) cannot be split(0) over 2 ranks: a rank would hold nothing; make that size 2 or more"
     )
-    assert (job.code, job.out, job.err) == (2, "", f"launch.sh: data_parallel.py:{line}: {words}\n")
-    job = show("bytes", "recipes/model_parallel.py", "--out-features", 1, "--graph")
-    assert job.code == 2 and "a tensor of shape (5, 1) cannot be split(1) over 2 ranks" in job.err
+    assert (job.out, job.err) == ("", f"launch.sh: data_parallel.py:{line}: {words}\n")
+    job = show("bytes", "recipes/model_parallel.py", "--out-features", 1, "--graph", code=2)
+    assert "a tensor of shape (5, 1) cannot be split(1) over 2 ranks" in job.err
 
 
 @pytest.mark.parametrize(
@@ -282,21 +269,18 @@ def test_recipe_of_which_a_rank_would_hold_nothing_is_refused(show):
         ("flow.ones(2, placement=ranks, sbp=B).sum(0, keepdim=True).to_global(sbp=S(0))", "a tensor of shape (1,)"),
     ],
 )
-def test_line_that_would_leave_a_rank_with_nothing_is_refused(show, tmp_path, line, words):
+def test_line_that_would_leave_a_rank_with_nothing_is_refused(show, line, words):
     setting = 'ranks, B, S = flow.placement("cpu", [0, 1]), flow.sbp.broadcast, flow.sbp.split'
-    (tmp_path / "mine.py").write_text(f"import oneflow as flow\n{setting}\nx = {line}\n")
-    job = show("show", "mine.py", cwd=tmp_path)
-    assert (job.code, job.out) == (2, "") and job.err.startswith(f"launch.sh: mine.py:3: {words}"), job.err
+    job = show("show", "mine.py", script=f"import oneflow as flow\n{setting}\nx = {line}\n", code=2)
+    assert not job.out and job.err.startswith(f"launch.sh: mine.py:3: {words}"), job.err
     assert job.err.count("\n") == 1
 
 
 def test_what_is_not_there_is_refused(show):
-    job = show("show", "no_such.py")
-    assert job.code == 2 and "no_such.py: no such file" in job.err
+    assert "no_such.py: no such file" in show("show", "no_such.py", code=2).err
     job = launch("docs", "recipes/row_parallel.py")
     assert (job.code, job.err) == (2, "launch.sh: docs takes no arguments: type ./launch.sh docs\n")
-    job = show("show")
-    assert job.code == 2 and "name a Python script" in job.err
+    assert "name a Python script" in show("show", code=2).err
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def run_on(pool, folder, **arguments):
 
 def trained_on(pool, folder, **arguments):
     """The same of its function train, on all ranks if not told otherwise."""
-    given = {"ranks": list(range(pool.world_size)), "path": CHECKPOINT, "folder": str(folder), **arguments}
-    return values_of(pool.call(f"{HERE}:trained", **given))
+    defaults = {"ranks": list(range(pool.world_size)), "path": CHECKPOINT, "folder": str(folder)}
+    return values_of(pool.call(f"{HERE}:trained", **{**defaults, **arguments}))
 
 
 def same_bits(one, other, *what):
@@ -69,21 +69,21 @@ def test_next_run_goes_on_from_the_folder(pools, tmp_path):
     "n, weights", [(1, "rows"), (2, "rows"), (2, "columns"), (2, "whole"), (3, "columns"), (4, "rows")]
 )
 def test_stopped_training_is_the_other_bit_by_bit(pools, tmp_path, n, weights, graph):
-    given = {"graph": graph, "weights": weights}
-    at_once = trained_on(pools(n), tmp_path / "at once", steps=4, **given)
+    options = {"graph": graph, "weights": weights}
+    at_once = trained_on(pools(n), tmp_path / "at once", steps=4, **options)
     for _ in range(2):
-        stopped = trained_on(pools(n), tmp_path / "stopped", steps=2, **given)
+        stopped = trained_on(pools(n), tmp_path / "stopped", steps=2, **options)
     same_bits(stopped, at_once, n, weights)
     if n == 2:  # of two numbers the sum has no order
         trained_on(pools(n), tmp_path / "whole", steps=2, graph=graph, weights="whole")
-        same_bits(trained_on(pools(n), tmp_path / "whole", steps=2, **given), at_once, weights, "after whole")
+        same_bits(trained_on(pools(n), tmp_path / "whole", steps=2, **options), at_once, weights, "after whole")
 
 
 @pytest.mark.parametrize("n, ranks", [(2, [1]), (3, [1, 2]), (4, [0, 3])])
 def test_checkpoint_loads_onto_other_ranks(pools, tmp_path, n, ranks):
     saved = trained_on(pools(n), tmp_path, steps=2, weights="whole")
-    given = {"path": CHECKPOINT, "folder": str(tmp_path / "2"), "ranks": ranks, "shape": saved["new w"].shape}
-    loaded = pools(n).call(f"{HERE}:load_onto", **given)
+    options = {"path": CHECKPOINT, "folder": str(tmp_path / "2"), "ranks": ranks, "shape": saved["new w"].shape}
+    loaded = pools(n).call(f"{HERE}:load_onto", **options)
     for rank in range(n):
         for name, tensor in loaded[rank].items():
             wanted = saved[name]
