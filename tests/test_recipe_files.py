@@ -48,22 +48,16 @@ def block(shape, sbp, ranks, rank):
     """What a rank holds, in the words of the docstrings."""
     if sbp == "local":
         return "whole, a local tensor"
-    where = np.argwhere(np.array(ranks) == rank)
-    if not len(where):
+    layout = theory.Layout(sbp, ranks)
+    if rank not in layout.members:
         return "nothing"
-    cut = [slice(0, size) for size in shape]
-    for one, position, n in zip(sbp.split(", "), where[0], np.shape(ranks)):
-        if one.startswith("S"):
-            dim = int(one[2:-1])
-            cut[dim] = split(shape, dim, position, n)[dim]
-    spans = [f"{part.start}-{part.stop - 1}" if part.stop - part.start > 1 else f"{part.start}" for part in cut]
-    split_dims = [dim for dim in (0, 1) if f"S({dim})" in sbp]
-    if not split_dims:
-        return "whole"
-    if len(split_dims) == 2:
-        return ", ".join(spans)
-    word = ("row", "column")[split_dims[0]]
-    return f"{word}{'s' if '-' in spans[split_dims[0]] else ''} {spans[split_dims[0]]}"
+    cut = layout.block(shape, rank)
+    spans = [f"{start}-{stop - 1}" if stop - start > 1 else f"{start}" for start, stop in cut]
+    parts = [dim for dim, (start, stop) in enumerate(cut) if stop - start < shape[dim]]
+    if len(parts) != 1:
+        return ", ".join(spans) if parts else "whole"
+    word = ("row", "column")[parts[0]] + "s" * ("-" in spans[parts[0]])
+    return f"{word} {spans[parts[0]]}"
 
 
 def partial_sum(name, tensor, n, shape, ranks, rank):

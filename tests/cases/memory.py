@@ -1,10 +1,7 @@
 """The chapter of memory: the same network, with less of it on each rank."""
 
-import numpy as np
-
 from tests.cases import reference
 from tests.cases.case import Case, case_of_recipe, in_steps, layout_by_word
-from tests.cases.reference import Value
 from tests.cases.training import UNEVEN, reduced, two_matmuls, weights_of
 
 
@@ -48,31 +45,10 @@ def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, gain=1.0, **sizes):
     )
 
 
-def two_blocks(seed=0, steps=3, batch=8, in_features=4, hidden=8, out_features=4, gain=1.0):
-    """Steps of SGD on loss = mean((block(block(x)) - y)^2), block(x) = relu(x @ w0) @ w1; each product times `gain`."""
-    rng, gain = np.random.default_rng(seed), Value.known(gain)
-    x, y = Value.drawn(rng, batch, in_features), Value.drawn(rng, batch, out_features)
-    shapes = [(in_features, hidden), (hidden, in_features), (in_features, hidden), (hidden, out_features)]
-    drawn = [Value.drawn(rng, *shape) for shape in shapes]
-    weights = {f"w{i}": Value.known(w.exact / 4) for i, w in enumerate(drawn)}
-    values, losses, update = {"x": x, "y": y, **weights}, [], reference.Optimizer("sgd")
-    for _ in range(steps):
-        products, inputs, gradients = [], [x], {}
-        for i in range(4):
-            products.append(gain * (inputs[i] @ weights[f"w{i}"]))
-            inputs.append(products[i] if i % 2 else reference.relu(products[i]))
-        error = inputs[4] - y
-        losses.append(reference.mean(error * error))
-        error = reference.constant(2 / error.exact.size) * error
-        for i in (3, 2, 1, 0):
-            error = error if i % 2 else reference.gate(error, products[i])
-            gradients[f"w{i}"] = gain * (inputs[i].T @ error)
-            error = gain * (error @ weights[f"w{i}"].T)
-        weights = update.step(weights, gradients)
-    values.update({f"w{i} grad": gradients[f"w{i}"] for i in range(4)})
-    values.update({f"new {name}": w for name, w in weights.items()})
-    values["losses"] = reference.stacked(losses)
-    return values
+def two_blocks(in_features=4, hidden=8, out_features=4, **more):
+    """block(block(x)), where block(x) = relu(x @ w0) @ w1."""
+    widths = [in_features, hidden, in_features, hidden, out_features]
+    return reference.trained("sgd", widths=widths, linear=(1,), shrink=4, **more)
 
 
 @case_of_recipe({"uneven": UNEVEN, "off": {"checkpointing": False}})

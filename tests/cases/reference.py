@@ -226,16 +226,17 @@ class Optimizer:
         return w - change
 
 
-def layered(x, y, weights, gain=1.0, share=1.0):
+def layered(x, y, weights, gain=1.0, share=1.0, linear=()):
     """Forward and backward of loss = mean((relu(relu(x @ w0) @ w1 ...) - y)^2), no relu behind the last matmul.
 
     weights: by name; gain: scales the product of each matmul; share: scales the loss, such as the share of these rows
-    in a larger batch. Returns the loss, and by name the gradients of the weights and of x.
+    in a larger batch; linear: the numbers of other matmuls without a relu. Returns the loss, and by name the gradients
+    of the weights and of x.
     """
     gain, inputs, before = Value.known(gain), [x], []
-    for w in weights.values():
+    for i, w in enumerate(weights.values()):
         before.append(gain * (inputs[-1] @ w))
-        inputs.append(relu(before[-1]))
+        inputs.append(before[i] if i in linear else relu(before[i]))
     error = before[-1] - y
     loss = mean(error * error)
     back, gradients = constant(2 / error.exact.size) * error, {}
@@ -244,7 +245,7 @@ def layered(x, y, weights, gain=1.0, share=1.0):
     for i, name in reversed(list(enumerate(weights))):
         gradients[name] = gain * (inputs[i].T @ back)
         back = gain * (back @ weights[name].T)
-        if i:
+        if i and i - 1 not in linear:
             back = gate(back, before[i - 1])
     return loss, {**gradients, "x": back}
 
@@ -261,19 +262,22 @@ def trained(
     gain=1.0,
     input_gradient=False,
     shrink=1,
+    widths=None,
+    linear=(),
 ):
     """What training on one device gives, by name: x, y, w0, w1, ..., gradients, state, new weights, the losses.
 
-    shrink: a power of two, by which the weights that are drawn are divided.
+    shrink: a power of two, by which the weights that are drawn are divided; widths: of all layers, in place of the
+    sizes; linear: see `layered`.
     """
+    widths = widths or [in_features, *[hidden] * (layers - 1), out_features]
     rng = np.random.default_rng(seed)
-    x, y = Value.drawn(rng, batch, in_features), Value.drawn(rng, batch, out_features)
-    widths = [in_features, *[hidden] * (layers - 1), out_features]
-    drawn = {f"w{i}": Value.drawn(rng, widths[i], widths[i + 1]) for i in range(layers)}
+    x, y = Value.drawn(rng, batch, widths[0]), Value.drawn(rng, batch, widths[-1])
+    drawn = {f"w{i}": Value.drawn(rng, *shape) for i, shape in enumerate(zip(widths, widths[1:]))}
     weights = {name: Value.known(w.exact / shrink) for name, w in drawn.items()}
     values, losses, update, gradients = {"x": x, "y": y, **weights}, [], Optimizer(optimizer), {}
     for _ in range(steps):
-        loss, gradients = layered(x, y, weights, gain)
+        loss, gradients = layered(x, y, weights, gain, linear=linear)
         weights = update.step(weights, gradients)
         losses.append(loss)
     with_gradient = [*weights, *["x"] * input_gradient] if steps else []

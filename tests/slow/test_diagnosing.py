@@ -253,7 +253,7 @@ def jobs(request, tmp_path_factory):
     with ThreadPoolExecutor(AT_ONCE) as executor:
         if any("one_port" in item.name for item in items):
             started["port"] = executor.submit(jobs_on_one_port, tmp_path_factory.mktemp("port"))
-        for block in sorted(blocks, key=lambda block: ("10 s" not in block.options, block.end != "waits")):
+        for block in sorted(blocks, key=lambda block: (not block.options, block.end != "waits")):
             folder = tmp_path_factory.mktemp(f"block{block.number}")
             started[block.number] = executor.submit(run_job, block, folder)
         yield started
