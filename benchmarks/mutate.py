@@ -3,7 +3,7 @@
     ./launch.sh mutate [recipe ...]
 
 Each SBP, placement, move, stage and matmul of a recipe's lesson is changed in every way listed in `replacements`, and
-each cure of a trap is taken out. The changed recipe climbs the proof ladder and, if it has tests in `TESTS`, those too.
+each cure of a trap is taken out. The changed recipe is checked on the proof ladder, and by its `TESTS` if it has any.
 Prints a line for each change and then the survivors; exit code 1 if one has no reason in `EQUIVALENT`.
 """
 
