@@ -16,17 +16,17 @@ from harness.start import job, output  # noqa: E402
 COMMANDS = {  # programs of their own
     "test": [sys.executable, "-m", "pytest", f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"],
     "bench": [sys.executable, str(ROOT / "benchmarks" / "bench.py")],
-    "faults": [sys.executable, str(ROOT / "tests" / "faults.py")],
+    "faults": [sys.executable, str(ROOT / "benchmarks" / "faults.py")],
     "mutate": [sys.executable, str(ROOT / "benchmarks" / "mutate.py")],
 }
 
 
 def selected(arguments):
-    """pytest's arguments for `launch.sh test`: without --all, -k or a file's name it leaves out tests/slow."""
+    """pytest's arguments for `launch.sh test`: without --all, -k or a file's name it leaves out what is slow."""
     words = [os.path.abspath(word) if os.path.exists(word.split("::")[0]) else word for word in arguments]
     rest = [word for word in words if word != "--all"]
     chosen = words != arguments or any(word.startswith(("-k", "/")) for word in rest)
-    return rest if chosen or len(rest) < len(words) else [*rest, "--ignore=tests/slow"]
+    return rest if chosen or len(rest) < len(words) else [*rest, "--ignore=tests/slow", "-m", "not slow"]
 
 
 def main():

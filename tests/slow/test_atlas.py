@@ -8,11 +8,11 @@ from harness.measure import theory
 from harness.measure.sbp import NAMES
 from harness.measure.steps import Move, tensors_and_moves
 from harness.report import atlas, pages, runs
-from harness.start.recipe import path_of, world_sizes
-from tests.cases import CASES, GRAPH_ONLY, PROVEN, TRAINED
-from tests.chapters.forward import SIGNATURES
-from tests.early import early_call
-from tests.ladder import Checks
+from harness.start.recipe import path_of
+from tests.background import step_call
+from tests.cases import CASES, GRAPH_ONLY, TRAINED, proven_on
+from tests.cases.forward import SIGNATURES
+from tests.cases.ladder import Checks
 
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
 
@@ -21,16 +21,16 @@ SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serv
 RUNS = [(name, mode) for name in CASES for mode in runs.measured_modes(path_of(name))]
 
 
-def early_calls(item):
-    """What a test needs: see early.py."""
+def background_calls(item):
+    """What a test needs: see background.py."""
     wanted = runs_of(**item.callspec.params) if item.originalname == "test_bytes_of_every_recipe" else []
     calls = {}
     if "found" in item.fixturenames:
         calls = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
     if item.originalname == "test_pages_and_pictures_are_those_of_this_run":
-        wanted = [(name, world_sizes(path_of(name))[0], mode) for name, mode in RUNS]
+        wanted = [(name, proven_on(name)[0], mode) for name, mode in RUNS]
         for name, n, mode in runs.training_runs():
-            calls.update(early_call(name, n, mode))
+            calls.update(step_call(name, n, mode))
     for name, n, mode in wanted:
         calls["run", name, n, mode] = (n, partial(runs.recipe_run, path=path_of(name), mode=mode))
     return calls
@@ -38,7 +38,7 @@ def early_calls(item):
 
 def runs_of(name, mode):
     """(name, number of ranks, mode) of each run that is looked at."""
-    sizes = [n for n in PROVEN if n in world_sizes(path_of(name))]
+    sizes = proven_on(name)
     if name in (*SHARED, "matmul_signatures"):  # the atlas measures these on each n
         sizes = sizes[:1]
     if name in TRAINED:  # what a step of it sends is measured as a whole, in test_training.py
@@ -122,7 +122,7 @@ def test_bytes_of_every_recipe(measured, name, mode):
         items = tensors_and_moves(measured("run", name, n, mode))
         moves = [item for item in items if isinstance(item, Move) and item.sent]
         in_graph = any(move.what.startswith("a call of") for move in moves)
-        here = CASES[name](n).models > 0  # and not on ranks that the recipe starts
+        here = CASES[name](n).graph_calls > 0  # and not on ranks that the recipe starts
         Checks.equal(in_graph, here and (mode == "graph" or name in GRAPH_ONLY), name, "runs in a graph")
         for move in moves if name not in TRAINED else []:
             what = (name, n, move.what, move.change)
@@ -149,7 +149,7 @@ def where(mode, boxing):
 def test_pages_and_pictures_are_those_of_this_run(found, measured):
     by_mode = {}
     for name, mode in RUNS:
-        n = world_sizes(path_of(name))[0]
+        n = proven_on(name)[0]
         by_mode.setdefault(name, {})[mode] = measured("run", name, n, mode)
     steps = {run: measured("step", *run) for run in runs.training_runs()}
     for path, text in pages.made(found, by_mode, steps).items():

@@ -8,8 +8,8 @@ from harness.pool import Pool
 from harness.report import atlas
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, modes, sizes_of
+from tests.cases.ladder import Checks, prove
 from tests.hosts import NO_HOSTS
-from tests.ladder import Checks, climb
 
 HERE = str(ROOT / "tests" / "on_rank_hosts.py")
 SIZE = 1024  # rows and columns of what is moved between hosts: 4 MB
@@ -44,7 +44,7 @@ def on_two_hosts():
 @pytest.mark.parametrize("name, n, graph", on_two_hosts())
 def test_proof_ladder_on_two_hosts(hosts, pools, name, n, graph):
     facts = {"nodes": 2 if hosts.real else 1} if name == "hello_ranks" else {}
-    climb(pools(n), path_of(name), name, graph, next(iter(sizes_of(name, n))), **facts)
+    prove(pools(n), path_of(name), name, graph, next(iter(sizes_of(name, n))), **facts)
 
 
 def crossings():

@@ -3,7 +3,7 @@
 from benchmarks import mutate
 from harness.start.recipe import path_of
 from tests.cases import CASES
-from tests.ladder import OBSERVE
+from tests.cases.ladder import OBSERVE
 
 # What a lesson says -> how many mutants each place has, at least, that begin with it.
 PLACES = {
