@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Optional
 
 from harness.start.logs import Logs
-from harness.start.nodes import MeetingFailed, Nodes
+from harness.start.nodes import Nodes
 from harness.start.options import BadInput, checked, same_on_all_nodes
 from harness.start.output import Output, encoded, say, write
-from harness.start.ranks import NodeRanks, PortTaken, Ranks, is_consequence, reserve_port
+from harness.start.ranks import NodeRanks, Ranks, is_consequence, reserve_port
 
 BAD_INPUT = 2
 TIME_LIMIT_REACHED = 124
@@ -133,8 +133,10 @@ class Job:
                 else:
                     outcomes.append(Outcome(**message["outcome"]))
             failures, verdict = [outcome for outcome in outcomes if outcome.code], None
-            if failures and decide_at == float("inf"):
-                decide_at = time.monotonic() + self.verdict_delay(failures)
+            decides = self.nodes.is_leader or not self.nodes.peers
+            if failures and decides and decide_at == float("inf"):
+                unsure = self.nodes.peers and all(failure.consequence for failure in failures)
+                decide_at = time.monotonic() + (VERDICT_DELAY if unsure else 0)
             if time.monotonic() >= decide_at:
                 verdict = min(failures, key=lambda outcome: (outcome.consequence, outcome.time))
                 if self.nodes.is_leader and verdict.cause == "rank" and restart < self.options.max_restarts:
@@ -144,12 +146,6 @@ class Job:
             if verdict:
                 self.nodes.send(verdict=asdict(verdict), restart=restart)
                 return verdict
-
-    def verdict_delay(self, failures):
-        """Seconds to wait for a better cause; node 0 decides, and another node only if it hears nothing from node 0."""
-        if not self.nodes.peers or self.nodes.is_leader and not all(failure.consequence for failure in failures):
-            return 0
-        return VERDICT_DELAY if self.nodes.is_leader else 2 * VERDICT_DELAY
 
     def local_outcome(self, ranks, output):
         """The Outcome of this node's ranks; None while they run and nothing has happened that ends the job."""
@@ -238,7 +234,7 @@ def main(arguments):
         where = (options.nnodes, options.node_rank, options.nproc_per_node, options.master_addr, options.master_port)
         remark = f" (each task of {options.task.scheduler} is a node)" if options.task else ""
         return Job(options, Nodes(*where, same_on_all_nodes(options), remark)).run()
-    except (BadInput, PortTaken, MeetingFailed) as error:
+    except BadInput as error:
         say(str(error))
         return BAD_INPUT
     except OSError as error:  # such as a full disk

@@ -11,15 +11,12 @@ import os
 import socket
 import time
 
+from harness.start.options import BadInput
 from harness.start.output import say
 
 HEARTBEAT = 1.0  # seconds between messages that only say that a launcher is alive
 PEER_TIMEOUT = 10.0  # seconds without a message after which a connection counts as lost
 NOTICE_DELAY = 2.0  # seconds after which a launcher says for which nodes it waits
-
-
-class MeetingFailed(Exception):
-    """One line that says why the nodes did not come together, and what to do."""
 
 
 class Peer:
@@ -58,8 +55,7 @@ class Peer:
             self.last_received, self.closed = time.monotonic(), not data
         *lines, self.buffer = self.buffer.split(b"\n")
         try:
-            messages = [json.loads(line) for line in lines]
-            self.inbox += [message for message in messages if message]  # {} is a heartbeat
+            self.inbox += filter(None, map(json.loads, lines))  # {} is a heartbeat
         except ValueError:
             self.closed = True
         if time.monotonic() - self.last_received > PEER_TIMEOUT:
@@ -113,7 +109,7 @@ class Nodes:
     def begin(self, port, deadline, stopped):
         """Begin an attempt together with all nodes; returns arguments of NodeRanks, None if `stopped()` is true before.
 
-        port: of rank 0, on node 0. deadline: of the wait for other nodes, by time.monotonic(). Raises MeetingFailed.
+        port: of rank 0, on node 0. deadline: of the wait for other nodes, by time.monotonic(). Raises BadInput.
         """
         if self.is_leader and self.start is None and self.count > 1:
             steps = self._accept_all()
@@ -125,7 +121,7 @@ class Nodes:
                 return None
             if time.monotonic() > deadline:
                 check = "see that launch.sh runs there and can reach us"
-                raise MeetingFailed(f"{missing} did not come until --timeout; {check}")
+                raise BadInput(f"{missing} did not come until --timeout; {check}")
             if time.monotonic() > notice:
                 notice = float("inf")
                 say(f"waiting for {missing}{self.remark}")
@@ -140,7 +136,7 @@ class Nodes:
             listener = socket.create_server(("0.0.0.0", self.port))
         except OSError as error:
             reason = f"--master_port {self.port}: {os.strerror(error.errno)}; take another one, the same on each node"
-            raise MeetingFailed(reason) from None
+            raise BadInput(reason) from None
         new = []  # connections without a message so far
         with listener:
             listener.setblocking(False)
@@ -164,7 +160,7 @@ class Nodes:
         if ranks % hosts:
             refusal = f"OneFlow 0.9.0 would hang: {ranks} ranks cannot be divided by {hosts} hosts"
             self.send(refused=refusal)
-            raise MeetingFailed(refusal)
+            raise BadInput(refusal)
 
     def _accept(self, peer, hello):
         """Take a node in, or tell it why not."""
@@ -189,7 +185,7 @@ class Nodes:
         while True:
             if not self.peers:
                 if not first:
-                    raise MeetingFailed(f"{where} is gone")
+                    raise BadInput(f"{where} is gone")
                 try:
                     connection = socket.create_connection((self.address, self.port), timeout=1)
                 except socket.gaierror as error:  # in some clusters the name of a host is known once it has started
@@ -202,7 +198,7 @@ class Nodes:
                 self.send(**self.hello)
             for message in self.receive():
                 if "refused" in message:
-                    raise MeetingFailed(message["refused"])
+                    raise BadInput(message["refused"])
                 if "start" in message:
                     self.start = message["start"]
                     return

@@ -10,7 +10,7 @@ from harness.start import recipe, schedulers
 
 
 class BadInput(Exception):
-    """One line that says what is wrong with the command line, and what to type instead."""
+    """One line that says why the job cannot start, and what to type instead."""
 
 
 class Parser(argparse.ArgumentParser):

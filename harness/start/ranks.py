@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
+from harness.start.options import BadInput
+
 RANK = str(Path(__file__).with_name("rank.py"))
-
-
-class PortTaken(Exception):
-    """Another program uses the port that the user asked for."""
 
 
 def reserve_port(port=0):
@@ -24,7 +22,7 @@ def reserve_port(port=0):
 
     OneFlow binds its port with SO_REUSEPORT, so two jobs on one port both start and swap their ranks. A socket that
     stays bound, with the same option, keeps the kernel from giving the port to others, and rank 0 can still use it.
-    Raises PortTaken.
+    Raises BadInput if another program uses the port.
     """
     reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -36,7 +34,7 @@ def reserve_port(port=0):
         reserved.bind(("0.0.0.0", port))
     except OSError as error:
         reserved.close()
-        raise PortTaken(f"port {port}: {error.strerror}; leave out --master_port to get a free one") from None
+        raise BadInput(f"port {port}: {error.strerror}; leave out --master_port to get a free one") from None
     return reserved
 
 
