@@ -49,7 +49,7 @@ class Lines:
     """Splits what is read from a pipe into lines. A carriage return ends a line as well, as in progress bars."""
 
     def __init__(self):
-        self.rest = b""  # the last line, which has no end yet
+        self.rest = bytearray()  # the last line, which has no end yet
 
     def add(self, data):
         """Returns the lines that are complete now."""
@@ -57,7 +57,7 @@ class Lines:
         if b"\n" not in data and b"\r" not in data:
             return []
         lines = self.rest.splitlines(keepends=True)
-        self.rest = b"" if lines[-1].endswith((b"\n", b"\r")) else lines.pop()
+        self.rest = bytearray() if lines[-1].endswith((b"\n", b"\r")) else lines.pop()
         return lines
 
 
