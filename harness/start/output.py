@@ -9,6 +9,7 @@ import re
 import selectors
 import sys
 from dataclasses import dataclass
+from typing import Optional
 
 # How glog begins an error that ends the process.
 FATAL = re.compile(rb"F\d{8} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\] ")
@@ -40,7 +41,7 @@ def say(text):
 class Report:
     """What rank.py reported when its script ended; code is None before that."""
 
-    code: int = None
+    code: Optional[int] = None
     text: str = ""  # a traceback, or what argparse printed
     time: float = float("inf")
 
