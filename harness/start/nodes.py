@@ -141,6 +141,9 @@ class Nodes:
         with listener:
             listener.setblocking(False)
             while len(self.peers) < self.count - 1:
+                there = {peer.hello["node"] for peer in self.peers}
+                missing = [str(number) for number in range(1, self.count) if number not in there]
+                yield f"node{'s'[: len(missing) > 1]} {', '.join(missing)} of {self.count}"
                 with contextlib.suppress(BlockingIOError):
                     connection, (address, _) = listener.accept()
                     same_host = address in (connection.getsockname()[0], "127.0.0.1")
@@ -153,9 +156,6 @@ class Nodes:
                         new.remove(peer)
                 for _ in self.receive():  # drops a node that is lost: it may come again
                     pass
-                there = {peer.hello["node"] for peer in self.peers}
-                missing = [str(number) for number in range(1, self.count) if number not in there]
-                yield f"node{'s'[: len(missing) > 1]} {', '.join(missing)} of {self.count}"
         hosts, ranks = len({"", *(peer.address for peer in self.peers)}), self.count * self.ranks_each
         if ranks % hosts:
             refusal = f"OneFlow 0.9.0 would hang: {ranks} ranks cannot be divided by {hosts} hosts"
