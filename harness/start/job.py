@@ -44,9 +44,9 @@ class Job:
         self.signals = []  # received, of those that end the job
         self.dump_requested = False  # by SIGUSR1
         self.logs = None
-        self.begin = time.monotonic()
-        self.deadline = self.begin + options.timeout if options.timeout else float("inf")
-        self.next_progress = self.begin + options.progress if options.progress else float("inf")
+        self.started = time.monotonic()
+        self.deadline = self.started + options.timeout if options.timeout else float("inf")
+        self.next_progress = self.started + options.progress if options.progress else float("inf")
 
     def run(self):
         ending = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2]
@@ -214,7 +214,7 @@ class Job:
     def print_progress(self):
         if self.logs and time.monotonic() >= self.next_progress:
             self.next_progress = time.monotonic() + self.options.progress
-            say(f"{time.monotonic() - self.begin:.0f} s; {self.logs.progress()}")
+            say(f"{time.monotonic() - self.started:.0f} s; {self.logs.progress()}")
 
     def finish_logs(self, outcome, output):
         """Write into the logs how the job ended."""

@@ -141,8 +141,8 @@ class Nodes:
         with listener:
             listener.setblocking(False)
             while len(self.peers) < self.count - 1:
-                there = {peer.hello["node"] for peer in self.peers}
-                missing = [str(number) for number in range(1, self.count) if number not in there]
+                joined = {peer.hello["node"] for peer in self.peers}
+                missing = [str(number) for number in range(1, self.count) if number not in joined]
                 yield f"node{'s'[: len(missing) > 1]} {', '.join(missing)} of {self.count}"
                 with contextlib.suppress(BlockingIOError):
                     connection, (address, _) = listener.accept()
