@@ -198,23 +198,6 @@ def test_last_words_of_ranks_that_are_asked_to_end_are_shown(script):
     assert sorted(job.err.splitlines())[:2] == [f"[{rank}] WARNING:root:saved {rank}" for rank in (0, 1)], job.err
 
 
-def test_interrupt_while_the_launcher_starts_says_nothing_of_its_own_lines(script, tmp_path):
-    """An import of ours that takes long stands for a slow disk."""
-    hook = (
-        "import sys, time\n"
-        "class Slow:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'harness.start.job': print('ready', flush=True); time.sleep(10)\n"
-        "sys.meta_path.insert(0, Slow())\n"
-    )
-    (tmp_path / "sitecustomize.py").write_text(hook)
-    job = Run(LAUNCH, "-n", 1, script("", PLAIN), PYTHONPATH=str(tmp_path))
-    job.until("ready")
-    job.process.send_signal(signal.SIGINT)
-    job.wait(10)
-    assert (job.code, job.err) == (-signal.SIGINT, "")
-
-
 def test_signal_that_comes_when_all_is_over_does_not_change_the_exit_code(script):
     """As from srun, which ends the other tasks when one has failed."""
     job = Run(LAUNCH, "-n", 1, script("sys.exit(3)", PLAIN))
@@ -247,17 +230,6 @@ def test_rank_that_dies_of_sigpipe_says_so(script):
     job = launch("-n", 1, path)
     words = "launch.sh: rank 0 of 1 failed: killed by signal 13, SIGPIPE; every rank is ended\n"
     assert (job.code, job.err) == (141, words)
-
-
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_output_that_is_closed_does_no_harm(script, closed):
-    path = script("print('met')\nsys.stderr.write('warned\\n')", PLAIN)
-    job = Run("bash", "-c", f"{LAUNCH} -n 2 {path} {closed}").wait()
-    assert job.code == 0
-    assert sorted(job.out.splitlines()) == ([] if closed.startswith(">") else ["[0] met", "[1] met"])
-    assert sorted(job.err.splitlines()) == ([] if "2>" in closed else ["[0] warned", "[1] warned"])
-    refused = Run("bash", "-c", f"{LAUNCH} -n 0 {path} {closed}").wait()
-    assert refused.code == 2
 
 
 def test_stopped_rank_is_ended_too(script):
@@ -351,7 +323,6 @@ BAD_INPUT = {
     "-n 2": "name a Python script, such as recipes/data_parallel.py",
     "--timeout -1 recipes/data_parallel.py": "--timeout must be a number of seconds, or 0 for no limit, got -1",
     "--progress -1 recipes/data_parallel.py": "--progress must be a number of seconds, or 0 for never, got -1",
-    "--log-dir= recipes/data_parallel.py": "--log-dir must name a folder, got an empty name: type --log-dir logs",
     "--log-dir /dev/null recipes/data_parallel.py": "--log-dir /dev/null: File exists: name another folder",
     "--master_port 80 recipes/data_parallel.py": "--master_port must be from 1024 to 65535, got 80",
     "recipes/data_paralel.py": "recipes/data_paralel.py: no such file and no recipe: ./launch.sh lists the recipes",
@@ -377,7 +348,6 @@ def test_bad_input_is_refused_in_one_line(line):
     [
         ("WORLD_SIZES = (2, 4)", "mine.py runs on 2 or 4 ranks, not on 3: type -n 2"),
         ("WORLD_SIZES = ()", "mine.py: WORLD_SIZES must be range(first, last + 1) or a tuple of numbers of ranks"),
-        ("WORLD_SIZES = range(4, 1099511627776)", "mine.py runs on 4 to 1099511627775 ranks, not on 3: type -n 4"),
         ("WORLD_SIZES = range(0, 3)", "mine.py: WORLD_SIZES must be range(first, last + 1) or a tuple"),
         ("WORLD_SIZES = sizes()", "mine.py: WORLD_SIZES must be range(first, last + 1) or a tuple"),
         ("x = '\0'", "mine.py: "),
@@ -438,14 +408,6 @@ def test_logs_of_a_failure_and_of_the_job_after_it(script, tmp_path):
         assert lines.count("met") == 3 and lines.count("ZeroDivisionError: division by zero") == 3 * rank
 
 
-def test_log_that_cannot_be_written_does_not_end_the_job(script, tmp_path):
-    (tmp_path / "rank_0.log").symlink_to("/dev/full")
-    job = launch("-n", 1, "--log-dir", tmp_path, script("print('met')", PLAIN))
-    assert (job.code, job.out) == (0, "met\n")
-    gaps = f"launch.sh: {tmp_path}/rank_0.log: No space left on device: from here on the logs have gaps\n"
-    assert job.err == gaps
-
-
 def test_part_of_a_line_that_was_flushed_is_in_the_log(script, tmp_path):
     lines = "print('loading ...', end=' ', flush=True)\nif rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)"
     job = launch("-n", 2, "--log-dir", tmp_path / "logs", script(lines, PLAIN))
@@ -480,25 +442,18 @@ def test_long_prints_of_many_ranks_do_not_mix(script):
 @pytest.mark.parametrize("more", [(), ("--log-dir", "logs")], ids=["terminal", "logs"])
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_progress_bar_is_shown_while_it_grows(script, tmp_path, stream, more):
-    """A line that has no end yet, or only a carriage return; its beginning is not copied for each piece of it."""
+    """A line that has no end yet, only a carriage return."""
     bar = "[print(f'\\r{i} of 20000', end='', flush=True) for i in range(20001)]\n"
-    # Lines that do not fit into a pipe come one rank after the other, since they may mix.
-    dots = "[print('.', end='') for i in range(100000)]\nprint()\nopen(f'done {rank}', 'w')"
-    turn = "while rank and not os.path.exists('done 0'): time.sleep(0.01)"
-    lines = f"{bar}time.sleep(2)\nprint(', done')\n{turn}\n{dots}"
+    lines = f"{bar}time.sleep(2)\nprint(', done')"
     job = Run(LAUNCH, "-n", 2, *more, script(lines, f"{PLAIN}sys.stdout = sys.{stream}\n"), cwd=tmp_path)
     seen = {}  # line -> when it first came
-    dots = {0: 0, 1: 0}  # rank -> how many, in lines of dots only
     # Our reader takes a carriage return for the end of a line, too, if it is not the last.
     for line in getattr(job.process, stream):
         seen.setdefault(line, time.monotonic())
-        if re.fullmatch(r"\[\d\] \.+\n", line):
-            dots[int(line[1])] += len(line) - 5
     assert job.wait().code == 0
     for rank in (0,) if more else (0, 1):
         bar, end = (seen[f"[{rank}] {text}\n"] for text in ("19998 of 20000", "20000 of 20000, done"))
         assert end - bar > 1.5
-        assert dots[rank] == 100000
 
 
 def test_part_of_a_line_with_a_carriage_return_behind_it_is_shown_at_once(script):
@@ -521,25 +476,9 @@ def test_output_that_is_no_text_is_an_error_of_the_script(script):
     assert job.err.count("rank 1 of 2 failed: exit code 1") == 1 and 'mine.py", line 5, in <module>' in job.err
 
 
-def test_last_part_of_a_line_that_cannot_be_written_is_an_error(script):
-    job = Run("bash", "-c", f"{LAUNCH} -n 1 {script('print(1, end=str())', PLAIN)} > /dev/full").wait()
-    assert job.code == 1 and job.err.splitlines() == [
-        "OSError: [Errno 28] No space left on device",
-        "launch.sh: rank 0 of 1 failed: exit code 1; every rank is ended",
-    ]
-
-
-def test_threads_lose_nothing_of_what_they_write(script):
-    path = script(
-        "import threading\nsys.setswitchinterval(1e-5)\n"
-        "def write(k):\n    for i in range(3000): sys.stdout.write(f'<{k}:{i}>')\n"
-        "threads = [threading.Thread(target=write, args=(k,)) for k in range(8)]\n"
-        "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
-        "threading.Thread(target=lambda: (time.sleep(0.5), print('late', end=''))).start()",
-        PLAIN,
-    )
-    job = launch("-n", 1, path)
-    assert job.code == 0 and len(set(re.findall(r"<\d:\d+>", job.out))) == 24000 and job.out.endswith("late\n")
+def test_full_disk_ends_the_job_with_an_error(script):
+    job = Run("bash", "-c", f"{LAUNCH} -n 1 {script('print(1)', PLAIN)} > /dev/full").wait()
+    assert (job.code, job.err) == (1, "launch.sh: [Errno 28] No space left on device: every rank is ended\n")
 
 
 def test_script_is_found_as_by_python_itself(script, tmp_path):
@@ -566,11 +505,10 @@ def test_rank_that_makes_a_job_of_its_own_does_not_wait_for_rank_0(script):
     assert (job.code, job.out) == (0, "[1] alone\n"), job.err
 
 
-@pytest.mark.parametrize("what", ["b'x\\n'", "b'x'"], ids=["lines", "one line"])
 @pytest.mark.parametrize("more", [(), ("--log-dir", "logs")], ids=["errors", "output"])
-def test_rank_that_writes_without_end_is_ended_in_time(script, tmp_path, what, more):
+def test_rank_that_writes_without_end_is_ended_in_time(script, tmp_path, more):
     stream = "stdout" if more else "stderr"
-    path = script(f"while rank == 1: sys.{stream}.buffer.write({what} * 100000)\ntime.sleep(60)", PLAIN)
+    path = script(f"while rank == 1: sys.{stream}.write('x\\n' * 100000)\ntime.sleep(60)", PLAIN)
     job = Run("bash", "-c", f"{LAUNCH} -n 2 --timeout 3 {' '.join(more)} {path} 2>&1 | tail -c 2000", cwd=tmp_path)
     job.wait(30)
     assert "rank 1 of 2 is running" in job.out and job.all_gone() and job.seconds < 28, job.out
