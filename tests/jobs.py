@@ -146,7 +146,7 @@ def ended(runs):
 
 
 def launch(*arguments, **options):
-    """./launch.sh with these arguments, from start to end, with nothing left; once more where OneFlow died of itself."""
+    """./launch.sh with these arguments, at its end, with nothing left; once more where OneFlow died of itself."""
     [job] = ended([Run(LAUNCH, *arguments, **options)])
     if job.code == 128 + signal.SIGSEGV:
         repeated.append(" ".join(str(argument) for argument in arguments))

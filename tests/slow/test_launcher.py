@@ -111,6 +111,11 @@ FAULTS = {
     "exits with a text": ("if rank == 1: sys.exit('no data')", 1, "no data"),
     "is killed": ("if rank == 1: os.kill(os.getpid(), 9)", 137, "rank 1 of 2 failed: killed by signal 9, SIGKILL"),
     "aborts": ("if rank == 1: os.abort()", 134, "rank 1 of 2 failed: killed by signal 6, SIGABRT"),
+    "dies of SIGPIPE": (
+        "signal.signal(13, signal.SIG_DFL)\nif rank == 1: os.kill(os.getpid(), 13)",
+        141,
+        "launch.sh: rank 1 of 2 failed: killed by signal 13, SIGPIPE; every rank is ended\n",
+    ),
     "writes no text": (
         "if rank == 1: sys.stdout.write(1.5)",
         1,
@@ -262,26 +267,19 @@ def test_nohup_goes_on_without_its_terminal(script, tmp_path):
     assert job.wait().code == 0
 
 
-def test_rank_that_dies_of_sigpipe_says_so(script):
-    job = launch("-n", 1, script("signal.signal(13, signal.SIG_DFL)\nos.kill(os.getpid(), 13)"))
-    words = "launch.sh: rank 0 of 1 failed: killed by signal 13, SIGPIPE; every rank is ended\n"
-    assert (job.code, job.err) == (141, words)
-
-
 def test_time_limit_shows_where_each_rank_is(script):
     path = script(
         "import atexit\nif rank == 0: time.sleep(1000)\n"
         "atexit.register(lambda: time.sleep(1000) if rank == 1 else os.kill(os.getpid(), signal.SIGSTOP))"
     )
     states = ("0 of 3 is running", "1 of 3 has run to its end", "2 of 3 is stopped (SIGSTOP, or a debugger)")
-    states = [f"launch.sh: rank {state}" for state in states]
     for limit in (3, 120):  # the second where the machine is too busy to come so far in the first
         job = launch("-n", 3, "--timeout", limit, path)
-        assert job.code == 124
         first, *where = [line for line in job.err.splitlines() if line.startswith("launch.sh: ")]
-        if where == states:
+        assert job.code == 124 and first.startswith(f"launch.sh: time limit of {limit} s reached (--timeout)")
+        if where == [f"launch.sh: rank {state}" for state in states]:
             break
-    assert (first, where) == (f"launch.sh: time limit of {limit} s reached (--timeout): this is where each rank is", states)
+    assert where == [f"launch.sh: rank {state}" for state in states]
     assert f'[0]   File "{path}", line 4 in <module>' in job.err
 
 
@@ -391,63 +389,56 @@ def test_output_that_is_closed_does_no_harm(script, closed):
     assert sorted(warned) == ([] if "2>" in closed else ["[0] warned", "[1] warned"])
 
 
-def test_reader_that_has_enough_before_the_last_word(script):
-    """The rank writes on when nobody reads any more, at its exit."""
-    lines = (
-        "import atexit, select\nreader = select.poll()\nreader.register(1, 0)\nprint('first', flush=True)\n"
-        "atexit.register(lambda: (reader.poll(), print('last')))"
-    )
-    [job] = ended([Run("bash", "-c", f"{LAUNCH} -n 1 {script(lines)} | head -n 1; exit ${{PIPESTATUS[0]}}")])
-    assert (job.out, job.err, job.code) == ("first\n", "", 141)
+WHEN_NOBODY_READS = (  # at the exit of the rank
+    "import atexit, select\nreader = select.poll()\nreader.register(1, 0)\nprint('line', flush=True)\n"
+    "atexit.register(lambda: (reader.poll(), print('last')))"
+)
 
 
-def test_reader_that_has_enough(script):
-    path = script("for i in range(10**6): print('line', i)")
-    [job] = ended([Run("bash", "-c", f"{LAUNCH} -n 2 {path} | head -n 1; exit ${{PIPESTATUS[0]}}")])
-    assert (job.out.count("\n"), job.err, job.code) == (1, "", 141)
+@pytest.mark.parametrize("n, lines", [(2, "for i in range(10**6): print('line')"), (1, WHEN_NOBODY_READS)])
+def test_reader_that_has_enough_ends_the_job(script, n, lines):
+    [job] = ended([Run("bash", "-c", f"{LAUNCH} -n {n} {script(lines)} | head -n 1; exit ${{PIPESTATUS[0]}}")])
+    assert (re.sub(r"\[\d] ", "", job.out), job.err, job.code) == ("line\n", "", 141)
 
 
-def test_last_line_of_standard_error_without_an_end_is_shown(script):
-    job = launch("-n", 2, script("if rank == 1: sys.stderr.write('almost')"))
-    assert (job.code, job.err) == (0, "[1] almost\n")
-
-
-# What a script does to its output, which is the same in plain Python -> what the first of two ranks shows.
+LIKE_AN_ABORT = "F20261122 alike\nF20261122 06:00:00.123456 17 some.cpp:7] Check failed: of a child\nand more\n"
+MET_BY_BOTH = "[0] met\n[1] met\n"
+# What a script does to its output, as in plain Python -> its lines, the output of two ranks, and their errors.
 OUTPUTS = {
-    "puts another standard output there": "sys.stdout = open(os.devnull, 'w')\nprint('nothing')",
-    "puts Python's own back": "sys.stdout = open(os.devnull, 'w')\nsys.stdout = sys.__stdout__\nprint('met')",
-    "wants it line by line": "sys.stdout.reconfigure(line_buffering=True)\nprint('met')",
-    "has none": "print('met')\nsys.stdout = sys.stderr = None",
-    "forks": "print('met', flush=True)\nif os.fork() == 0: sys.exit(0)\nos.wait()",
-    "forks and runs on": "print('met', flush=True)\npid = os.fork()\nif pid: os.wait()",
+    "puts another one there": ("sys.stdout = open(os.devnull, 'w')\nprint('nothing')", "", ""),
+    "puts Python's own back": ("sys.stdout = None\nsys.stdout = sys.__stdout__\nprint('met')", MET_BY_BOTH, ""),
+    "wants it line by line": ("sys.stdout.reconfigure(line_buffering=True)\nprint('met')", MET_BY_BOTH, ""),
+    "has none": ("print('met')\nsys.stdout = sys.stderr = None", MET_BY_BOTH, ""),
+    "forks": ("print('met', flush=True)\nif os.fork() == 0: sys.exit(0)\nos.wait()", MET_BY_BOTH, ""),
+    "forks and runs on": ("print('met', flush=True)\npid = os.fork()\nif pid: os.wait()", MET_BY_BOTH, ""),
+    "errors without an end": ("if rank == 1: sys.stderr.write('almost')", "", "[1] almost\n"),
+    "errors like an abort": (
+        f"if rank: sys.stderr.write({LIKE_AN_ABORT!r})",
+        "",
+        "".join(f"[1] {line}" for line in LIKE_AN_ABORT.splitlines(True)),
+    ),
 }
 
 
 @pytest.mark.parametrize("what", OUTPUTS)
 def test_script_that_does_things_to_its_output_ends_well(script, what):
-    job = launch("-n", 2, script(OUTPUTS[what]))
-    assert (job.code, job.err) == (0, "")
-    assert sorted(job.out.splitlines()) == ([] if "another" in what else ["[0] met", "[1] met"])
+    lines, out, err = OUTPUTS[what]
+    job = launch("-n", 2, script(lines))
+    assert (job.code, "".join(sorted(job.out.splitlines(True))), job.err) == (0, out, err)
 
 
-def test_line_that_only_looks_like_an_abort_is_shown(script):
-    lines = ["F20261122 alike", "F20261122 06:00:00.123456 17 some.cpp:7] Check failed: of a child", "and more"]
-    job = launch("-n", 2, script(f"if rank: sys.stderr.write({chr(10).join(lines) + chr(10)!r})"))
-    assert (job.code, job.err.splitlines()) == (0, [f"[1] {line}" for line in lines])
+MANY = {  # lines of a script -> how long those that it writes are, and how many
+    "for _ in range(20): print('\\n'.join(f'{rank}' * 99 for _ in range(200)))": ({99}, 4000),
+    "for i in range(3000): sys.stderr.write(f'{rank}' * 99 + '\\n'); print(f'{rank}' * 90)": ({90, 99}, 6000),
+}
 
 
-def test_long_prints_of_many_ranks_do_not_mix(script):
-    lines = "for _ in range(20): print('\\n'.join(f'{rank}' * 99 for _ in range(200)))"
-    job = launch("-n", 4, script(lines))
-    wanted = [f"[{rank}] {str(rank) * 99}" for rank in range(4)]
-    assert job.code == 0 and len(job.out.splitlines()) == 16000 and set(job.out.splitlines()) == set(wanted)
-
-
-def test_lines_of_errors_and_of_output_do_not_mix(script):
-    lines = "for i in range(3000): sys.stderr.write(f'{rank}' * 99 + '\\n'); print(f'{rank}' * 90)"
+@pytest.mark.parametrize("lines", MANY, ids=["long prints", "output and errors"])
+def test_lines_of_many_ranks_do_not_mix(script, lines):
+    lengths, count = MANY[lines]
     job = Run("bash", "-c", f"{LAUNCH} -n 4 {script(lines)} 2>&1 | cat").wait()
-    wanted = {f"[{rank}] {str(rank) * length}" for rank in range(4) for length in (90, 99)}
-    assert len(job.out.splitlines()) == 24000 and set(job.out.splitlines()) == wanted
+    wanted = {f"[{rank}] {str(rank) * length}" for rank in range(4) for length in lengths}
+    assert len(job.out.splitlines()) == 4 * count and set(job.out.splitlines()) == wanted
 
 
 @pytest.mark.parametrize("more", [(), ("--log-dir", "logs")], ids=["terminal", "logs"])
