@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.cases import ROOT
 
 LAUNCH = str(ROOT / "launch.sh")
-LONG = 300  # seconds for what takes few: only what hangs takes longer
+LONG, MINUTE = 300, 60  # seconds for what takes few: only what hangs, or is left behind, takes longer
 # The first lines of a script: ranks that have met, and ranks without OneFlow, where it makes no difference.
 MET = "import os, signal, sys, time\nimport oneflow as flow\nrank = flow.env.get_rank()\nflow.comm.barrier()\n"
 PLAIN = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
@@ -130,7 +130,7 @@ class Run:
             if self.all_gone(within=0.1):
                 break
 
-    def all_gone(self, within=LONG):
+    def all_gone(self, within=MINUTE):
         """Whether no process of the job is left after at most `within` seconds."""
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not self.alive(), "the end of all processes", within)

@@ -8,6 +8,7 @@ from harness.report import atlas
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, modes, sizes_of
 from tests.hosts import NO_HOSTS
+from tests.jobs import LONG
 from tests.ladder import Checks, climb
 
 HERE = str(ROOT / "tests" / "on_rank_hosts.py")
@@ -21,9 +22,8 @@ def pools(hosts):
     started = {}
 
     def pool(n):
-        words = [hosts.on(rank * 2 // n) for rank in range(n)]
-        given = (hosts.addresses[0], words)
-        return started.setdefault(n, Pool(n, repeat=True, hosts=given))
+        where = hosts.addresses[0], [hosts.on(rank * 2 // n) for rank in range(n)]
+        return started.setdefault(n, Pool(n, timeout=LONG, repeat=True, hosts=where))
 
     yield pool
     for one in started.values():

@@ -16,13 +16,12 @@ from tests.markdown import BY_HAND
 NOWHERE = ("--master_addr", "nowhere.invalid", "--master_port", 29500)
 
 
-def start(hosts, *arguments, only=(0, 1), port=None, nodes=2, **more):
-    """The same command as each of these nodes, on two hosts in turns; hosts None: all on this host, at one address."""
-    port, runs = port or free_port(), []
+def start(hosts, *arguments, only=(0, 1), port=None, where=(0, 1), **more):
+    """The same command as each of these nodes. where: the host of each node; hosts None: all at this host's address."""
+    port, address, runs = port or free_port(), hosts.addresses[0] if hosts else "127.0.0.1", []
     for node in only:
-        address, prefix = (hosts.addresses[0], hosts.on(node % 2)) if hosts else ("127.0.0.1", [])
-        where = ["--nnodes", nodes, "--node_rank", node, "--master_addr", address, "--master_port", port]
-        runs.append(Run(*prefix, LAUNCH, *where, *arguments, **more))
+        meeting = ["--nnodes", len(where), "--node_rank", node, "--master_addr", address, "--master_port", port]
+        runs.append(Run(*(hosts.on(where[node]) if hosts else []), LAUNCH, *meeting, *arguments, **more))
     return runs
 
 
@@ -60,10 +59,8 @@ def test_two_nodes_with_one_address():
 @pytest.mark.parametrize("where", [(0, 0, 0, 1), (0, 1, 0, 1)], ids=["uneven", "in turns"])
 def test_hosts_with_ranks_of_which_oneflow_would_lose_some(hosts, where):
     """As a scheduler may place its tasks. With LOCAL_RANK 0, 1, 2, 0 or 0, 0, 1, 1 some ranks have no shard."""
-    port = free_port()
-    command = ["--nnodes", 4, "--master_addr", hosts.addresses[0], "--master_port", port, "-n", 1, "--node_rank"]
-    runs = [Run(*hosts.on(host), LAUNCH, *command, node, "recipes/row_parallel.py") for node, host in enumerate(where)]
-    assert [(run.code, run.err) for run in ended(runs)] == [(0, "")] * 4
+    runs = ended(start(hosts, "-n", 1, "recipes/row_parallel.py", only=range(4), where=where))
+    assert [(run.code, run.err) for run in runs] == [(0, "")] * 4
     assert EQUAL in runs[0].out and "local shapes (4, 2) (4, 1) (4, 1) (4, 1)" in runs[0].out
 
 
@@ -71,7 +68,7 @@ def test_ranks_that_the_hosts_do_not_divide_are_refused(hosts):
     """OneFlow would hang at the start, or abort."""
     if not hosts.real:
         pytest.skip(NO_HOSTS)
-    for run in ended(start(hosts, "-n", 1, "recipes/row_parallel.py", nodes=3, only=(0, 1, 2))):
+    for run in ended(start(hosts, "-n", 1, "recipes/row_parallel.py", only=range(3), where=(0, 1, 0))):
         assert run.code == 2 and "OneFlow 0.9.0 would hang: 3 ranks cannot be divided by 2 hosts" in run.err
 
 
