@@ -47,19 +47,7 @@ def meetings(hosts, tmp_path_factory):
     return {"address": by_hand(hosts, RENDEZVOUS, [3, 1, 0, 2], "--meet", address), "file": by_file, "folder": folder}
 
 
-@pytest.mark.parametrize("how", ["address", "file"])
-def test_ranks_meet(hosts, meetings, how):
-    """Rank 0 says where it is when all are there; the others say nothing, and no file is left."""
-    runs = ended(meetings[how])
-    assert [(run.code, run.err) for run in runs] == [(0, "")] * 4
-    [said] = [run.out for run in runs if run.out]
-    assert said.endswith("the sum over ranks is 6, as on a single device: 0 1 2 3\n")
-    leader = re.match(r"4 ranks met by \S+; rank 0 is at (\S+):\d+\n", said).group(1)
-    assert leader == hosts.addresses[0] or how == "file" and not hosts.real
-    assert os.listdir(meetings["folder"]) == [] or how == "address"
-
-
-def test_ranks_of_a_launcher_meet_by_a_file(tmp_path):
+def test_ranks_of_a_launcher_meet_by_a_file(meetings, tmp_path):  # those wait while others run
     job = Run(LAUNCH, "-n", 3, RENDEZVOUS, "--meet", f"file://{tmp_path}/job").wait()
     assert (job.code, job.err) == (0, "") and "[0] the sum over ranks is 3, as on a single device: 0 1 2\n" in job.out
 
@@ -257,3 +245,15 @@ def test_block_of_the_page_on_clusters(tmp_path):
     [shown] = [block for block in blocks(CLUSTERS, "text") if "restart 1 of 3" in block]
     said = (run.err + run.out).splitlines()
     assert run.code == 0 and all(line in said for line in shown.splitlines()), said
+
+
+@pytest.mark.parametrize("how", ["address", "file"])
+def test_ranks_meet(hosts, meetings, how):
+    """Rank 0 says where it is when all are there; the others say nothing, and no file is left."""
+    runs = ended(meetings[how])
+    assert [(run.code, run.err) for run in runs] == [(0, "")] * 4
+    [said] = [run.out for run in runs if run.out]
+    assert said.endswith("the sum over ranks is 6, as on a single device: 0 1 2 3\n")
+    leader = re.match(r"4 ranks met by \S+; rank 0 is at (\S+):\d+\n", said).group(1)
+    assert leader == hosts.addresses[0] or how == "file" and not hosts.real
+    assert os.listdir(meetings["folder"]) == [] or how == "address"
