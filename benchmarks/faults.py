@@ -272,7 +272,7 @@ undisturbed run. A fault that came too late, when the job or the rank had all bu
 - A rank that ends with `sys.exit(0)` and one that is stopped fall silent, and the others wait for them: this is what
   `--timeout` is for, here {SILENCE} s from the start of the job. It shows where each rank is, and which one is stopped
   or has ended.
-- A link that goes down is noticed after 10 s without a word from the other launcher.
+- A link that goes down is noticed when the other launcher has sent nothing for 10 s.
 - When a host dies or does not come there is nothing to start again on it, so the job ends; a scheduler starts it anew.
 - On a full disk the job ends with `No space left on device`; the checkpoints that are there stay.
 - A damaged checkpoint, cut, removed or with one bit flipped, is passed over, and training goes on from the one before

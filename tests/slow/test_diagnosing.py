@@ -1,6 +1,6 @@
-"""docs/diagnosing.md: each message still appears where the page says, and each cure works.
+"""The pages on errors: each message still appears where a page says, and each cure works.
 
-Every code block of the page is run, as the comment in front of it says:
+Every code block of these pages is run, as the comment in front of it says:
 
     <!-- 2 ranks: raises -->  an exception on every rank  <!-- 2 ranks: fails -->  in a job of its own, which ends badly
     <!-- 2 ranks: wrong -->   runs through, wrong values  <!-- 2 ranks: waits -->  in a job of its own, which never ends
@@ -31,8 +31,10 @@ from tests.cases import ROOT
 from tests.jobs import LAUNCH, NO_LIBIBVERBS, Run, free_port
 from tests.markdown import slug
 
-PAGE = ROOT / "docs" / "diagnosing.md"
-TEXT = PAGE.read_text()
+INDEX = ROOT / "docs" / "diagnosing.md"
+NAMES = ("errors-start", "errors-hangs", "errors-tensors", "silently-wrong", "errors-launcher")
+PAGES = {f"{name}.md": INDEX.with_name(f"{name}.md").read_text() for name in NAMES}
+TEXT = "\n".join(PAGES.values())
 BLOCK = re.compile(r"(?:<!-- (?P<mark>.+?) -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"(shell|\d ranks?): (raises|wrong|works|fails|waits)((?:, [\w ]+)*)")
 PORT = "29500"  # on the page; each job gets a free one
@@ -319,8 +321,9 @@ def test_entry_shows_the_message_and_the_cure(entry):
 
 
 def test_index_has_every_entry_in_order():
-    index = re.findall(r"^\| \[(.+)]\(#(.+)\) \| .+ \|$", TEXT, flags=re.MULTILINE)
-    assert [link for _, link in index] == [slug(entry) for entry in ENTRIES]
+    index = re.findall(r"^\| \[(.+)]\((.+)#(.+)\) \| .+ \|$", INDEX.read_text(), flags=re.MULTILINE)
+    entries = [(page, entry) for page in PAGES for entry in re.findall("^### (.+)$", PAGES[page], flags=re.MULTILINE)]
+    assert [(page, anchor) for _, page, anchor in index] == [(page, slug(entry)) for page, entry in entries]
     assert len(set(index)) == len(index)
-    for name, entry in zip((name for name, _ in index), ENTRIES):
+    for (name, _, _), (_, entry) in zip(index, entries):
         assert name in entry
