@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.measure import picture, theory
 from harness.pool import Pool
-from harness.report import atlas, draw
+from harness.report import atlas, draw, pictures
 from harness.report.atlas import MATMULS, MODES, PAIRS
 from harness.start import recipe
 
@@ -41,6 +41,7 @@ OTHER_SIZES = {
     "auto_parallel": {"batch": 96},  # at more it chooses otherwise
     "elastic_training": {"every": 4},  # no checkpoint in 3 steps: what goes to disk would count as sent
 }
+MESH = "x times w is out on a mesh of 2 x 2 ranks, block by block, and what is moved along an axis"
 TWICE = ("checkpoint", "elastic_training")  # they save in between, and so have no step that is like the others
 
 
@@ -274,7 +275,7 @@ S(1) @ B and B @ S(0) could run as S(1) @ S(0) with a local slice and no byte; O
 
 On a mesh a tensor has one SBP for each axis, and a collective runs along one axis, between the ranks of each line.
 
-![two_d_sbp.py](pictures/two_d_sbp.svg)
+{two_d_sbp}
 
 {mesh}
 In a graph these moves together send {mesh_graph} of what the formulas say: there S(1) costs no all-to-all.
@@ -304,6 +305,7 @@ def page(found, runs, steps):
         disjoint=tables[0],
         overlapping=tables[1],
         signatures=signatures(found),
+        two_d_sbp=pictures.shown("two_d_sbp", MESH, "pictures"),
         mesh=mesh(runs["two_d_sbp"]),
         mesh_graph=graph_total(runs["two_d_sbp"]),
     )
@@ -312,7 +314,7 @@ def page(found, runs, steps):
 def measured():
     """All that the pages need, measured on pools of its own, part by part at once: the ranks mostly wait."""
     with ThreadPoolExecutor() as threads:
-        return tuple(threads.map(on_own_pools, (atlas.measured, recipe_runs, training_runs)))
+        return tuple(threads.map(on_own_pools, (atlas.measured, recipe_runs, training_runs, picture_runs)))
 
 
 def on_own_pools(part):
@@ -323,6 +325,11 @@ def on_own_pools(part):
     finally:
         for one in pools.values():
             one.close()
+
+
+def picture_runs(pools):
+    """What the pictures need besides."""
+    return {key: function(pools(n)) for key, (n, function) in pictures.calls().items()}
 
 
 def recipe_runs(pools):
@@ -353,12 +360,12 @@ def recipe_run(pool, path, mode):
     return pool.call(LEDGER, path=str(path), **given)
 
 
-def made(found, runs, steps):
+def made(found, runs, steps, own):
     """Every file that is made, as path -> text."""
     files = {ATLAS: page(found, runs, steps)}
     for name, results in runs.items():
         files[PICTURES / f"{name}.svg"] = draw.as_svg(drawn(results), f"{name}.py")
-    return files
+    return {**files, **pictures.made(own, runs)}
 
 
 def drawn(results):

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from harness.measure import picture, theory
-from harness.report import atlas, pages
+from harness.report import atlas, pages, pictures
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, GRAPH_ONLY, PROVEN, TRAINED
 from tests.chapters.forward import SIGNATURES
@@ -29,6 +29,7 @@ def early_calls(item):
         wanted = [(name, world_sizes(path_of(name))[0], mode) for name, mode in LEDGERS]
         for name, n, mode in pages.trained():
             calls.update(early_call(name, n, mode))
+        calls.update({("picture", *key): call for key, call in pictures.calls().items()})
     for name, n, mode in wanted:
         calls["ledger", name, n, mode] = (n, partial(pages.recipe_run, path=path_of(name), mode=mode))
     return calls
@@ -150,7 +151,8 @@ def test_pages_and_pictures_are_those_of_this_run(found, measured):
         n = world_sizes(path_of(name))[0]
         by_mode.setdefault(name, {})[mode] = measured("ledger", name, n, mode)
     steps = {run: measured("step", *run) for run in pages.trained()}
-    for path, text in pages.made(found, by_mode, steps).items():
+    own = {key: measured("picture", *key) for key in pictures.calls()}
+    for path, text in pages.made(found, by_mode, steps, own).items():
         difference = pages.differs(path.read_text(), text)
         assert difference is None, f"{path}: {difference}; ./launch.sh docs makes it anew"
 
