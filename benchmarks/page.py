@@ -4,8 +4,8 @@ import re
 import textwrap
 
 from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, step_time
-from harness.report.draw import bytes_in_words
 from harness.report.pages import TRAINING_SIZES, table
+from harness.report.terminal import bytes_in_words
 
 SIDES = ("eager", "graph", "PyTorch", "JAX")
 INTRODUCTION = """# Performance

@@ -11,7 +11,6 @@ LEFT, OPERATOR, GAP = 46, 22, 10  # pixels: of a rank's name, of an operator, be
 def picture(text, small, large):
     """The Picture of a recipe's forward pass; text: the first line of its docstring."""
     drawn = Picture(text)
-    heading(drawn, text)
     items = steps_of(small, large)
     products = [item for item in items if isinstance(item, Product)]
     moves = [item for item in items if isinstance(item, Move)]
@@ -48,13 +47,6 @@ def picture(text, small, large):
     parts += ["striped: one part of a sum"] * any(one.partial for one in tensors)
     drawn.lines(0, "; ".join(parts + ["mesh: axis 0 runs down, axis 1 across"] * mesh))
     return drawn
-
-
-def heading(drawn, text):
-    name, _, rest = text.rstrip(".").partition(": ")
-    drawn.lines(0, name, size=14, fill="text", bold=True)
-    drawn.lines(0, rest, size=12)
-    drawn.down += 8
 
 
 def label(drawn, rank, layout, y, x=0.0):

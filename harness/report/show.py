@@ -14,7 +14,7 @@ from rich.text import Text
 
 from harness.measure.picture import Move, drawing
 from harness.pool import Pool, PoolError
-from harness.report import draw
+from harness.report import terminal
 from harness.start import recipe
 from harness.start.job import BAD_INPUT, TIME_LIMIT_REACHED
 from harness.start.options import BadInput, Parser, checked
@@ -88,7 +88,7 @@ def title(options):
 
 def show(console, options, items, outside):
     console.print(Text(title(options), "bold"))
-    draw.on_terminal(console, items)
+    terminal.on_terminal(console, items)
     if not items:
         console.print("\nIt makes no global tensor.")
     if not all(item.is_exact for item in items if isinstance(item, Move) and item.formula):

@@ -37,7 +37,12 @@ class Picture:
     """What is drawn so far, from top to bottom; `down` is where it ends."""
 
     def __init__(self, title):
+        """title: "name: what it does.", which becomes the heading."""
         self.title, self.down, self.shapes, self.striped = title, 0.0, [], set()
+        name, _, rest = title.rstrip(".").partition(": ")
+        self.lines(0, name, size=14, fill="text", bold=True)
+        self.lines(0, rest, size=12)
+        self.down += 8
 
     def add(self, tag, text=None, **attributes):
         """One element. `fill` and `stroke` name a colour; "P name" is striped in it."""
