@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from harness.report import pictures, svg
+from harness.report import pictures, svg, timeline
 from tests.cases import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -141,7 +141,7 @@ def test_pages_show_pictures_in_light_and_dark_and_say_what_is_in_them(path):
     assert len(parts) == text.count("<picture>") == text.count("<img")
     for part in parts:
         [dark] = re.findall(r'<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">', part)
-        [(words, light)] = re.findall(r'<img alt="([^"]+)" src="([^"]+)">', part)
+        [(words, light)] = re.findall(r'<img align="top" alt="([^"]+)" src="([^"]+)">', part)
         assert dark == light.replace(".svg", "-dark.svg") and len(words) > 20
         assert (path.parent / light).exists() and (path.parent / dark).exists()
 
@@ -149,3 +149,22 @@ def test_pages_show_pictures_in_light_and_dark_and_say_what_is_in_them(path):
 def test_every_picture_is_on_a_page():
     text = "".join(path.read_text() for path in PAGES)
     assert [name for name in pictures.NAMES if f"pictures/{name}.svg" not in text] == []
+
+
+@pytest.mark.parametrize("n, m", [(2, 4), (2, 1), (3, 6), (4, 8)])
+def test_ranks_of_a_drawn_pipeline_are_idle_for_the_share_of_the_formula(n, m):
+    """All micro-batches forward, then all backward, as eager mode runs them; a backward takes twice as long."""
+    blocks = []
+    for what, colour, step in (("forward", "out", 1), ("backward", "gradient", -1)):
+        for part, stage in ((part, stage) for part in range(m)[::step] for stage in range(n)[::step]):
+            source = stage - step
+            if source in range(n):
+                layer = stage if what == "forward" else source
+                blocks.append(timeline.Block("send", layer, part, [source], colour, [1.0], [stage]))
+            blocks.append(timeline.Block(what, stage, part, [stage], colour))
+    blocks += [timeline.Block("update", None, None, [rank], "state") for rank in range(n)]
+    places = timeline.placed(blocks, lambda block: {"forward": 10, "backward": 20, "update": 5}.get(block.what, 0))
+    whole = max(end for _, end in places) - 5
+    for rank in range(n):
+        waits = sum(end - start for start, end in timeline.idle(blocks, places, rank))
+        assert np.isclose(waits / whole, (n - 1) / (m + n - 1))

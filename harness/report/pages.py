@@ -7,12 +7,12 @@ from pathlib import Path
 
 from harness.measure import picture, theory
 from harness.pool import Pool
-from harness.report import atlas, draw, pictures
+from harness.report import atlas, pictures
 from harness.report.atlas import MATMULS, MODES, PAIRS
 from harness.start import recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-ATLAS, PICTURES = ROOT / "docs" / "sbp-atlas.md", ROOT / "docs" / "pictures"
+ATLAS = ROOT / "docs" / "sbp-atlas.md"
 LEDGER = str(recipe.HARNESS / "measure" / "ledger.py") + ":measure"
 PER_STEP = str(recipe.HARNESS / "measure" / "ledger.py") + ":per_step"
 TRAINING_COLUMNS = ["recipe", "sends, eager", "sends, graph", "keeps weights", "gradients", "optimizer state"]
@@ -41,7 +41,12 @@ OTHER_SIZES = {
     "auto_parallel": {"batch": 96},  # at more it chooses otherwise
     "elastic_training": {"every": 4},  # no checkpoint in 3 steps: what goes to disk would count as sent
 }
-MESH = "x times w is out on a mesh of 2 x 2 ranks, block by block, and what is moved along an axis"
+SHOWN = {  # pictures of the page, in words
+    "two_d_sbp": "on a mesh of 2 × 2 ranks x, S(0), B, times w, B, S(1), is out, S(0), S(1); collectives along one "
+    "axis make gathered, reduced and scattered",
+    "sbp_conversions": "a table of 4 × 4 conversions on 2 ranks: the collective, and what each rank sends: nothing for "
+    "9 of them, 1.00 × the tensor for the all-reduce",
+}
 TWICE = ("checkpoint", "elastic_training")  # they save in between, and so have no step that is like the others
 
 
@@ -237,7 +242,7 @@ Each kind of conversion once. Same ranks: p = 2 · 3 · 4. Other ranks: from 1 t
 
 p ranks hold the tensor before and after; each of them sends 1/p of what the table says. What each holds, on 2 ranks:
 
-![sbp_conversions.py](pictures/sbp_conversions.svg)
+{sbp_conversions}
 
 {same}
 What differs from theory on OneFlow 0.9.0:
@@ -249,8 +254,6 @@ rank its own block with zeros around it, and in a graph the same as from B.
 ## Other ranks
 
 The p1 ranks that hold the tensor before are none of the p2 ranks that hold it after.
-
-![cross_placement.py](pictures/cross_placement.svg)
 
 {disjoint}
 ## Overlapping ranks
@@ -264,8 +267,6 @@ just what it lacks of its new block, and a P were reduce-scattered among the new
 A matmul has six legal signatures of x, w and out. For the other ten pairs OneFlow moves an input first, without a word:
 the bytes show it. Which one depends on the sizes, so the last two columns name out, and the move, for a larger x or w.
 Numbers are multiples of x where x and w are of one size, 720 x 720; both of 2 ranks together.
-
-![matmul_signatures.py](pictures/matmul_signatures.svg)
 
 {signatures}
 Where eager is more than graph, what moves comes from or goes to S(1), at the price of one more all-to-all, as above.
@@ -305,7 +306,7 @@ def page(found, runs, steps):
         disjoint=tables[0],
         overlapping=tables[1],
         signatures=signatures(found),
-        two_d_sbp=pictures.shown("two_d_sbp", MESH, "pictures"),
+        **{name: pictures.shown(name, words, "pictures") for name, words in SHOWN.items()},
         mesh=mesh(runs["two_d_sbp"]),
         mesh_graph=graph_total(runs["two_d_sbp"]),
     )
@@ -333,10 +334,12 @@ def picture_runs(pools):
 
 
 def recipe_runs(pools):
-    """The ledger of every recipe on its own number of ranks, by name and mode."""
-    sizes = {path: recipe.world_sizes(path)[0] for path in recipe.all_paths()}
+    """The ledger of every recipe that is drawn as equations, on its own number of ranks, by name and mode."""
+    paths = {name: recipe.path_of(name) for name in pictures.EQUATIONS}
+    sizes = {name: recipe.world_sizes(path)[0] for name, path in paths.items()}
     return {
-        path.stem: {mode: recipe_run(pools(n), path, mode) for mode in drawn_modes(path)} for path, n in sizes.items()
+        name: {mode: recipe_run(pools(sizes[name]), path, mode) for mode in drawn_modes(path)}
+        for name, path in paths.items()
     }
 
 
@@ -362,17 +365,7 @@ def recipe_run(pool, path, mode):
 
 def made(found, runs, steps, own):
     """Every file that is made, as path -> text."""
-    files = {ATLAS: page(found, runs, steps)}
-    for name, results in runs.items():
-        files[PICTURES / f"{name}.svg"] = draw.as_svg(drawn(results), f"{name}.py")
-    return {**files, **pictures.made(own, runs)}
-
-
-def drawn(results):
-    """What is drawn of a recipe; of one that trains without what looks as the weights do."""
-    items = picture.drawing(next(iter(results.values())))
-    again = re.compile(r"new w|.* exp_avg_sq$|losses$|ages$")
-    return [item for item in items if not (isinstance(item, picture.Tensor) and again.match(item.name))]
+    return {ATLAS: page(found, runs, steps), **pictures.made(own, found, runs)}
 
 
 def differs(old, new):
@@ -389,7 +382,6 @@ def differs(old, new):
 def main():
     print("measuring every conversion, every matmul signature and every recipe: 2 minutes", flush=True)
     files = made(*measured())
-    PICTURES.mkdir(exist_ok=True)
     for path, text in files.items():
         old = path.read_text() if path.exists() else ""
         if differs(old, text):

@@ -29,7 +29,7 @@ def colour_of(name):
 
 def wide(text, size=LETTER, bold=False):
     """About how wide a text is, in a wide font."""
-    letters = sum(0.34 if one in "ijltfrI.,:;|()[]'- " else 0.92 if one in "mwMW@→←↓×=" else 0.62 for one in text)
+    letters = sum(0.34 if one in "ijltfrI.,:;|()[]'- " else 0.92 if one in "mwMW@→←↓×=" else 0.58 for one in text)
     return letters * size * (1.06 if bold else 1)
 
 
@@ -61,7 +61,7 @@ class Picture:
     def lines(self, x, text, across=WIDTH, size=LETTER, fill="quiet", bold=False):
         """A text from `down` on, broken where it would be wider than `across`."""
         letters = int(across / (wide(text, size, bold) / len(text)))
-        for line in textwrap.wrap(text, letters):
+        for line in textwrap.wrap(text, letters, break_on_hyphens=False):
             self.down += size + 4
             self.text(x, self.down - 3, line, size, fill, bold=bold)
 
@@ -91,7 +91,7 @@ class Picture:
 
     def svg(self, theme):
         """The file's text in one of THEMES."""
-        colours, height = THEMES[theme], self.down + 4
+        colours, height = THEMES[theme], self.down + 20
         size = {"width": str(WIDTH), "height": f"{height:.0f}", "viewBox": f"0 0 {WIDTH} {height:.0f}"}
         root = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg", **size)
         root.set("font-family", "Helvetica, Arial, sans-serif")

@@ -17,6 +17,7 @@ CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 r
 
 SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serves several: the atlas takes them apart
 LEDGERS = [(name, mode) for name in CASES for mode in pages.drawn_modes(path_of(name))]
+DRAWN = [(name, mode) for name, mode in LEDGERS if name in pictures.EQUATIONS]
 
 
 def early_calls(item):
@@ -26,7 +27,7 @@ def early_calls(item):
     if "found" in item.fixturenames:
         calls = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
     if item.originalname == "test_pages_and_pictures_are_those_of_this_run":
-        wanted = [(name, world_sizes(path_of(name))[0], mode) for name, mode in LEDGERS]
+        wanted = [(name, world_sizes(path_of(name))[0], mode) for name, mode in DRAWN]
         for name, n, mode in pages.trained():
             calls.update(early_call(name, n, mode))
         calls.update({("picture", *key): call for key, call in pictures.calls().items()})
@@ -147,7 +148,7 @@ def where(mode, boxing):
 
 def test_pages_and_pictures_are_those_of_this_run(found, measured):
     by_mode = {}
-    for name, mode in LEDGERS:
+    for name, mode in DRAWN:
         n = world_sizes(path_of(name))[0]
         by_mode.setdefault(name, {})[mode] = measured("ledger", name, n, mode)
     steps = {run: measured("step", *run) for run in pages.trained()}
