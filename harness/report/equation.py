@@ -2,48 +2,41 @@
 
 import numpy as np
 
-from harness.report.forward import Move, Product, last, steps_of
+from harness.report.forward import Forward, Move, Product
 from harness.report.svg import LETTER, WIDTH, Picture, wide
 
 LEFT, OPERATOR, GAP = 46, 22, 10  # pixels: of a rank's name, of an operator, between two rows
 
 
 def picture(text, small, large):
-    """The Picture of a recipe's forward pass; text: the first line of its docstring."""
-    drawn = Picture(text)
-    items = steps_of(small, large)
+    """The Picture of a recipe's forward pass; text: the first line of its docstring; small, large: see Forward."""
+    drawn, items, before = Picture(text), Forward(small, large).items, None
     products = [item for item in items if isinstance(item, Product)]
-    moves = [item for item in items if isinstance(item, Move)]
-    mesh = any(len(item.tensors[0].layout.axes) > 1 for item in products)
-    cell, before = 8 if mesh else 12, None
-    while items:
-        item = items.pop(0)
+    tensors = [one for item in products for one in item.tensors]
+    mesh = any(len(one.layout.axes) > 1 for one in tensors)
+    cell = 8 if mesh else 12
+    for item, following in zip(items, [*items[1:], None]):
         if isinstance(item, Product):
-            if "relu" in (before.text if before else "") and item.tensors[0] is not before.tensors[2]:
+            if before and "relu" in before.text and item.tensors[0] is not before.of:
                 drawn.lines(LEFT, "relu, on each rank: nothing moves")
                 drawn.down += 8
             where, before = product(drawn, item.tensors, cell), item
-            continue
-        following = items[0] if items else None
-        if isinstance(following, Product) and following.tensors[0] is item.new:
+        elif isinstance(following, Product) and following.tensors[0] is item.new:
             onward(drawn, item, where, cell)
-        elif not item.old.number:
+        elif item.backward:
             drawn.lines(0, f"backward: {item.collective} of {item.new.name}", size=12, fill="move", bold=True)
             drawn.lines(0, sent_in_words(item)[0], fill="move")
-        elif mesh:
-            group = [item]
-            while items and last(items[0]) is item.old:
-                group.append(items.pop(0))
-            meshes(drawn, group, where, cell)
-        else:
+        elif not mesh:
             result(drawn, item, where, cell)
-    if not moves:
+        elif getattr(following, "of", None) is not item.of:  # the last one
+            meshes(drawn, [one for one in items if isinstance(one, Move) and one.of is item.of], where, cell)
+    if products == items:
         drawn.down += 4
-        drawn.lines(LEFT, "nothing moves: each rank sends 0 bytes", fill="move", bold=True)
+        most = max(sent for item in products for sent in item.sent)
+        drawn.lines(LEFT, f"nothing moves: each rank sends {most} bytes", fill="move", bold=True)
     drawn.down += 6
-    tensors = [one for item in products for one in item.tensors]
-    whole = any("S" in one.layout.sbp for one in tensors)
-    parts = ["filled: what the rank holds", *["dashed: the whole tensor"] * whole]
+    parts = ["filled: what the rank holds"]
+    parts += ["dashed: the whole tensor"] * any("S" in one.layout.sbp for one in tensors)
     parts += ["striped: one part of a sum"] * any(one.partial for one in tensors)
     drawn.lines(0, "; ".join(parts + ["mesh: axis 0 runs down, axis 1 across"] * mesh))
     return drawn
@@ -101,9 +94,9 @@ def sent_in_words(move):
         [amount] = groups
         off = move.formula is not None and abs(float(amount) - move.formula) > 0.02 * move.formula + 0.011
         formula = [f"({move.formula:.2f} by the formula)"] * off
-        return [f"each rank sends {amount} × {bracketed(move.old.name)}", *formula]
+        return [f"each rank sends {amount} × {bracketed(move.of.name)}", *formula]
     return [
-        f"{ranks_in_words(ranks)} {'sends' if len(ranks) == 1 else 'each send'} {amount} × {bracketed(move.old.name)}"
+        f"{ranks_in_words(ranks)} {'sends' if len(ranks) == 1 else 'each send'} {amount} × {bracketed(move.of.name)}"
         for amount, ranks in groups.items()
     ]
 
@@ -117,7 +110,7 @@ def ranks_in_words(ranks):
 
 
 def title_of(move):
-    old, new = (move.old.layout, move.new.layout)
+    old, new = (move.of.layout, move.new.layout)
     if old.ranks == new.ranks:
         return move.collective
     name = move.collective.replace(" to other ranks", "")

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Optional
 
 import numpy as np
 
@@ -14,9 +15,8 @@ WORDS = {"B": "broadcast", "P": "partial_sum", "S(0)": "split(0)", "S(1)": "spli
 
 @dataclass
 class Tensor:
-    """One tensor of an equation. number: what tells it from others in the run."""
+    """One tensor of an equation."""
 
-    number: int
     name: str
     colour: str
     shape: tuple
@@ -44,70 +44,88 @@ class Product:
 
     tensors: list
     text: str  # of its line in the recipe
+    sent: list  # bytes of each rank
+
+    @property
+    def of(self):
+        return self.tensors[-1]
 
 
 @dataclass
 class Move:
     """A tensor that goes to another layout. sent, formula: what each rank sends, in units of the tensor."""
 
-    old: Tensor
+    of: Tensor
     new: Tensor
     sent: list
-    formula: float = None  # where all ranks send the same
+    backward: bool = False
+    formula: Optional[float] = None  # where all ranks send the same
 
     def __post_init__(self):
-        old, new = self.old.layout, self.new.layout
+        old, new = self.of.layout, self.new.layout
         self.collective = theory.collective(old, new)
-        one = theory.boxing(self.old.shape, old, new)
+        one = theory.boxing(self.of.shape, old, new)
         if one.by_rank and len(set(one.by_rank.values())) == 1:
-            self.formula = one.by_rank[old.members[0]] / np.prod(self.old.shape)
+            self.formula = one.by_rank[old.members[0]] / np.prod(self.of.shape)
 
 
-def steps_of(small, large):
-    """The Products and Moves of a forward pass, the moves behind the product that they are of, and then the Moves of
-    gradients in the backward pass.
+class Forward:
+    """The Products and Moves of a forward pass as `items`, each move behind the product that it is of, and then the
+    Moves of gradients in the backward pass.
 
     small, large: what `ledger.measure` traced, once small enough to draw, and once so large that what was sent for a
     tensor is its content.
     """
-    names, seen, items = small[0]["names"], {}, []
 
-    def tensor(one, name, colour=None):
+    def __init__(self, small, large):
+        self.names, self.tensors, self.items = small[0]["names"], {}, []
+        for number, step in enumerate(small[0]["steps"]):
+            sent = [result["steps"][number]["sent"] for result in large]
+            whole = large[0]["steps"][number]
+            if step["what"] == "matmul":
+                self.matmul(step, sent)
+            elif step["what"] == "to_global" and size(whole["inputs"][0]) >= SMALL:
+                self.to_global(step, [one / size(whole["inputs"][0]) for one in sent])
+            elif step["what"] == "backward":
+                self.backward(step, sent, whole["outputs"])
+
+    def tensor(self, one, name, colour=None):
+        """The Tensor of a described one; it has this name if it is new."""
         layout = theory.Layout(one["sbp"], one["ranks"])
         colour = "partial" if "P" in layout.axes else colour or colour_of(name)
-        return seen.setdefault(one["id"], Tensor(one["id"], name, colour, one["shape"], layout))
+        return self.tensors.setdefault(one["id"], Tensor(name, colour, one["shape"], layout))
 
-    for number, step in enumerate(small[0]["steps"]):
-        inputs, outputs, whole = step["inputs"], step["outputs"], large[0]["steps"][number]
-        called = [names.get(one["id"], "·") for one in inputs + outputs]
-        sent = [result["steps"][number]["sent"] for result in large]
-        if step["what"] == "matmul":
-            turned = re.search(r"(\w+)\.transpose\(", step["text"])
-            called[0] = f"{turned.group(1)}.T" if turned else called[0]
-            x, w = (seen.get(one["id"]) or tensor(one, name) for one, name in zip(inputs, called))
-            name = called[2] if called[2] not in ("·", called[0]) else f"{x.name} @ {w.name}"
-            items.append(Product([x, w, tensor(outputs[0], name)], step["text"]))
-        elif step["what"] == "to_global" and size(whole["inputs"][0]) >= SMALL and inputs[0]["sbp"] != "local":
-            old = seen.get(inputs[0]["id"]) or tensor(inputs[0], called[0])
-            if theory.Layout(outputs[0]["sbp"], outputs[0]["ranks"]) == old.layout:
-                seen[outputs[0]["id"]] = old
-                continue
-            name = old.name if called[1] in ("·", called[0]) else called[1]
-            new = tensor(outputs[0], name, "out" if old.colour in ("out", "partial") else None)
-            after = [k for k, item in enumerate(items) if old in (getattr(item, "tensors", [None])[-1], last(item))]
-            items.insert(after[-1] + 1, Move(old, new, [one / size(whole["inputs"][0]) for one in sent]))
-        elif step["what"] == "backward":
-            for name, one, large_one in zip(called[1:], outputs, whole["outputs"]):
-                if one["sbp"] == "B":  # each rank's own is a part of it
-                    new = tensor(one, name)
-                    part = Tensor(0, name, new.colour, new.shape, theory.Layout("P", one["ranks"]))
-                    items.append(Move(part, new, [amount / size(large_one) for amount in sent]))
-    return items
+    def name(self, one, otherwise, not_that=None):
+        """The name of a tensor in the recipe; otherwise: where it has none, or `not_that`, of what it was made from."""
+        name = self.names.get(one["id"])
+        return otherwise if name in (None, "·", not_that) else name
 
+    def matmul(self, step, sent):
+        [x, w, *_], [out] = step["inputs"], step["outputs"]
+        turned = re.search(r"(\w+)\.transpose\(", step["text"])
+        before = self.names.get(x["id"])
+        x = self.tensor(x, f"{turned.group(1)}.T" if turned else self.name(x, "·"))
+        w = self.tensor(w, self.name(w, "·"))
+        out = self.tensor(out, self.name(out, f"{x.name} @ {w.name}", before))
+        self.items.append(Product([x, w, out], step["text"], sent))
 
-def last(item):
-    """The tensor that a Move is of."""
-    return item.old if isinstance(item, Move) else None
+    def to_global(self, step, sent):
+        [old], [new] = step["inputs"], step["outputs"]
+        before = self.tensor(old, self.name(old, "·"))
+        if theory.Layout(new["sbp"], new["ranks"]) == before.layout:
+            self.tensors[new["id"]] = before
+            return
+        name = self.name(new, before.name, self.names.get(old["id"]))
+        moved = self.tensor(new, name, "out" if before.colour in ("out", "partial") else None)
+        place = max(k for k, item in enumerate(self.items) if item.of is before) + 1
+        self.items.insert(place, Move(before, moved, sent))
+
+    def backward(self, step, sent, whole):
+        for one, large in zip(step["outputs"], whole):
+            if one["sbp"] == "B":  # each rank had a part of it
+                new = self.tensor(one, self.name(one, "·"))
+                part = Tensor(new.name, new.colour, new.shape, theory.Layout("P", one["ranks"]))
+                self.items.append(Move(part, new, [amount / size(large) for amount in sent], backward=True))
 
 
 def size(one):
