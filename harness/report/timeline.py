@@ -11,6 +11,10 @@ from harness.report.svg import Picture
 CONTROL = 10_000  # bytes below which an event sent nothing but OneFlow's own messages
 LEFT, COLUMN = 46, 18  # pixels: of a rank's name, of a collective or the update
 WIDE, NARROW = {"forward": 42, "backward": 54}, {"forward": 24, "backward": 34}
+OVERLAP = (
+    "order and bytes: of an eager run; drawn with the overlap of a graph: a block begins when its rank is free and its "
+    "input is there"
+)
 KINDS = {"weights": "w0", "gradients": "gradient", "state": "state"}
 UNIT = 74  # pixels of all weights, among what a rank keeps
 
@@ -66,25 +70,25 @@ def move(event, sent, layer, part, backward):
     return Block("send", layer, part, old.members, "gradient" if backward else "out", units, new.members)
 
 
+def needs(block):
+    """The (kind, layer, part) of the block that makes the input of another."""
+    if block.what == "send":
+        return (
+            ("forward", block.layer - 1, block.part) if block.colour == "out" else ("backward", block.layer, block.part)
+        )
+    return (block.what, (block.layer or 0) + {"forward": -1}.get(block.what, 1), block.part)
+
+
 def placed(blocks, width):
-    """Where each block begins and ends: when its ranks are free and what it needs is there. width: of each kind."""
-    free, there, places = {}, {}, []
+    """Where each block begins, when its ranks are free and its input is there, and ends. width: of a block."""
+    free, ends, places = {}, {}, []
     for block in blocks:
-        key = (block.what if block.what != "send" else {"out": "forward", "gradient": "backward"}[block.colour],)
-        start = max([free.get(rank, 0) for rank in block.ranks])
-        if block.what == "send":
-            step = 1 if key[0] == "forward" else -1
-            source = block.layer - step if key[0] == "forward" else block.layer
-            start = there.get((*key, source, block.part), start)
-            there[(*key, source + step, block.part, "input")] = start
-        start = max(start, there.get((block.what, block.layer, block.part, "input"), 0))
+        start = max([ends.get(needs(block), 0), *(free.get(rank, 0) for rank in block.ranks if block.what != "send")])
         if block.what == "update":  # optimizer.step() comes when all gradients are there
             start = max(end for one, (_, end) in zip(blocks, places) if one.what != "update")
-        end = start + width(block)
-        places.append((start, end))
-        if block.what != "send":
-            free.update(dict.fromkeys(block.ranks, end))
-            there[block.what, block.layer, block.part] = end
+        places.append((start, start + width(block)))
+        ends[block.what, block.layer, block.part] = places[-1][1]
+        free.update(dict.fromkeys(block.ranks if block.what != "send" else [], places[-1][1]))
     return places
 
 
@@ -96,12 +100,32 @@ def idle(blocks, places, rank):
 
 def picture(text, results, plain, parts=1):
     """The Picture of a step. plain: the results of data parallelism with the same optimizer; parts: micro-batches."""
-    drawn, blocks = Picture(text), blocks_of(results)
-    ranks = list(range(len(results)))
+    drawn, blocks, n = Picture(text), blocks_of(results), len(results)
+    rows(drawn, blocks, n, parts)
+    drawn.text(LEFT, drawn.down, "time →", fill="quiet")
+    drawn.down += 6
+    if parts > 1:
+        for x, what, colour in ((110, "forward", "out"), (180, "backward", "gradient")):
+            tinted(drawn, x, drawn.down - 15, 9, 9, colour)
+            drawn.text(x + 13, drawn.down - 6, what, fill="quiet")
+        drawn.lines(0, f"0 to {parts - 1}: the micro-batch; arrows: sends")
+        share = (n - 1) / (parts + n - 1)
+        drawn.lines(0, f"idle: (n-1)/(m+n-1) = {share:.0%} with n = {n}, m = {parts}")
+        drawn.down += 4
+    for line in sent_in_words(blocks):
+        drawn.lines(0, line, fill="move")
+    keeps(drawn, results, plain)
+    drawn.down += 4
+    drawn.lines(0, "order and bytes: of a run; widths: not to scale" if parts == 1 else OVERLAP)
+    return drawn
+
+
+def rows(drawn, blocks, n, parts):
+    """A row of blocks for each of n ranks; a collective is one block of all of them."""
     wide, tall, gap = (WIDE, 56, 8) if parts == 1 else (NARROW, 44, 22)
     places = placed(blocks, lambda block: 0 if block.what == "send" else wide.get(block.what, COLUMN))
-    row = {rank: drawn.down + 4 + rank * (tall + gap) for rank in ranks}
-    for rank in ranks:
+    row = [drawn.down + 4 + rank * (tall + gap) for rank in range(n)]
+    for rank in range(n):
         drawn.text(0, row[rank] + tall / 2 + 4, f"rank {rank}")
         for start, end in idle(blocks, places, rank):
             drawn.rect(LEFT + start, row[rank], end - start - 2, tall, stroke="quiet", stroke_dasharray="2 2")
@@ -109,39 +133,19 @@ def picture(text, results, plain, parts=1):
             drawn.text(middle, row[rank] + tall / 2 + 4, "idle", fill="quiet", anchor="middle")
     for block, (start, end) in zip(blocks, places):
         top, bottom = row[block.ranks[0]], row[block.ranks[-1]] + tall
+        x, width, middle = LEFT + start, end - start - 2, LEFT + (start + end) / 2 - 1
         if block.what == "send":
             ends = (bottom, row[block.to[0]]) if block.to[0] > block.ranks[0] else (top, row[block.to[0]] + tall)
-            drawn.arrow(*[(LEFT + start - 3, y) for y in ends], fill=block.colour)
+            drawn.arrow(*[(x - 3, y) for y in ends], fill=block.colour)
         elif block.what in wide or block.what == "update":
             for rank in block.ranks:
-                tinted(drawn, LEFT + start, row[rank], end - start - 2, tall, block.colour)
-                named(drawn, block, LEFT + (start + end) / 2 - 1, row[rank] + tall / 2, parts)
+                tinted(drawn, x, row[rank], width, tall, block.colour)
+                named(drawn, block, middle, row[rank] + tall / 2, parts)
         else:
-            tinted(drawn, LEFT + start, top, end - start - 2, bottom - top, block.colour)
-            middle = (LEFT + (start + end) / 2 + 3, (top + bottom) / 2)
-            drawn.text(*middle, f"{block.what} w{block.layer}", anchor="middle", turned=True)
-    drawn.down = row[ranks[-1]] + tall + 14
-    drawn.text(LEFT, drawn.down, "time →", fill="quiet")
-    if parts > 1:
-        for x, what, colour in ((110, "forward", "out"), (180, "backward", "gradient")):
-            tinted(drawn, x, drawn.down - 9, 9, 9, colour)
-            drawn.text(x + 13, drawn.down, what, fill="quiet")
-        drawn.down += 4
-        drawn.lines(0, f"0 to {parts - 1}: the micro-batch; arrows: sends")
-        n = len(ranks)
-        share = (n - 1) / (parts + n - 1)
-        drawn.lines(0, f"idle: (n-1)/(m+n-1) = {share:.0%} with n = {n}, m = {parts}")
-    drawn.down += 6
-    for line in sent_in_words(blocks):
-        drawn.lines(0, line, fill="move")
-    keeps(drawn, results, plain)
-    drawn.down += 4
-    order = "order and bytes: of a run; widths: not to scale"
-    schedule = (
-        "order and bytes: of an eager run; a block begins when its rank is free and its input there, as in a graph"
-    )
-    drawn.lines(0, order if parts == 1 else schedule)
-    return drawn
+            tinted(drawn, x, top, width, bottom - top, block.colour)
+            words = f"{block.what} w{block.layer}"
+            drawn.text(middle + 4, (top + bottom) / 2, words, anchor="middle", turned=True)
+    drawn.down = row[-1] + tall + 14
 
 
 def named(drawn, block, x, y, parts):
