@@ -4,7 +4,8 @@ import re
 import textwrap
 
 from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, step_time
-from harness.report.pages import TRAINING_SIZES, table
+from harness.report.runs import TRAINING_SIZES
+from harness.report.tables import table
 from harness.report.terminal import bytes_in_words
 
 SIDES = ("eager", "graph", "PyTorch", "JAX")

@@ -2,10 +2,11 @@
 
 import oneflow as flow
 
-from harness.measure.ledger import measure
-from harness.measure.memory import at_rest
-from harness.measure.observe import MATMULS, TO_GLOBAL, kept, replaced, where
+from harness.measure.observe import MATMULS, TO_GLOBAL, replaced
+from harness.measure.script import measure_script
 from harness.measure.sent import quiet_wchar
+from harness.measure.tensors import layout_of
+from harness.measure.training import kept_between_steps
 from harness.start import recipe
 
 
@@ -23,8 +24,9 @@ class Order:
 
     def note(self, what, tensor, **more):
         sent = quiet_wchar() - self.before
-        _, _, ranks = where(tensor)
-        self.events.append({"what": what, "ranks": ranks, "shape": tuple(tensor.shape), "sent": sent, **more})
+        self.events.append(
+            {"what": what, "ranks": layout_of(tensor).ranks, "shape": tuple(tensor.shape), "sent": sent, **more}
+        )
         self.before = quiet_wchar()
 
     def begin(self):
@@ -35,7 +37,7 @@ class Order:
         def call(x, w, *rest, **named):
             self.begin()
             product = function(x, w, *rest, **named)
-            look = (where(w), tuple(w.shape))
+            look = (layout_of(w), tuple(w.shape))
             self.weights += [look] if look not in self.weights else []
             layer = self.weights.index(look)
             part = self.parts[layer] = self.parts.get(layer, -1) + 1
@@ -43,14 +45,14 @@ class Order:
             if product.requires_grad:
                 product.register_hook(lambda gradient: self.note("backward", gradient, weight=layer, part=part))
             if w.is_leaf and w.requires_grad:
-                own = where(w)[::2]
+                own = layout_of(w)
                 w.register_hook(lambda gradient: self.ready(gradient, own, weight=layer, part=part))
             return product
 
         return call
 
     def ready(self, gradient, new, **more):
-        old = where(gradient)[::2]
+        old = layout_of(gradient)
         if old != new:
             self.note("ready", gradient, old=old, new=new, **more)
 
@@ -58,7 +60,7 @@ class Order:
         def call(tensor, *rest, **named):
             self.begin()
             moved = function(tensor, *rest, **named)
-            old, new = where(tensor)[::2], where(moved)[::2]
+            old, new = layout_of(tensor), layout_of(moved)
             if old != new:
                 number = self.moves
                 self.moves += 1
@@ -73,7 +75,7 @@ class Order:
         def call(optimizer, *rest, **named):
             result = function(optimizer, *rest, **named)
             weights = [weight for group in optimizer.param_groups for weight in group.parameters]
-            self.note("update", weights[0], of=[where(weight)[2] for weight in weights])
+            self.note("update", weights[0], of=[layout_of(weight).ranks for weight in weights])
             return result
 
         return call
@@ -82,7 +84,6 @@ class Order:
 def order(path, **arguments):
     """The Order of one step of the eager training recipe at `path`, and the bytes that this rank keeps. Collective."""
     module = recipe.load(path)
-    kept.append(module)
     seen = Order()
     places = {place: seen.matmul(getattr(*place)) for place in MATMULS}
     places[TO_GLOBAL] = seen.to_global(getattr(*TO_GLOBAL))
@@ -91,11 +92,11 @@ def order(path, **arguments):
     with replaced(places):
         tensors = module.run(steps=1, **arguments)
     weights = sum(one.numel() * one.element_size() for name, one in tensors.items() if name.startswith("new "))
-    return {"events": seen.events, "held": at_rest(tensors), "weights": weights}
+    return {"events": seen.events, "kept": kept_between_steps(tensors), "weights": weights}
 
 
 def sends(path, **arguments):
-    """The ledger of a recipe, and "to": the bytes that this rank gives to flow.comm.send for each other. Collective."""
+    """What measure_script says of a recipe, and "to": {rank: bytes that this rank gives to flow.comm.send for it}."""
     to, send = {}, flow.comm.send
 
     def noted_send(tensor, dst, *rest, **named):
@@ -103,4 +104,4 @@ def sends(path, **arguments):
         return send(tensor, dst, *rest, **named)
 
     with replaced({(flow.comm, "send"): noted_send}):
-        return {**measure(path, **arguments), "to": to}
+        return {**measure_script(path, arguments), "to": to}

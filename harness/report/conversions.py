@@ -1,8 +1,8 @@
 """The table of SBP conversions as a picture: what 2 ranks hold before and after, the collective, and its bytes."""
 
-from harness.measure import theory
-from harness.report.atlas import SBPS, formula
-from harness.report.forward import WORDS
+from harness.measure.sbp import NAMES, Layout
+from harness.report.atlas import formula
+from harness.report.forward import in_words
 from harness.report.svg import Picture
 
 SHAPE, CELL, RANKS = (4, 6), 4, [0, 1]
@@ -12,7 +12,7 @@ LEFT, ACROSS, TALL = 64, 73, 58  # pixels: of what is before, of a cell
 def blocks(drawn, x, y, sbp):
     """A tensor as each of the ranks holds it, side by side."""
     for rank in RANKS:
-        block = theory.Layout(sbp, RANKS).block(SHAPE, rank)
+        block = Layout(sbp, RANKS).block(SHAPE, rank)
         colour = "partial" if sbp == "P" else "x"
         drawn.cells(x + rank * (SHAPE[1] * CELL + 4), y, CELL, block, SHAPE, colour, sbp == "P")
 
@@ -23,15 +23,15 @@ def picture(text, sent):
     top = drawn.down
     drawn.text(0, top + 10, "rank 0, 1", fill="quiet")
     drawn.text(0, top + 26, "from ↓  to →", fill="quiet")
-    for k, sbp in enumerate(SBPS):
+    for k, sbp in enumerate(NAMES):
         x = LEFT + k * ACROSS + 6
-        drawn.text(x, top + 10, WORDS[sbp])
+        drawn.text(x, top + 10, in_words(sbp))
         blocks(drawn, x, top + 16, sbp)
     drawn.down = top + 42
-    for old in SBPS:
-        drawn.text(0, drawn.down + 18, WORDS[old])
+    for old in NAMES:
+        drawn.text(0, drawn.down + 18, in_words(old))
         blocks(drawn, 0, drawn.down + 25, old)
-        for k, new in enumerate(SBPS):
+        for k, new in enumerate(NAMES):
             cell(drawn, LEFT + k * ACROSS, drawn.down, old, new, sent[old, new])
         drawn.down += TALL
     drawn.down += 4

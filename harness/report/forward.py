@@ -7,10 +7,15 @@ from typing import Optional
 import numpy as np
 
 from harness.measure import theory
+from harness.measure.sbp import KINDS, Layout, split_dim
 from harness.report.svg import colour_of, wide
 
 SMALL = 1000  # bytes of a tensor, such as a loss, that is not drawn
-WORDS = {"B": "broadcast", "P": "partial_sum", "S(0)": "split(0)", "S(1)": "split(1)"}
+
+
+def in_words(sbp):
+    """S(0) -> "split(0)", as OneFlow calls it."""
+    return KINDS[sbp[0]] + ("" if split_dim(sbp) is None else f"({split_dim(sbp)})")
 
 
 @dataclass
@@ -20,7 +25,7 @@ class Tensor:
     name: str
     colour: str
     shape: tuple
-    layout: theory.Layout
+    layout: Layout
 
     @property
     def partial(self):
@@ -28,7 +33,7 @@ class Tensor:
 
     @property
     def sbp(self):
-        return WORDS[self.layout.sbp] if len(self.layout.axes) == 1 else self.layout.sbp
+        return in_words(self.layout.sbp) if len(self.layout.axes) == 1 else self.layout.sbp
 
     @property
     def heading(self):
@@ -64,7 +69,7 @@ class Move:
     def __post_init__(self):
         old, new = self.of.layout, self.new.layout
         self.collective = theory.collective(old, new)
-        one = theory.boxing(self.of.shape, old, new)
+        one = theory.Boxing(self.of.shape, old, new)
         if one.by_rank and len(set(one.by_rank.values())) == 1:
             self.formula = one.by_rank[old.members[0]] / np.prod(self.of.shape)
 
@@ -73,7 +78,7 @@ class Forward:
     """The Products and Moves of a forward pass as `items`, each move behind the product that it is of, and then the
     Moves of gradients in the backward pass.
 
-    small, large: what `ledger.measure` traced, once small enough to draw, and once so large that what was sent for a
+    small, large: what `measure_script` recorded, once small enough to draw, and once so large that what was sent for a
     tensor is its content.
     """
 
@@ -91,7 +96,7 @@ class Forward:
 
     def tensor(self, one, name, colour=None):
         """The Tensor of a described one; it has this name if it is new."""
-        layout = theory.Layout(one["sbp"], one["ranks"])
+        layout = Layout(one["sbp"], one["ranks"])
         colour = "partial" if "P" in layout.axes else colour or colour_of(name)
         return self.tensors.setdefault(one["id"], Tensor(name, colour, one["shape"], layout))
 
@@ -112,7 +117,7 @@ class Forward:
     def to_global(self, step, sent):
         [old], [new] = step["inputs"], step["outputs"]
         before = self.tensor(old, self.name(old, "·"))
-        if theory.Layout(new["sbp"], new["ranks"]) == before.layout:
+        if Layout(new["sbp"], new["ranks"]) == before.layout:
             self.tensors[new["id"]] = before
             return
         name = self.name(new, before.name, self.names.get(old["id"]))
@@ -124,7 +129,7 @@ class Forward:
         for one, large in zip(step["outputs"], whole):
             if one["sbp"] == "B":  # each rank had a part of it
                 new = self.tensor(one, self.name(one, "·"))
-                part = Tensor(new.name, new.colour, new.shape, theory.Layout("P", one["ranks"]))
+                part = Tensor(new.name, new.colour, new.shape, Layout("P", one["ranks"]))
                 self.items.append(Move(part, new, [amount / size(large) for amount in sent], backward=True))
 
 

@@ -1,30 +1,30 @@
-"""The pictures of the docs: which there are, from which runs each is drawn, and how a page shows one."""
+"""The pictures of the docs: which there are, and from which runs each is drawn."""
 
 import ast
 from functools import partial
 from pathlib import Path
 
 from harness.report import conversions, equation, timeline, traffic
+from harness.report.runs import MEASURE_SCRIPT, TRAINING_SIZES
 from harness.report.svg import THEMES
 from harness.start import recipe
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
-LEDGER, ORDER = (str(recipe.HARNESS / "measure" / file) for file in ("ledger.py:measure", "order.py"))
+ORDER = str(recipe.HARNESS / "measure" / "order.py")
 EQUATIONS = ("data_parallel", "model_parallel", "row_parallel", "pipeline_parallel", "hybrid_parallel", "two_d_sbp")
 EQUATIONS += ("train_model_parallel",)
 TIMELINES = {"train_data_parallel": {}, "train_pipeline": {"micro_batches": 4}, "fully_sharded": {}}  # with arguments
 BESIDE = {"train_pipeline": "momentum"}  # the optimizer of the data parallelism beside it, where it is not Adam
 BOTH = "Parameter server and ring: the same sum of gradients, through one rank or from neighbour to neighbour."
 NAMES = (*EQUATIONS, *TIMELINES, "sbp_conversions", "parameter_server")
-STEP = {"batch": 384, "in_features": 384, "hidden": 768, "out_features": 384}  # sizes of a step
-RING = {"in_features": 480, "out_features": 1080}
+RING = {"in_features": 720, "out_features": 1080}  # of the tensor that goes round the ring
 
 
 def example(pool, name):
-    """The ledger of a recipe at its own sizes, which are small enough to draw each number of a tensor; one step."""
+    """What measure_script says of one step of a recipe at its own sizes, where each number of a tensor is drawn."""
     path = recipe.path_of(name)
     given = {"graph": False, **({"steps": 1} if "steps" in recipe.entry(path) else {})}
-    return pool.call(LEDGER, path=str(path), **given)
+    return pool.call(MEASURE_SCRIPT, path=str(path), keywords=given)
 
 
 def measured(pool, function, name, **given):
@@ -38,20 +38,20 @@ def calls():
     for name in EQUATIONS:
         found["example", name] = (recipe.world_sizes(recipe.path_of(name))[0], partial(example, name=name))
     for name, given in TIMELINES.items():
-        found["order", name] = (2, partial(measured, function="order", name=name, **STEP, **given))
+        found["order", name] = (2, partial(measured, function="order", name=name, **TRAINING_SIZES, **given))
     for kind in ("adam", *BESIDE.values()):
         given = {"function": "order", "name": "train_data_parallel", "optimizer": kind}
-        found["plain", kind] = (2, partial(measured, **given, **STEP))
+        found["plain", kind] = (2, partial(measured, **given, **TRAINING_SIZES))
     found["sends", "parameter_server"] = (
         4,
-        partial(measured, function="sends", name="parameter_server", steps=1, graph=False, **STEP),
+        partial(measured, function="sends", name="parameter_server", steps=1, graph=False, **TRAINING_SIZES),
     )
     found["sends", "ring_all_reduce"] = (4, partial(measured, function="sends", name="ring_all_reduce", **RING))
     return found
 
 
 def drawn(own, found, runs):
-    """Each picture by its name. own: the results of `calls`; found: those of the atlas; runs: the recipes' ledgers at
+    """Each picture by its name. own: the results of `calls`; found: those of the atlas; runs: those of the recipes at
     large sizes."""
     drawings = {}
     for name in EQUATIONS:
@@ -78,10 +78,3 @@ def made(own, found, runs):
 def title_of(name):
     """The first line of a recipe's docstring."""
     return ast.get_docstring(ast.parse(recipe.path_of(name).read_text())).split("\n")[0]
-
-
-def shown(name, words, folder):
-    """How a page shows a picture, light or dark as the reader's page is; words: what it says, for who cannot see it."""
-    light = f"{folder}/{name}"
-    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{light}-dark.svg">'
-    return f'<picture>\n  {dark}\n  <img align="top" alt="{words}" src="{light}.svg">\n</picture>'

@@ -4,7 +4,7 @@ import numpy as np
 from rich.padding import Padding
 from rich.text import Text
 
-from harness.measure.picture import Tensor
+from harness.measure.steps import Tensor
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")  # of the ranks, in turn
 HEADS = ("tensor", "shape", "SBP")

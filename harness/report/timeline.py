@@ -6,6 +6,7 @@ from typing import Optional
 import numpy as np
 
 from harness.measure import theory
+from harness.measure.sbp import Layout
 from harness.report.svg import Picture
 
 CONTROL = 10_000  # bytes below which an event sent nothing but OneFlow's own messages
@@ -33,7 +34,7 @@ class Block:
 
 
 def blocks_of(results):
-    """The Blocks of a step in order, from what `measure.order.order` returned on each rank."""
+    """The Blocks of a step in order, from what `order.order` returned on each rank."""
     blocks, waiting, of = [], [], {}  # of: the number of a move -> the layer and the part of the matmul that it is for
     events = results[0]["events"]
     for number, event in enumerate(events):
@@ -62,7 +63,7 @@ def blocks_of(results):
 
 
 def move(event, sent, layer, part, backward):
-    old, new = theory.Layout(*event["old"]), theory.Layout(*event["new"])
+    old, new = Layout(*event["old"]), Layout(*event["new"])
     units = [one / (4 * np.prod(event["shape"])) for one in sent]
     if old.ranks == new.ranks:
         colour = "gradient" if backward else f"w{layer}"
@@ -179,7 +180,7 @@ def keeps(drawn, results, plain):
     """What each rank keeps between two steps, to scale beside what data parallelism keeps."""
     drawn.down += 10
     drawn.lines(0, "kept between two steps, in units of all weights", size=12, fill="text", bold=True)
-    whole = [one["held"] for one in plain]
+    whole = [one["kept"] for one in plain]
     left = {}
     x = LEFT
     for kind in KINDS:
@@ -193,11 +194,11 @@ def keeps(drawn, results, plain):
     for rank, result in enumerate(results):
         drawn.text(0, drawn.down + 14, f"rank {rank}")
         for kind, colour in KINDS.items():
-            own, full = result["held"][kind] / result["weights"], whole[rank][kind] / plain[0]["weights"]
+            own, full = result["kept"][kind] / result["weights"], whole[rank][kind] / plain[0]["weights"]
             if own < full:
                 drawn.rect(left[kind], drawn.down, UNIT * full, 20, stroke="quiet", stroke_dasharray="2 2")
             tinted(drawn, left[kind], drawn.down, UNIT * own, 20, colour)
             drawn.text(left[kind] + 4, drawn.down + 14, f"{own:.2f}")
         drawn.down += 26
-    if any(result["held"] != whole[rank] for rank, result in enumerate(results)):
+    if any(result["kept"] != whole[rank] for rank, result in enumerate(results)):
         drawn.lines(0, "dashed: what data parallelism keeps")

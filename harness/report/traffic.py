@@ -8,7 +8,7 @@ BOX, TALL, UNIT = 62, 24, 80  # pixels: of a rank, of its bar for once the tenso
 
 
 def flows(results):
-    """What a ledger says of the moves from rank to rank, forward: {(rank, rank): bytes}; and by rank, in backward."""
+    """What each rank sends to another in forward: {(rank, rank): bytes}; and by rank, in backward."""
     there, back = {}, [0] * len(results)
     for number, step in enumerate(results[0]["steps"]):
         sent = [result["steps"][number]["sent"] for result in results]
@@ -77,8 +77,9 @@ def picture(text, server, ring):
 
 def bars(drawn, units):
     """What each rank sends in all, to one scale."""
-    for rank, amount in enumerate(np.round(units, 2)):
+    for rank, amount in enumerate(units):
+        end = UNIT * amount  # with two decimals, as all that is measured
         drawn.text(0, drawn.down + 12, f"rank {rank} sends")
-        drawn.rect(80, drawn.down + 2, UNIT * amount, 12, "move")
-        drawn.text(84 + UNIT * amount, drawn.down + 12, f"{amount:.2f}", bold=True)
+        drawn.rect(80, drawn.down + 2, f"{end:.2f}", 12, "move")
+        drawn.text(f"{84 + end:.2f}", drawn.down + 12, f"{amount:.2f}", bold=True)
         drawn.down += 18
