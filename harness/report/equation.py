@@ -93,7 +93,7 @@ def sent_in_words(move):
     if list(map(len, groups.values())) == [len(move.sent)]:
         [amount] = groups
         off = move.formula is not None and abs(float(amount) - move.formula) > 0.02 * move.formula + 0.011
-        formula = [f"({move.formula:.2f} by the formula)"] * off
+        formula = [f"({move.formula:.2f} by the formula)"] if off else []
         return [f"each rank sends {amount} × {bracketed(move.of.name)}", *formula]
     return [
         f"{ranks_in_words(ranks)} {'sends' if len(ranks) == 1 else 'each send'} {amount} × {bracketed(move.of.name)}"
