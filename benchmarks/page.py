@@ -4,9 +4,9 @@ import re
 import textwrap
 
 from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, step_time
-from harness.report.draw import bytes_in_words
 from harness.report.runs import TRAINING_SIZES
 from harness.report.tables import table
+from harness.report.terminal import bytes_in_words
 
 SIDES = ("eager", "graph", "PyTorch", "JAX")
 INTRODUCTION = """# Performance

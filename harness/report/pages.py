@@ -1,4 +1,4 @@
-"""`launch.sh docs`: make docs/sbp-atlas.md and the pictures of the recipes from fresh runs."""
+"""`launch.sh docs`: make docs/sbp-atlas.md and the pictures of the docs from fresh runs."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -6,43 +6,42 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.measure.steps import Tensor, tensors_and_moves
 from harness.pool import Pool
-from harness.report import atlas, draw, runs, tables
+from harness.report import atlas, pictures, runs, tables
 from harness.start import recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-ATLAS, PICTURES = ROOT / "docs" / "sbp-atlas.md", ROOT / "docs" / "pictures"
+ATLAS = ROOT / "docs" / "sbp-atlas.md"
 PAGE = Path(__file__).with_name("atlas_template.md")  # the text, with a {name} for each table
 
 
 def measured():
     """What the pages are made of, measured: a thread and a pool for each world size, as ranks mostly wait."""
     with ThreadPoolExecutor() as threads:
-        found, by_recipe, steps = zip(*threads.map(measured_on, (1, 2, 3, 4)))
+        found, by_recipe, steps, own = zip(*threads.map(measured_on, (1, 2, 3, 4)))
     by_recipe = {name: by_mode for part in by_recipe for name, by_mode in part.items()}
+    own = {key: result for part in own for key, result in part.items()}
     steps = {run: part[run] for run in runs.training_runs() for part in steps if run in part}
-    return atlas.merged(filter(None, found)), by_recipe, steps
+    return atlas.merged(filter(None, found)), by_recipe, steps, own
 
 
 def measured_on(n):
-    """(what atlas.measured_on says, runs of the recipes by name and mode, training runs) on n ranks."""
+    """(what atlas.measured_on says, runs of the recipes that are drawn by name and mode, training runs, what the
+    pictures need besides) on n ranks."""
     with Pool(n, timeout=600, repeat=True) as pool:
         found = atlas.measured_on(pool) if n in atlas.SAME else None
-        paths = [path for path in recipe.all_paths() if recipe.world_sizes(path)[0] == n]
+        paths = [path for path in map(recipe.path_of, pictures.EQUATIONS) if recipe.world_sizes(path)[0] == n]
         by_recipe = {
             path.stem: {mode: runs.recipe_run(pool, path, mode) for mode in runs.measured_modes(path)} for path in paths
         }
         steps = {run: runs.training_run(pool, *run) for run in runs.training_runs() if run[1] == n}
-    return found, by_recipe, steps
+        own = {key: function(pool) for key, (ranks, function) in pictures.calls().items() if ranks == n}
+    return found, by_recipe, steps, own
 
 
-def made(found, by_recipe, steps):
+def made(found, by_recipe, steps, own):
     """Every file that is made, as path -> text."""
-    files = {ATLAS: page(found, by_recipe["two_d_sbp"], steps)}
-    for name, results in by_recipe.items():
-        files[PICTURES / f"{name}.svg"] = draw.as_svg(drawn(next(iter(results.values()))), f"{name}.py")
-    return files
+    return {ATLAS: page(found, by_recipe["two_d_sbp"], steps), **pictures.made(own, found, by_recipe)}
 
 
 def page(found, on_a_mesh, steps):
@@ -66,13 +65,6 @@ def page(found, on_a_mesh, steps):
     )
 
 
-def drawn(results):
-    """What is drawn of a recipe; of one that trains without tensors that look as the weights do."""
-    repeated = re.compile(r"new w|.* exp_avg_sq$|losses$|ages$")
-    items = tensors_and_moves(results)
-    return [item for item in items if not (isinstance(item, Tensor) and repeated.match(item.name))]
-
-
 def differs(old, new):
     """The first place where two texts differ, numbers with two decimals by more than 2 %; None if there is none."""
     number = re.compile(r"\d+\.\d\d\b")
@@ -87,7 +79,6 @@ def differs(old, new):
 def main():
     print("measuring every conversion, every matmul signature and every recipe: 2 minutes", flush=True)
     files = made(*measured())
-    PICTURES.mkdir(exist_ok=True)
     for path, text in files.items():
         changed = differs(path.read_text() if path.exists() else "", text)
         if changed:

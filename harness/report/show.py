@@ -14,7 +14,7 @@ from rich.text import Text
 
 from harness.measure.steps import Move, tensors_and_moves
 from harness.pool import Pool, PoolError
-from harness.report import draw
+from harness.report import terminal
 from harness.report.runs import MEASURE_SCRIPT
 from harness.start import recipe
 from harness.start.job import BAD_INPUT, TIME_LIMIT_REACHED
@@ -86,7 +86,7 @@ def main(command, arguments):
 def show(console, title, results):
     console.print(Text(title, "bold"))
     items = tensors_and_moves(results)
-    draw.on_terminal(console, items)
+    terminal.on_terminal(console, items)
     if not items:
         console.print("\nIt makes no global tensor.")
     if not all(item.is_exact for item in items if isinstance(item, Move) and item.formula):

@@ -7,7 +7,7 @@ import pytest
 from harness.measure import theory
 from harness.measure.sbp import NAMES
 from harness.measure.steps import Move, tensors_and_moves
-from harness.report import atlas, pages, runs
+from harness.report import atlas, pages, pictures, runs
 from harness.start.recipe import path_of
 from tests.background import step_call
 from tests.cases import CASES, GRAPH_ONLY, TRAINED, proven_on
@@ -19,6 +19,7 @@ CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 r
 
 SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serves several: the atlas takes them apart
 RUNS = [(name, mode) for name in CASES for mode in runs.measured_modes(path_of(name))]
+DRAWN = [(name, mode) for name, mode in RUNS if name in pictures.EQUATIONS]
 
 
 def background_calls(item):
@@ -28,9 +29,10 @@ def background_calls(item):
     if "found" in item.fixturenames:
         calls = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
     if item.originalname == "test_pages_and_pictures_are_those_of_this_run":
-        wanted = [(name, proven_on(name)[0], mode) for name, mode in RUNS]
+        wanted = [(name, proven_on(name)[0], mode) for name, mode in DRAWN]
         for name, n, mode in runs.training_runs():
             calls.update(step_call(name, n, mode))
+        calls.update({("picture", *key): call for key, call in pictures.calls().items()})
     for name, n, mode in wanted:
         calls["run", name, n, mode] = (n, partial(runs.recipe_run, path=path_of(name), mode=mode))
     return calls
@@ -148,11 +150,12 @@ def where(mode, boxing):
 
 def test_pages_and_pictures_are_those_of_this_run(found, measured):
     by_mode = {}
-    for name, mode in RUNS:
+    for name, mode in DRAWN:
         n = proven_on(name)[0]
         by_mode.setdefault(name, {})[mode] = measured("run", name, n, mode)
     steps = {run: measured("step", *run) for run in runs.training_runs()}
-    for path, text in pages.made(found, by_mode, steps).items():
+    own = {key: measured("picture", *key) for key in pictures.calls()}
+    for path, text in pages.made(found, by_mode, steps, own).items():
         difference = pages.differs(path.read_text(), text)
         assert difference is None, f"{path}: {difference}; ./launch.sh docs makes it anew"
 

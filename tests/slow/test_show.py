@@ -115,37 +115,39 @@ def show(pools, monkeypatch, capfd, tmp_path):
     return call
 
 
+def lines(out):
+    """The table's rows, each as its columns, and its moves."""
+    found = re.findall(r"^  (?:  ↓ (.*)|(\S.*| {4,}\S.*))$", out, flags=re.MULTILINE)
+    return [move or [cell for cell in re.split(" {2,}", row.rstrip())] for move, row in found]
+
+
 def steps(out):
     """The tensors and moves in their order: "x S(0)" and "x @ w = out: nothing moves"."""
-    found = re.findall(
-        r"^(?:(\S.*?)  (?:[\dx ]+|scalar)  ([SBP][(), \dSBP]*?)  on .*|  ↓ (.*))$", out, flags=re.MULTILINE
-    )
-    return [move or f"{name} {sbp}" for name, sbp, move in found]
+    named = [line for line in lines(out) if isinstance(line, str) or line[0]]
+    return [line if isinstance(line, str) else f"{line[0]} {line[2]}" for line in named if line[0] != "tensor"]
 
 
 def drawn(out):
-    """The rows of pictures, as lists of cells, by tensor."""
+    """What each rank holds, a list for each line of ranks, by tensor."""
     found, name = {}, None
-    for line in out.splitlines():
-        head = re.match(r"(\S.*?)  [\dx ]+  \S", line)
-        name = head.group(1) if head else name
-        if name and re.fullmatch(r"  [█▒·# .%]+", line):
-            found.setdefault(name, []).append(line.split())
+    for line in (line for line in lines(out) if not isinstance(line, str)):
+        name = line[0] or name
+        found.setdefault(name, []).append(line[3:] if line[0] else line[1:])
     return found
 
 
 def test_show_draws_each_tensor_with_what_moves_between():
     job = launch("show", "recipes/row_parallel.py", "--batch", 4, "--in-features", 4)
     assert job.code == 0, job.err
-    full, left, right = "████████", "██··", "··██"
-    pictures = drawn(job.out)
-    assert pictures["x"] == [[left, right]] * 4
-    assert pictures["w"] == [[full, "········"]] * 2 + [["········", full]] * 2
-    assert pictures["partial"] == [["▒▒▒▒▒▒▒▒"] * 2] * 4 and pictures["out"] == [[full, full]] * 4
-    order = [job.out.index(f"\n{name}  ") for name in ("x", "w", "partial", "out")]
-    order.insert(2, job.out.index("↓ x @ w = partial: nothing moves"))
-    order.insert(4, job.out.index("↓ partial -> out: P -> B, all-reduce, 256 B in all by the formula\n"))
-    assert order == sorted(order)
+    assert lines(job.out) == [
+        ["tensor", "shape", "SBP", "rank 0", "rank 1"],
+        ["x", "(4, 4)", "S(1)", "(4, 2) columns 0-1", "(4, 2) columns 2-3"],
+        ["w", "(4, 8)", "S(0)", "(2, 8) rows 0-1", "(2, 8) rows 2-3"],
+        "x @ w = partial: nothing moves",
+        ["partial", "(4, 8)", "P", *["(4, 8) part of the sum"] * 2],
+        "partial -> out: P -> B, all-reduce, 256 B in all by the formula",
+        ["out", "(4, 8)", "B", *["(4, 8) whole"] * 2],
+    ]
 
 
 def test_script_without_functions_is_run_and_traced(show):
@@ -154,7 +156,7 @@ def test_script_without_functions_is_run_and_traced(show):
         *("x S(1)", "w S(0)", "x @ w = partial: nothing moves", "partial P"),
         *("partial -> out: P -> B, all-reduce, 64 B in all by the formula", "out B", "doubled B"),
     ]
-    assert "the sum is" not in job.out and drawn(job.out)["x"] == [["███···", "···███"]] * 4
+    assert "the sum is" not in job.out and drawn(job.out)["x"] == [["(4, 3) columns 0-2", "(4, 3) columns 3-5"]]
 
 
 def test_parameters_have_their_path_and_steps_that_come_again_are_counted(show):
@@ -184,9 +186,12 @@ def test_script_in_the_readme_is_drawn(show):
     assert steps(job.out) == ["x S(0)", "w B", "x @ w = out: nothing moves", "out S(0)"]
 
 
-def test_show_draws_a_mesh_line_by_line(show):
+def test_show_draws_a_mesh_as_a_mesh(show):
     job = show("show", "recipes/layouts/two_d_sbp.py", "--graph")
-    assert drawn(job.out)["out"][:4] == [["████····", "····████"]] * 2 + [["········"] * 2] * 2
+    assert drawn(job.out)["out"] == [
+        ["rank 0 (2, 4) rows 0-1, columns 0-3", "rank 1 (2, 4) rows 0-1, columns 4-7"],
+        ["rank 2 (2, 4) rows 2-3, columns 0-3", "rank 3 (2, 4) rows 2-3, columns 4-7"],
+    ]
     assert "all-reduce along axis 0" in job.out and "↓ a call of LayerGraph: " in job.out
 
 
@@ -220,7 +225,7 @@ def test_both_take_a_script_of_the_user_anywhere(show):
     job = show("bytes", "-n", 3, "mine.py", "--rows", 900, "--scale", 2.5, script=OWN)
     assert re.search(r"9 +│ · @ w = y \(w S\(1\) -> B: all-gather\)", job.out) or "w S(1) -> B: all-gather" in job.out
     job = show("show", "-n", 3, "mine.py", script=OWN)
-    assert list(drawn(job.out)) == ["x", "w", "y"]
+    assert list(drawn(job.out)) == ["tensor", "x", "w", "y"]
 
 
 def test_matmul_that_transposes_w_is_told_from_one_that_moves_it():
@@ -315,11 +320,13 @@ def on_a_terminal(columns, seconds=300, **variables):
 
 def test_terminal_gets_colour_and_narrow_ones_wrap_and_old_ones_get_ascii():
     wide = on_a_terminal(120, LANG="C.UTF-8", PYTHONUTF8="1")
-    assert "\x1b[" in wide and "█" in wide
+    assert "\x1b[" in wide and re.search(r"x .*\(4, 5\).*\(2, 5\) rows 0-1.*\(1, 5\) row 3", wide) and "↓" in wide
     plain = on_a_terminal(40, NO_COLOR="1", PYTHONUTF8="1")
     assert "\x1b[3" not in plain
-    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line).rstrip()) for line in plain.splitlines()) <= 40
-    assert "█" not in on_a_terminal(80, PYTHONIOENCODING="ascii")
+    plain = re.sub(r"\x1b\[[\d;]*m", "", plain)
+    assert re.search(r"\nx \(4, 5\) S\(0\)\s+rank 0 \(2, 5\) rows 0-1", plain)
+    assert max(len(line.rstrip()) for line in plain.splitlines()) <= 40
+    assert on_a_terminal(80, PYTHONIOENCODING="ascii").isascii()
 
 
 SLEEPER = "import time\ndef run(a=1):\n    print('here', flush=True)\n    while True: time.sleep(60)"

@@ -1,0 +1,113 @@
+"""Draw what a script did on a terminal: a row for each tensor, its ranks side by side, and the moves between."""
+
+import numpy as np
+from rich.padding import Padding
+from rich.text import Text
+
+from harness.measure.steps import Tensor
+
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")  # of the ranks, in turn
+HEADS = ("tensor", "shape", "SBP")
+
+
+def bytes_in_words(count):
+    """1234 -> "1.23 kB": decimal units, three digits."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count / size < 999.5 else f"{count / size:.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def shape_in_words(shape):
+    return f"({', '.join(map(str, shape))})" if shape else "scalar"
+
+
+def held_in_words(tensor, rank):
+    """ "(2, 4) rows 0-1": the shape of a rank's block, and where in the tensor it lies."""
+    block = tensor.blocks[rank]
+    if block is None:
+        return "-"
+    names = ("rows", "columns") if len(tensor.shape) == 2 else tuple(f"dim {dim}:" for dim in range(len(tensor.shape)))
+    cut = [
+        f"{name} {start}-{stop - 1}" if stop - start > 1 else f"{name.rstrip('s')} {start}"
+        for name, (start, stop), size in zip(names, block, tensor.shape)
+        if stop - start < size
+    ]
+    kind = "part of the sum" if tensor.partial else "its own" if tensor.sbp == "local" else "whole"
+    shape = [f"({', '.join(str(stop - start) for start, stop in block)})"] if block else []
+    return " ".join([*shape, ", ".join(cut + ["part of the sum"] * (tensor.partial and bool(cut))) or kind])
+
+
+def cells(tensor, named):
+    """The ranks of a tensor as they are shown: on one line, those of a mesh on one for each row of it."""
+    mesh = np.array(tensor.ranks)
+    lines = mesh.tolist() if mesh.ndim == 2 else [list(range(len(tensor.blocks)))]
+    return [
+        [Text((f"rank {rank} " if named else "") + held_in_words(tensor, rank), colour(tensor, rank)) for rank in line]
+        for line in lines
+    ]
+
+
+def colour(tensor, rank):
+    return "dim" if tensor.blocks[rank] is None else COLOURS[rank % len(COLOURS)]
+
+
+def on_terminal(console, items):
+    """Print tensors and moves, one below the other: as a table, or, where the console is too narrow, as a list."""
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    mesh = any(np.ndim(tensor.ranks) == 2 for tensor in tensors)
+    heads = [Text(head) for head in HEADS] + [
+        Text(f"rank {rank}", COLOURS[rank % len(COLOURS)])
+        for rank in range(0 if mesh or not tensors else len(tensors[0].blocks))
+    ]
+    rows = {id(tensor): rows_of(tensor, mesh) for tensor in tensors}
+    lines = [heads, *(line for own in rows.values() for line in own)]
+    widths = [max(len(line[k]) for line in lines if k < len(line)) for k in range(max(map(len, lines)))]
+    table = sum(widths) + 2 * len(widths) <= console.width
+    arrow = "↓" if (console.encoding or "").lower().replace("-", "").startswith("utf8") else "v"
+    if table and tensors:
+        console.print(Text("\n"), aligned(heads, widths, "dim"), sep="")
+    for item in items:
+        if not isinstance(item, Tensor):
+            console.print(
+                Padding(Text(f"{arrow} {in_words(item)}", "" if quiet(item) else "bold yellow"), (0, 0, 0, 4))
+            )
+        elif table:
+            for line in rows[id(item)]:
+                console.print(aligned(line, widths))
+        else:
+            console.print(Text.assemble("\n", (item.name, "bold"), f" {shape_in_words(item.shape)} {item.sbp}"))
+            for cell in (cell for line in cells(item, True) for cell in line):
+                console.print(Padding(cell, (0, 0, 0, 2)))
+
+
+def rows_of(tensor, named):
+    """The lines of a tensor in the table, each a list of Texts."""
+    first = [Text(tensor.name, "bold"), Text(shape_in_words(tensor.shape)), Text(tensor.sbp, "bold")]
+    return [
+        (first if not number else [Text("")] * len(first)) + line for number, line in enumerate(cells(tensor, named))
+    ]
+
+
+def aligned(line, widths, style=""):
+    parts = [text + Text(" " * (width - len(text))) for text, width in zip(line, widths)]
+    return Text("  ", style, end="\n").append_text(Text("  ").join(parts))
+
+
+def quiet(move):
+    """Whether a step moves nothing, by the formula and by what was measured."""
+    return not move.formula and not (move.is_exact and max(move.sent or [0]) >= 0.02 * move.size)
+
+
+def in_words(move):
+    """A move in one line."""
+    words = f"{move.what}:" + (f" {move.change}," if move.change and move.change != move.collective else "")
+    words += f" {move.collective}" if move.collective != "nothing" else " nothing moves"
+    if move.what == "backward":
+        words = "backward: the gradients"
+    if not (move.collective == "nothing" and quiet(move)):
+        if move.formula is not None:
+            words += f", {bytes_in_words(move.formula)} in all by the formula"
+        if move.sent is not None and move.is_exact:
+            words += f", sent by rank: {', '.join(bytes_in_words(sent) for sent in move.sent)}"
+    return words + (f" ({move.times} times)" if move.times > 1 else "")
