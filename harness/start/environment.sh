@@ -9,7 +9,7 @@ say() { printf 'launch.sh: %s\n' "$*" >&2; }
 refuse() { say "$1"; shift; [[ $# -eq 0 ]] || printf '  %s\n' "$@" >&2; exit 2; }
 
 # The files whose loss breaks an environment: compiled libraries, package entries, and pip's own records.
-vital_files() { (cd "$venv" && find lib/python3*/site-packages \( -name '*.so*' -o -path '*/site-packages/*/__init__.py' \
+vital_files() { (cd "$venv" && find lib \( -name '*.so*' -o -path '*/site-packages/*/__init__.py' \
     -not -path '*/site-packages/*/*/__init__.py' -o -name RECORD \) -type f -print0 | sort -z); }
 
 sizes() { xargs -0 stat -L -c '%s %n' --; }
@@ -137,6 +137,8 @@ make_environment() {
     fi
     rm -rf "$venv/tmp"
     heed "$venv/bin/python" -c 'import oneflow' >"$log" 2>&1 || refuse "OneFlow does not start: $(tail -n 1 "$log")"
+    heed "$venv/bin/python" "$here/harness/start/blas.py" >"$log" 2>&1 \
+        || say "ranks will compute with OneFlow's own, older OpenBLAS: $(tail -n 1 "$log")"
     { cksum <"$here/requirements.txt" && (cd "$venv" && vital_files | sizes); } >"$venv/made.part"
     mv "$venv/made.part" "$venv/made"
     trap - EXIT INT TERM HUP

@@ -37,6 +37,17 @@ def die_with_parent():
         os._exit(1)
 
 
+def load_blas():
+    """Give OneFlow's matmuls a current OpenBLAS: its calls bind to the functions that were loaded for all before it."""
+    library = os.path.join(sys.prefix, "lib", "libopenblas.so")
+    if os.environ.get("COOKBOOK_BLAS") != "builtin":
+        try:
+            ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            if os.environ["RANK"] == "0":
+                print(f"launch.sh: OneFlow computes with its own, older OpenBLAS: {error}", file=sys.stderr)
+
+
 class WaitForRank0:
     """An import hook: the import of OneFlow waits until rank 0 listens on MASTER_ADDR:MASTER_PORT.
 
@@ -199,6 +210,7 @@ def main():
     out = MarkedLines(sys.stdout, mark, lambda: report.send(unread=True))
     sys.stdout = sys.__stdout__ = out  # the second is what scripts put back that had another there
     atexit.register(out.finish)  # for what threads, and others at the exit, write behind the end of the script
+    load_blas()
     sys.meta_path.insert(0, WaitForRank0())
     script = sys.argv[1]
     sys.argv = sys.argv[1:]

@@ -40,22 +40,6 @@ def reserve_port(port=0):
     return reserved
 
 
-def blas_kernels(cpuinfo="/proc/cpuinfo"):
-    """The kernels that OpenBLAS is to take on this CPU, as OPENBLAS_CORETYPE names them; None: those it takes itself.
-
-    The OpenBLAS in OneFlow 0.9.0 knows CPUs by their model. On a newer one than itself it falls back to kernels without
-    AVX: on an AMD EPYC with AVX-512 its matmul ran at 36 GFLOP/s on a core, and at 100 with the kernels for AVX-512.
-    """
-    try:
-        with open(cpuinfo) as lines:
-            flags = next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set())
-    except OSError:
-        return None
-    if flags >= {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}:
-        return "SkylakeX"
-    return "Haswell" if flags >= {"avx2", "fma"} else None
-
-
 def cores_of(rank, world_size, cores=None):
     """The cores that a rank has to itself, or shares where there are fewer than ranks.
 
@@ -98,8 +82,6 @@ def environment(i, here, port, base=None):
     if here.local is not None:
         variables["LOCAL_RANK"] = str(here.local + i)
     variables.setdefault("OMP_NUM_THREADS", str(len(here.cores(i))))
-    if blas_kernels():
-        variables.setdefault("OPENBLAS_CORETYPE", blas_kernels())
     variables.setdefault("GLOG_minloglevel", "3")  # without it OneFlow warns of missing GPU drivers
     variables["no_grpc_proxy"] = ","  # matches every address: ranks do not meet through an http_proxy
     return variables
