@@ -45,9 +45,11 @@ options
   -h, --help               this text; SCRIPT --help shows a script's own options
                            (- and _ within the name of an option are the same)
 
-The first run makes .venv here (1.8 GB to download, 3.9 GB on disk) with a Python 3.8-3.10 found on this machine, or
-with the one that PYTHON names. A rank's lines stand behind its number. The first rank that fails ends all others. Each
-rank keeps to its share of the cores that launch.sh may use; start it under taskset to give it others. Each task of srun
+The first run makes .venv here by uv (1.8 GB to download, 3.9 GB on disk; the next clone links to uv's cache) with a
+Python 3.8-3.10 found on this machine or fetched, or with the one that PYTHON names. What a rank prints stands behind
+its number; what it writes by os.write, or a process that it starts, does not. The first rank that fails ends all
+others. Each rank keeps to its share of the cores that launch.sh may use; start it under taskset to give it others.
+Ranks compute with OpenBLAS 0.3.34, and under COOKBOOK_BLAS=builtin with the older one inside OneFlow. Each task of srun
 or mpirun that runs this script is a node with one rank (-n: more), without another option: see docs/clusters.md.
 
 exit code: 0 all ranks ended well; 2 bad input or no environment; 124 time limit; 128 + N ended by signal N;
