@@ -71,6 +71,8 @@ list() {
     printf '\n./launch.sh --help shows the options, and how to run a script of yours.\n'
 }
 
+[[ -d /proc/self ]] || { echo "launch.sh: /proc is not mounted, and OneFlow needs it" >&2; exit 2; }
+
 # Output that was closed when we were started is given to the first files that are opened, as a rule this very one.
 [[ -e /proc/self/fd/1 && ! /proc/self/fd/1 -ef ${BASH_SOURCE[0]} ]] || exec 1>/dev/null
 [[ -e /proc/self/fd/2 && ! /proc/self/fd/2 -ef ${BASH_SOURCE[0]} ]] || exec 2>/dev/null
@@ -82,5 +84,8 @@ esac
 
 # shellcheck source=harness/start/environment.sh
 source "$here/harness/start/environment.sh"
+addresses=$(ulimit -v) # kB
+[[ $addresses == unlimited || $addresses -ge 5000000 ]] \
+    || refuse "ulimit -v allows $((addresses / 1000)) MB of addresses, and a rank needs 5000: type ulimit -v unlimited"
 ensure_environment
 exec "$venv/bin/python" "$here/harness" "$@"

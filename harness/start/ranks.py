@@ -1,6 +1,7 @@
 """Start the ranks of one job on this host, and end them all, whatever happens."""
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ RANK = str(Path(__file__).with_name("rank.py"))
 
 
 class PortTaken(Exception):
-    """The port that the user asked for is held by another program."""
+    """The port that ranks are to meet on is held by another program, or this host cannot be reached by itself."""
 
 
 def reserve_port(port=0):
@@ -37,6 +38,13 @@ def reserve_port(port=0):
     except OSError as error:
         reserved.close()
         raise PortTaken(f"port {port}: {error.strerror}; leave out --master_port to get a free one") from None
+    with socket.socket() as probe:
+        probe.settimeout(5)
+        where = "127.0.0.1", reserved.getsockname()[1]
+        error = probe.connect_ex(where)
+        if error not in (0, errno.ECONNREFUSED):  # nobody listens there yet
+            reserved.close()
+            raise PortTaken("ranks cannot meet at {}:{}: {}; is the loopback up?".format(*where, os.strerror(error)))
     return reserved
 
 
