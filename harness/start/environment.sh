@@ -62,13 +62,13 @@ find_python() {
     local find=("$uv" python find --no-project --system)
     ! python=$(PATH=$(path_of_pythons) "${find[@]}" --no-python-downloads 'cpython>=3.8,<3.11' 2>/dev/null) || return 0
     say "no Python 3.8, 3.9 or 3.10 here; uv fetches one"
-    UV_PYTHON_INSTALL_BIN=0 heed "$uv" python install 3.10 || refuse \
+    export UV_PYTHON_INSTALL_BIN=0 # no link to it in ~/.local/bin
+    { heed "$uv" python install 3.10 && python=$("${find[@]}" --managed-python 3.10); } || refuse \
         "OneFlow 0.9.0 exists for Python 3.8 to 3.10 only, and uv could not fetch one, see above; get one, such as by" \
         "conda create -y -n py310 python=3.10; conda activate py310" \
         "pyenv install 3.10" \
         "sudo add-apt-repository ppa:deadsnakes/ppa; sudo apt install python3.10 (Ubuntu)" \
         "and run this again, or name one that you have: PYTHON=/path/to/python3.10 ./launch.sh ..."
-    python=$("${find[@]}" --managed-python 3.10)
 }
 
 free_kb() { df -Pk "$1" | awk 'NR == 2 {print $4}'; }
