@@ -3,7 +3,7 @@
     ./launch.sh mutate [recipe ...]
 
 Each SBP, placement, move, stage and matmul of a recipe's lesson is changed in every way listed in `replacements`, and
-each cure of a trap is taken out. The changed recipe climbs the proof ladder and, if it has tests in `TESTS`, those too.
+each cure of a trap is taken out. The changed recipe is checked on the proof ladder, and by its `TESTS` if it has any.
 Prints a line for each change and then the survivors; exit code 1 if one has no reason in `EQUIVALENT`.
 """
 
@@ -21,9 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.pool import Pool, PoolError  # noqa: E402
-from harness.start.recipe import path_of, world_sizes  # noqa: E402
-from tests.cases import CASES, PROVEN, ROOT, modes, sizes_of  # noqa: E402
-from tests.ladder import climb  # noqa: E402
+from harness.start.recipe import path_of  # noqa: E402
+from tests.cases import CASES, ROOT, modes, proven_on, sizes_of  # noqa: E402
+from tests.cases.ladder import prove  # noqa: E402
 
 WORLD = "flow.env.get_world_size()"
 SBPS = ("flow.sbp.broadcast", "flow.sbp.split(0)", "flow.sbp.split(1)", "flow.sbp.partial_sum")
@@ -35,7 +35,7 @@ STATEMENTS = (  # what a recipe must not leave out
 )
 # Recipes whose cures do not show in values -> pytest's arguments for what looks at them.
 TESTS = {
-    "global_and_local": ["tests/test_global_and_local.py"],
+    "global_and_local": ["tests/slow/test_global_and_local.py"],
     "random_numbers": ["tests/slow/test_data.py", "-k", "manual_seed"],
     "rendezvous": ["tests/test_cures.py", "-k", "meet"],
     "spawn": ["tests/test_cures.py", "-k", "spawn"],
@@ -194,11 +194,11 @@ def replacements(node, text):
 
 def first_red(pools, path, name):
     """Where the changed recipe fails on the proof ladder, in one line, or None if it does not."""
-    for n in (n for n in PROVEN if n in world_sizes(path)):
+    for n in proven_on(name):
         for sizes in sizes_of(name, n):
             for graph in modes(name):
                 try:
-                    climb(pools(n), path, name, graph, sizes)
+                    prove(pools(n), path, name, graph, sizes)
                 except (AssertionError, PoolError) as error:
                     reason = [line for line in str(error).splitlines() if line.strip()]
                     reason = (

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import oneflow as flow
 
-from harness.measure.observe import kept, replaced
+from harness.measure.observe import replaced
+from harness.measure.sbp import sbp_of
 from harness.start import recipe
 
 zero_grad = flow.optim.Optimizer.zero_grad
@@ -36,7 +37,6 @@ def steps(path, clock, change=None, in_parts=False, **arguments):
     Parts are of eager mode only, and the rank waits for the end of each, which takes some time itself.
     """
     module, graph = recipe.load(path), arguments.get("graph")
-    kept.append(module)
     found = []
 
     def begin(function):
@@ -128,16 +128,13 @@ def cpu_times(path, **arguments):
     return {"scheduling": spun / count, "others": sum(used.values()) / count, "step": (end - begin) / count}
 
 
-SBPS = {"P": flow.sbp.partial_sum, "B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.split(1)}
-
-
 def move_times(old, new, elements, steps):
     """The seconds of each to_global from one SBP to another but the first, on all ranks, of a square-like tensor."""
     ranks = flow.placement.all("cpu")
-    x = flow.ones(64, elements // 64, placement=ranks, sbp=SBPS[old])
+    x = flow.ones(64, elements // 64, placement=ranks, sbp=sbp_of(old))
     ends = []
     for _ in range(steps):
-        x.to_global(sbp=SBPS[new]).to_local()
+        x.to_global(sbp=sbp_of(new)).to_local()
         wait()
         ends.append(time.perf_counter())
     return [end - begin for begin, end in zip(ends, ends[1:])]

@@ -5,7 +5,8 @@ import textwrap
 
 from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, step_time
 from harness.report.draw import bytes_in_words
-from harness.report.pages import TRAINING_SIZES, table
+from harness.report.runs import TRAINING_SIZES
+from harness.report.tables import table
 
 SIDES = ("eager", "graph", "PyTorch", "JAX")
 INTRODUCTION = """# Performance

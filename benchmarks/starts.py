@@ -99,6 +99,6 @@ def suite(_, say):
     begin = time.perf_counter()
     text = run([HERE.parent / "launch.sh", "test", "-q"])
     seconds = time.perf_counter() - begin
-    numbers = {word: int(re.search(rf"(\d+) {word}", text)[1]) for word in ("passed", "checks")}
+    numbers = {word: int(re.search(rf"([\d,]+) {word}", text)[1].replace(",", "")) for word in ("passed", "checks")}
     say(numbers, f"{seconds:.0f} s")
     return {"tests": numbers["passed"], "checks": numbers["checks"], "seconds": seconds}

@@ -1,1 +1,1 @@
-"""The machinery that launch.sh, the tests and the benchmarks share; recipes know nothing of it."""
+"""What launch.sh, the tests and the benchmarks share; recipes do not import it."""

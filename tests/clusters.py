@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.cases import ROOT
 from tests.hosts import SET_UP, Hosts
-from tests.jobs import MARK, Run, free_port
+from tests.jobs import LONG, MARK, Run, free_port, wait_until
 
 PROGRAMS = {  # program -> the package of Debian and Ubuntu that has it
     "srun": "slurm-client",
@@ -33,7 +33,6 @@ VALIDATORS_HOME = ROOT / ".venv-clusters"
 NAMES = ("host0", "host1")  # the hosts as docs/clusters.md calls them
 POD = "train-0.train"  # as Kubernetes would call the first of them
 CPUS = 8  # of each host, as Slurm is told: more than there may be, so that several jobs run at once
-UP_WITHIN = 120  # seconds
 SBIN = os.pathsep.join((os.environ["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"))
 
 
@@ -183,12 +182,9 @@ class Cluster:
         for daemon in reversed(self.daemons):  # munged last, as the others need it to end
             daemon.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                daemon.wait(5)
+                daemon.wait(60)
             daemon.kill()
             daemon.wait()
-        deadline = time.monotonic() + 5
-        while self.left() and time.monotonic() < deadline:
-            time.sleep(0.05)
         for pid in self.left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
@@ -279,15 +275,14 @@ class Cluster:
         variables = {**os.environ, **self.variables}
         command = [*self.hosts.on(0), *command]
         given = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
-        done = subprocess.run(command, env=variables, text=True, timeout=UP_WITHIN, **given)
+        done = subprocess.run(command, env=variables, text=True, timeout=LONG, **given)
         return done.stdout if done.returncode == 0 else ""
 
     def _does(self, *command):
         return "done" in self._says("sh", "-c", '"$@" && echo done', "sh", *command)
 
     def _until(self, there, what):
-        deadline = time.monotonic() + UP_WITHIN
-        while not there():
-            if time.monotonic() > deadline:
-                raise NotInstalled(f"{what} did not start within {UP_WITHIN} s\n{self.log()}")
-            time.sleep(0.1)
+        try:
+            wait_until(there, what)
+        except AssertionError as error:
+            raise NotInstalled(f"{error}\n{self.log()}") from None

@@ -1,12 +1,15 @@
 import signal
+import time
 
 import pytest
 
 from harness.pool import Pool
 from tests import jobs
-from tests.early import Early
+from tests.background import Background
+from tests.cases.ladder import Checks
 from tests.hosts import Hosts
-from tests.ladder import Checks
+
+BEGIN = time.monotonic()
 
 # Begun in the background or under nohup, we ignore these, and the jobs of the tests must not inherit that.
 for number in (signal.SIGINT, signal.SIGHUP):
@@ -33,25 +36,32 @@ def pools():
 
 @pytest.fixture(scope="session", autouse=True)
 def measured(request):
-    """A function to the result of a measurement that was begun before the first test: see early.py."""
+    """A function to the result of a measurement that was begun before the first test: see background.py."""
     calls = {}
     for item in request.session.items:
-        if hasattr(item.module, "early_calls"):
-            calls.update(item.module.early_calls(item))
-    early = Early(calls)
-    yield lambda *key: early.result(key)
-    early.close()
-    REPEATED.extend(early.repeated)
+        if hasattr(item.module, "background_calls"):
+            calls.update(item.module.background_calls(item))
+    background = Background(calls)
+    yield background.result
+    background.close()
+    REPEATED.extend(background.repeated)
 
 
 REPEATED = []  # calls that were made once more because OneFlow died
 
 
 def pytest_terminal_summary(terminalreporter):
-    terminalreporter.write_line(f"{Checks.count} checks against numpy and the declared layouts")
     repeated = REPEATED + jobs.repeated
     if repeated:
         terminalreporter.write_line(f"{len(repeated)} calls made once more, as OneFlow died of SIGSEGV: {repeated}")
+
+
+def pytest_unconfigure(config):
+    """The last line, behind pytest's own."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if Checks.runs and reporter:
+        numbers = f"{len(Checks.recipes)} recipes, {Checks.runs} runs, {Checks.count:,} checks against numpy"
+        reporter.write_line(f"{numbers} in {time.monotonic() - BEGIN:.0f} s")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -65,13 +75,10 @@ def early(request, tmp_path_factory):
 
 
 def pytest_collection_modifyitems(items):
-    """First those that start jobs of their own and mostly wait, then those that wait for what was begun early.
-
-    Last those that time what a job says and when: nothing else runs by then.
-    """
+    """First jobs that mostly wait; then tests on pools; then those of measurements; last the page of errors, alone."""
 
     def turn(item):
-        late = item.module.__name__.endswith("test_diagnosing")
-        return late, hasattr(item.module, "early_calls"), "pools" in item.fixturenames
+        last = item.module.__name__.endswith("test_diagnosing")
+        return last, hasattr(item.module, "background_calls"), "pools" in item.fixturenames
 
     items.sort(key=turn)

@@ -58,11 +58,3 @@ class Hosts:
     def link(self, host, state):
         """Pull the cable of a host, or put it back: "down" or "up"."""
         subprocess.run([*self.inside(), "ip", "link", "set", f"veth{host}", state], check=True)
-
-    def limit(self, rate):
-        """Let each host send at most so much, in words of tc(8) such as "100mbit"; None takes the limit away."""
-        for host in range(len(self.addresses)):
-            subprocess.run([*self.on(host), "tc", "qdisc", "del", "dev", "eth0", "root"], stderr=subprocess.DEVNULL)
-            if rate:
-                shape = ["tbf", "rate", rate, "burst", "64kb", "latency", "2s"]
-                subprocess.run([*self.on(host), "tc", "qdisc", "add", "dev", "eth0", "root", *shape], check=True)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -14,11 +15,25 @@ from pathlib import Path
 from tests.cases import ROOT
 
 LAUNCH = str(ROOT / "launch.sh")
+LONG, MINUTE = 300, 60  # seconds for what takes few: only what hangs, or is left behind, takes longer
+# The first lines of a script: ranks that have met, and ranks without OneFlow, where it makes no difference.
+MET = "import os, signal, sys, time\nimport oneflow as flow\nrank = flow.env.get_rank()\nflow.comm.barrier()\n"
+PLAIN = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
+SLEEPS = "print('ready', flush=True)\ntime.sleep(1000)"  # its last ones: a job that does not end by itself
+EQUAL = " on a single device"  # how the last line of a recipe ends
 MARK = "COOKBOOK_TEST_JOB"
 NO_LIBIBVERBS = "libibverbs not available, ibv_fork_init skipped"
 WAITS = re.compile(r"^launch\.sh: waiting for .*\n", flags=re.MULTILINE)
 OTHERS = ("PYTEST_", "OMP_", "GLOG_", "SLURM_", "OMPI_")  # what surrounds the tests and is not for the jobs
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
+
+
+def wait_until(there, what, seconds=LONG, pause=0.02):
+    """Wait until there() holds; AssertionError if it does not in time, which says `what` was waited for."""
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
+        time.sleep(pause)
 
 
 class Run:
@@ -32,7 +47,7 @@ class Run:
         self.cwd = Path(cwd)
         environment = {**CLEAN, MARK: self.mark, **variables}
         self.begin = time.monotonic()
-        self.early = {"stdout": b"", "stderr": b""}  # what until() has read
+        self.read = {"stdout": b"", "stderr": b""}  # by until()
         self.process = subprocess.Popen(
             [str(part) for part in command],
             cwd=cwd,
@@ -44,8 +59,8 @@ class Run:
             start_new_session=True,
         )
 
-    def wait(self, timeout=90):
-        """Wait for the end; set out, err, waited, code, seconds; return self. TimeoutExpired, all killed, if it hangs.
+    def wait(self, timeout=LONG):
+        """Wait for the end; set out, err, waited, code, seconds; return self. AssertionError, all killed, if it hangs.
 
         err is without the line that OneFlow writes on a host which has no libibverbs; launch.sh leaves it out itself.
         And without those by which a launcher says for whom it waits, where that takes long: these are in waited.
@@ -54,9 +69,10 @@ class Run:
             return self
         try:
             out, err = self.process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as error:
             self.kill()
-            raise
+            said = (self.read["stderr"] + (error.stderr or b"")).decode(errors="replace")
+            raise AssertionError(f"{' '.join(self.process.args)} did not end in {timeout} s:\n{said}") from None
         self.out, err = self._text("stdout") + out, self._text("stderr") + err
         self.waited = "".join(WAITS.findall(err))
         self.err = re.sub(f"^{NO_LIBIBVERBS}\n", "", WAITS.sub("", err), flags=re.MULTILINE)
@@ -64,15 +80,24 @@ class Run:
         return self
 
     def _text(self, stream):
-        return self.early[stream].decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
+        return self.read[stream].decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
 
     def until(self, text, times=1, stream="stdout"):
-        """Read until so many lines hold `text`."""
-        descriptor = getattr(self.process, stream).fileno()
+        """Read until so many lines hold `text`; return self. AssertionError if they do not come."""
+        descriptor, deadline = getattr(self.process, stream).fileno(), time.monotonic() + LONG
         while sum(text in line for line in self._text(stream).splitlines(True) if line.endswith("\n")) < times:
+            if not select.select([descriptor], [], [], max(0, deadline - time.monotonic()))[0]:
+                self.kill()
+                raise AssertionError(f"{text!r} did not come in {LONG} s: {self.wait().out}{self.err}")
             data = os.read(descriptor, 65536)
             assert data, f"{text!r} never came: {self.wait().out}{self.err}"
-            self.early[stream] += data
+            self.read[stream] += data
+        return self
+
+    def signal(self, number):
+        """Send a signal to the process that was started; return self."""
+        self.process.send_signal(number)
+        return self
 
     def alive(self):
         """The processes of this job that run (a zombie does not)."""
@@ -85,10 +110,14 @@ class Run:
 
     def ranks(self):
         """Those of them that are ranks."""
+        return self.running(b"harness/start/rank.py")
+
+    def running(self, command):
+        """Those of them with these bytes in their command."""
         found = []
         for pid in self.alive():
             with contextlib.suppress(OSError):  # it has ended in between
-                if b"harness/start/rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if command in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return found
 
@@ -101,11 +130,10 @@ class Run:
             if self.all_gone(within=0.1):
                 break
 
-    def all_gone(self, within=5):
+    def all_gone(self, within=MINUTE):
         """Whether no process of the job is left after at most `within` seconds."""
-        deadline = time.monotonic() + within
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self.alive(), "the end of all processes", within)
         return not self.alive()
 
 
@@ -118,11 +146,11 @@ def ended(runs):
 
 
 def launch(*arguments, **options):
-    """./launch.sh with these arguments, from start to end; once more where OneFlow died of itself."""
-    job = Run(LAUNCH, *arguments, **options).wait()
+    """./launch.sh with these arguments, at its end, with nothing left; once more where OneFlow died of itself."""
+    [job] = ended([Run(LAUNCH, *arguments, **options)])
     if job.code == 128 + signal.SIGSEGV:
         repeated.append(" ".join(str(argument) for argument in arguments))
-        job = Run(LAUNCH, *arguments, **options).wait()
+        [job] = ended([Run(LAUNCH, *arguments, **options)])
     return job
 
 

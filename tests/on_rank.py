@@ -10,7 +10,7 @@ import time
 
 import oneflow as flow
 
-from harness.measure.observe import traced
+from harness.measure.observe import recorded
 from harness.start import recipe
 
 
@@ -29,7 +29,7 @@ def main_of(path, arguments, gain=1.0):
     message, argparse.ArgumentParser._print_message = argparse.ArgumentParser._print_message, to_standard_error
     code = 0
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), traced(gain):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), recorded(gain):
             module.main()
     except SystemExit as stop:
         code = stop.code

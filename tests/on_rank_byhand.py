@@ -2,8 +2,8 @@
 
 import oneflow as flow
 
-from harness.measure import ledger
-from harness.measure.observe import kept, replaced
+from harness.measure.observe import replaced
+from harness.measure.sent import sent_by
 from harness.start import recipe
 
 
@@ -11,7 +11,6 @@ def messages(path, **arguments):
     """Run a recipe; returns each flow.comm.send and recv that it makes here: ("send" or "recv", other rank, shape)."""
     seen, module = [], recipe.load(path)
     send, recv = flow.comm.send, flow.comm.recv
-    kept.append(module)
 
     def recording_send(tensor, rank):
         seen.append(("send", rank, tuple(tensor.shape)))
@@ -44,7 +43,7 @@ def sent_to_the_server(shape):
     w = flow.ones(*shape, placement=flow.placement("cpu", [0]), sbp=flow.sbp.broadcast, requires_grad=True)
     x = flow.ones(2 * len(ranks.ranks), shape[0], placement=ranks, sbp=flow.sbp.split(0))
     out = flow.matmul(x, w.to_global(placement=ranks, sbp=flow.sbp.broadcast))
-    _, sent = ledger.sent_by(lambda: out.sum().backward())
+    _, sent = sent_by(lambda: out.sum().backward())
     return sent
 
 
@@ -80,7 +79,7 @@ def reduced(weights, **options):
         return reduce(tensor, **named)
 
     with replaced({(flow._C, "local_all_reduce"): recording}):
-        _, sent = ledger.sent_by(loss.backward)
+        _, sent = sent_by(loss.backward)
     return calls, sent
 
 

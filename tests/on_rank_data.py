@@ -3,8 +3,9 @@
 import numpy as np
 import oneflow as flow
 
-from harness.measure.ledger import SBPS, OneCall, sent_by
-from harness.measure.observe import kept
+from harness.measure.graph import FunctionGraph
+from harness.measure.sbp import sbp_of
+from harness.measure.sent import sent_by
 
 
 class Numbers(flow.utils.data.Dataset):
@@ -121,8 +122,7 @@ DRAW = {
 def drawn_by(source, graph, sbp, seeds):
     """This rank's shard of what is drawn when all ranks have one seed, or each its own."""
     ranks, world_size = everyone(), flow.env.get_world_size()
-    x = flow.ones(8 * world_size, 6, placement=ranks, sbp=SBPS[sbp])
-    draw = OneCall(DRAW[source]) if graph else DRAW[source]
-    kept.append(draw)
+    x = flow.ones(8 * world_size, 6, placement=ranks, sbp=sbp_of(sbp))
+    draw = FunctionGraph(DRAW[source]) if graph else DRAW[source]
     flow.manual_seed(5 if seeds == "one" else 5 + flow.env.get_rank())
     return draw(x).to_local().numpy()

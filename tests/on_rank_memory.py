@@ -3,11 +3,10 @@
 import oneflow as flow
 from oneflow.nn.graph.graph_config import GraphConfig
 
-from harness.measure.ledger import boxings_of
-from harness.measure.observe import kept, replaced
+from harness.measure.graph import boxings_of
+from harness.measure.observe import replaced
+from harness.measure.sbp import label_of_proto
 from harness.start import recipe
-
-SBPS = {"broadcast_parallel": "B", "partial_sum_parallel": "P"}
 
 
 def compiled(path, stage=None, **arguments):
@@ -31,7 +30,6 @@ def compiled(path, stage=None, **arguments):
         places[GraphConfig, "enable_zero"] = other_stage
     with replaced(places):
         module.run(**arguments)["losses"].numpy()  # what OneFlow aborts of, it does not abort of later
-    kept.append((module, graphs))
     [graph] = set(graphs)
     assert stages == [stage] * bool(stage)
     ops = {}
@@ -39,10 +37,7 @@ def compiled(path, stage=None, **arguments):
     signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
     for op in job.net.op:
         kind = op.WhichOneof("op_type")
-        sbps = {}
-        for tensor, nd_sbp in signatures[op.name].bn_in_op2nd_sbp.items():
-            [one] = nd_sbp.sbp_parallel
-            sbps[tensor] = SBPS.get(one.WhichOneof("parallel_type")) or f"S({one.split_parallel.axis})"
+        sbps = {tensor: label_of_proto(sbp) for tensor, sbp in signatures[op.name].bn_in_op2nd_sbp.items()}
         ops[op.name] = (op.user_conf.op_type_name if kind == "user_conf" else kind, sbps)
     moves = sorted((one["old"][0], one["new"][0], one["shape"]) for one in boxings_of(graph) if one["shape"] != (1,))
     return {"ops": ops, "boxings": moves}

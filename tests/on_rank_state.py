@@ -7,13 +7,14 @@ import time
 import numpy as np
 import oneflow as flow
 
-from harness.measure.ledger import sent_by
-from harness.measure.observe import held, kept, replaced
+from harness.measure.observe import replaced
+from harness.measure.sent import sent_by
+from harness.measure.tensors import snapshot
 from harness.start import recipe
 
 
 def trained(path, folder, ranks, weights, steps, graph=False, seed=0, batch=8, in_features=4, out_features=8):
-    """What train of checkpoint.py returns, with the weight on these ranks: name -> held."""
+    """What train of checkpoint.py returns, with the weight on these ranks: name -> snapshot."""
     module = recipe.load(path)
     rng, placement = np.random.default_rng(seed), flow.placement("cpu", ranks)
     shapes = (batch, in_features), (batch, out_features), (in_features, out_features)
@@ -21,8 +22,7 @@ def trained(path, folder, ranks, weights, steps, graph=False, seed=0, batch=8, i
     sbps = [flow.sbp.split(0), flow.sbp.split(0), module.SBPS[weights]]
     inputs = [flow.tensor(array, placement=placement, sbp=sbp) for array, sbp in zip(arrays, sbps)]
     tensors = module.train(*inputs, steps, folder, graph)
-    kept.append((module, tensors))
-    return {name: held(tensor) for name, tensor in tensors.items()}
+    return {name: snapshot(tensor) for name, tensor in tensors.items()}
 
 
 def die_while_saving(path, moment, **arguments):
@@ -73,7 +73,7 @@ def load_onto(path, folder, ranks, shape):
     state = flow.load(folder, global_src_rank=0)
     module.load_state_dict(state["module"])
     update.load_state_dict(state["optimizer"])
-    return {"new w": held(module.w), "new momentum": held(update.state_dict()["state"][0]["momentum_buf"])}
+    return {"new w": snapshot(module.w), "new momentum": snapshot(update.state_dict()["state"][0]["momentum_buf"])}
 
 
 def bytes_to_save_and_load(path, folder, sbp, rows, columns):
@@ -83,7 +83,6 @@ def bytes_to_save_and_load(path, folder, sbp, rows, columns):
     parameter = flow.nn.Module()
     values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     parameter.w = flow.nn.Parameter(flow.tensor(values, placement=ranks, sbp=module.SBPS[sbp]))
-    kept.append(parameter)
     saved = sent_by(lambda: module.save(parameter.state_dict(), folder, step=1))[1]
     state, read = sent_by(lambda: flow.load(f"{folder}/1", global_src_rank=0))
     loaded = sent_by(lambda: parameter.load_state_dict(state))[1]
@@ -96,7 +95,7 @@ def gradient_of_gathered(rows, grad_sbp):
     out = flow.ones(rows, 2, placement=ranks, sbp=flow.sbp.split(0), requires_grad=True)
     seen = {}
     middle = out * 2
-    middle.register_hook(lambda gradient: seen.update(held(gradient)))
+    middle.register_hook(lambda gradient: seen.update(snapshot(gradient)))
     named = {"grad_sbp": flow.sbp.split(0)} if grad_sbp else {}
     middle.to_global(placement=first, sbp=flow.sbp.broadcast, **named).sum().backward()
     return seen["sbp"], seen["ranks"], seen["shard"].shape[0]
@@ -110,7 +109,7 @@ def gradients_between(path, **arguments):
     def hooked(self, x, y):
         loss, *between = forward(self, x, y)
         for place, tensor in enumerate(between[1:]):
-            tensor.register_hook(lambda gradient, place=place: seen.update({place: held(gradient)}))
+            tensor.register_hook(lambda gradient, place=place: seen.update({place: snapshot(gradient)}))
         return (loss, *between)
 
     module.StepByStep.forward = hooked

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from harness.start.recipe import all_paths, path_of
-from tests.cases import CASES, ROOT
-from tests.chapters import forward
+from tests.cases import CASES, ONE_LAYER, ROOT
 from tests.jobs import LAUNCH, Run
 from tests.markdown import CHINESE, CHINESE_GALLERY, COMMANDS, ENGLISH, GALLERY, blocks, slug, tables
 
@@ -67,7 +66,11 @@ def test_gallery_shows_the_layouts_of_the_cases():
         }
         wanted = {t: ("B" if sbp == "local" else sbp) for t, (sbp, _) in case.layout.items() if t in shown}
         assert shown == wanted
-        if {"x", "w"} <= {tensor.rstrip("0") for tensor in case.layout} and name != "two_d_sbp" and not case.steps:
+        if (
+            {"x", "w"} <= {tensor.rstrip("0") for tensor in case.layout}
+            and name != "two_d_sbp"
+            and "losses" not in case.layout
+        ):
             assert {"x", "w", "out"} <= {tensor.rstrip("01") for tensor in shown}
         assert moves.startswith("moves: ") and use.startswith("use it ")
         assert (moves == "moves: nothing") == (not (case.moves or case.sends) and name != "matmul_signatures")
@@ -84,7 +87,7 @@ def test_every_topic_of_training_is_found_by_its_name_in_pytorch():
         assert any(usual in topic for topic in rows), usual
     linked = {link for links in rows.values() for link in links}
     own_ways = {"auto_parallel.py"}  # PyTorch has no such thing
-    assert {f"{name}.py" for name in CASES if name not in forward.CASES} - own_ways <= linked
+    assert {f"{name}.py" for name in CASES if name not in ONE_LAYER} - own_ways <= linked
 
 
 @pytest.mark.parametrize("page", PAIRS)

@@ -1,27 +1,20 @@
-"""By which name a script knows each of its tensors: a parameter's path in its module, or a variable."""
+"""The names of a script's tensors: a parameter's path in its module, or the variable that holds the tensor."""
 
 import contextlib
 import sys
 
 import oneflow as flow
 
-from harness.measure.observe import where
+from harness.measure.tensors import describe, layout_of
 
 
-def described(tensor):
-    """A tensor without its content."""
-    sbp, device, ranks = where(tensor)
-    item = tensor.element_size()
-    return {"sbp": sbp, "device": device, "ranks": ranks, "shape": tuple(tensor.shape), "item": item, "id": id(tensor)}
+def looks(tensor):
+    """What tensors that look alike have in common."""
+    return str((layout_of(tensor), tuple(tensor.shape)))
 
 
-def layout(tensor):
-    """What tensors that look alike have in common, as a key."""
-    return str((where(tensor), tuple(tensor.shape)))
-
-
-def inside(name, value, module):
-    """The tensors that a variable has in a list, a dict or an object of a class of this module, by name."""
+def tensors_inside(name, value, module):
+    """(name, tensor) of those in a list, a dict or an object of a class of this module, which a variable holds."""
     pairs = []
     if isinstance(value, (list, tuple, dict)) and len(value) < 1000:  # what is longer is data
         items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -32,53 +25,52 @@ def inside(name, value, module):
 
 
 class Names:
-    """Collects the names of tensors while the script at `path` runs."""
+    """Collects the tensors of the script at `path` while it runs, with all that can name them. Keys are their ids."""
 
     def __init__(self, path):
         self.path = path
-        self.held = {}  # id -> tensor, in the order in which they are seen; no other gets the id of one that is held
-        self.described = {}  # the same tensors as they were then (zero_grad, for one, makes a B a P), after which step
-        self.steps = 0  # how many have been made
-        self.shown = set()  # parameters and what a variable holds, and not something in the variable
-        self.leaves = []  # those that get gradients; to ask others may end the process
-        self.variables = {}  # id -> (the number of the script's frames around the variable, its name)
-        self.parameters = {}  # id, of buffers too -> (path in the module, id of the module)
-        self.modules = {}  # id -> (module, the variable that holds it)
-        self.origins = {}  # id -> (id of the tensor that it comes from, what that adds to its name)
-        self.found = set()  # names with layouts, of tensors that variables hold
+        self.steps = 0  # how many were recorded so far
+        self.tensors = {}  # all tensors in the order in which they come; while they are here, no id is used again
+        self.described = {}  # what they were when they came, as zero_grad, for one, makes a B a P; "after": which step
+        self.shown = set()  # parameters and tensors that a variable holds itself
+        self.leaves = []  # tensors that get gradients; to ask others for theirs may end the process
+        self.variables = {}  # (how many frames of the script are around the variable, its name)
+        self.parameters = {}  # of buffers too: (path in the module, module)
+        self.modules = {}  # module -> the variable that holds it
+        self.origins = {}  # (id of the tensor that it was made from, what that adds to the name)
+        self.seen = set()  # (name, looks) of tensors that variables hold
 
-    def hold(self, tensors):
+    def add(self, tensors):
         for tensor in tensors:
-            if id(tensor) not in self.held:
-                self.held[id(tensor)] = tensor
-                self.described[id(tensor)] = {**described(tensor), "after": self.steps}
+            if id(tensor) not in self.tensors:
+                self.tensors[id(tensor)] = tensor
+                self.described[id(tensor)] = {**describe(tensor), "after": self.steps}
                 self.leaves += [tensor] if tensor.requires_grad and tensor.is_leaf else []
 
-    def moved(self, old, new):
+    def add_moved(self, old, new):
         """A tensor that is moved keeps its name, if it gets none of its own."""
         if new is not old:
             self.origins.setdefault(id(new), (id(old), ""))
 
     def gradients(self):
-        """The gradients of all parameters that are held."""
+        """The gradients of all tensors that have one."""
         leaves = [leaf for leaf in self.leaves if leaf.grad is not None]
         self.origins.update({id(leaf.grad): (id(leaf), ".grad") for leaf in leaves})
         return [leaf.grad for leaf in leaves]
 
-    def know(self, module, variable=""):
+    def add_module(self, module, variable=""):
         """Name the parameters and buffers of a module by their path in the outermost one; returns the parameters."""
-        self.modules[id(module)] = (module, self.modules.get(id(module), (module, ""))[1] or variable)
+        self.modules[module] = self.modules.get(module) or variable
         for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            self.hold([tensor])
+            self.add([tensor])
             self.shown.add(id(tensor))
-            before, _ = self.parameters.get(id(tensor), (None, 0))
-            if before is None or path.count(".") > before.count("."):
-                self.parameters[id(tensor)] = (path, id(module))
+            if id(tensor) not in self.parameters or path.count(".") > self.parameters[id(tensor)][0].count("."):
+                self.parameters[id(tensor)] = (path, module)
         return list(module.parameters())
 
     @contextlib.contextmanager
-    def watched(self):
-        """While it lasts, look at the variables of the script and of its functions when they return."""
+    def watching(self):
+        """Inside it, add the variables of the script and of its functions when they return."""
 
         def on_call(frame, event, argument):
             if frame.f_code.co_filename != self.path:
@@ -88,7 +80,7 @@ class Names:
 
         def on_return(frame, event, argument):
             if event == "return":
-                self.look(frame)
+                self.add_variables(frame)
             return on_return
 
         before = sys.gettrace()
@@ -98,52 +90,51 @@ class Names:
         finally:
             sys.settrace(before)
 
-    def look(self, frame, deep=False):
-        """Name the tensors that variables of a frame hold, if it is the script's; deep: also of those around it."""
-        own = []
+    def add_variables(self, frame, all_frames=False):
+        """Name the tensors that variables hold in the innermost frame of the script, or in all of its frames."""
+        frames = []
         while frame:
-            own += [frame] if frame.f_code.co_filename == self.path else []
+            frames += [frame] if frame.f_code.co_filename == self.path else []
             frame = frame.f_back
-        for depth, one in list(zip(range(len(own), 0, -1), own))[: None if deep else 1]:
+        for depth, one in list(zip(range(len(frames), 0, -1), frames))[: None if all_frames else 1]:
             for name, value in list(one.f_locals.items()):
                 if isinstance(value, flow.nn.Module) and name != "self":
-                    self.know(value, name)
+                    self.add_module(value, name)
                 elif name.startswith("_"):
                     continue
                 elif isinstance(value, flow.Tensor):
-                    self.see(value, name, depth)
+                    self.add_variable(value, name, depth)
                     self.shown.add(id(value))
                 else:
-                    for inner, tensor in inside(name, value, one.f_globals.get("__name__")):
-                        self.see(tensor, inner, depth)
+                    for inner, tensor in tensors_inside(name, value, one.f_globals.get("__name__")):
+                        self.add_variable(tensor, inner, depth)
 
-    def see(self, tensor, name, depth):
+    def add_variable(self, tensor, name, depth):
         """A variable holds a tensor. Of several names the outermost function's is the one; of those the first."""
         if tensor.is_lazy:
             return
-        look = (name, layout(tensor))
-        if id(tensor) not in self.held and look in self.found:  # of another pass of a loop
+        key = (name, looks(tensor))
+        if id(tensor) not in self.tensors and key in self.seen:  # of another iteration of a loop
             return
-        self.found.add(look)
-        self.hold([tensor])
+        self.seen.add(key)
+        self.add([tensor])
         if depth < self.variables.get(id(tensor), (sys.maxsize,))[0]:
             self.variables[id(tensor)] = (depth, name)
 
     def all(self):
-        """The name of each tensor that has one, by its id."""
+        """{id: name} of the tensors that have one."""
         owners = {}
         for path, module in self.parameters.values():
             owners.setdefault(path, set()).add(module)
         names = {number: name for number, (_, name) in self.variables.items()}
         for number, (path, module) in self.parameters.items():
-            variable = self.modules[module][1]
+            variable = self.modules[module]
             names[number] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else path
-        for number in self.held:
-            if number not in names:
-                added, origin = "", number
-                while origin in self.origins and origin not in names:
-                    origin, more = self.origins[origin]
-                    added = more + added
-                if origin in names:
-                    names[number] = names[origin] + added
+        for number in set(self.tensors) - set(names):
+            added, origin = "", number
+            while origin in self.origins and origin not in names:
+                origin, more = self.origins[origin]
+                added = more + added
+            if origin in names:
+                names[number] = names[origin] + added
         return names

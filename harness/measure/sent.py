@@ -1,11 +1,10 @@
-"""The bytes that this rank sends: the growth of `wchar` in /proc/self/io, of all that the process writes.
-
-A socket is written to like a file, so what leaves for other ranks is in it.
-"""
+"""The bytes that this rank sends: the growth of `wchar` in /proc/self/io, which counts what goes to sockets as well."""
 
 import time
 
 import oneflow as flow
+
+from harness.measure.tensors import tensors_in
 
 
 def wchar():
@@ -15,9 +14,9 @@ def wchar():
 
 
 def quiet_wchar():
-    """The same once every rank has done all that it was told and what it sent is on its way.
+    """`wchar` once every rank has finished its work and sent everything. Collective.
 
-    No rank goes on before all have read, for what one rank sends makes others send, whatever their scripts are doing.
+    No rank goes on before all have read it, since what one rank sends makes others send.
     """
     flow._oneflow_internal.eager.Sync()
     flow.comm.barrier()
@@ -39,15 +38,7 @@ def sent_by(function):
 
 
 def wait_for(result):
-    """Wait until this rank has its part of all tensors in `result`: a graph runs on when its call has returned."""
+    """Wait until this rank has its shard of every tensor in `result`: a graph still runs when its call returns."""
     for tensor in tensors_in(result):
         if not tensor.is_global or flow.env.get_rank() in tensor.placement.ranks:
             (tensor.to_local() if tensor.is_global else tensor).detach().numpy()
-
-
-def tensors_in(values):
-    """All tensors in nested lists, tuples and dicts."""
-    if isinstance(values, flow.Tensor):
-        return [values]
-    inner = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
-    return [tensor for value in inner for tensor in tensors_in(value)]

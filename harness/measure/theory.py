@@ -1,57 +1,49 @@
-"""What moving a tensor between two layouts must cost: the collective, and the elements that each rank sends.
+"""What moving a tensor between two layouts must cost: the collective, and how much each rank sends.
 
 The formulas are those of J. Yuan et al., "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch",
 arXiv:2110.15032, table 2 (the same as in OneFlow's core/framework/sbp_infer_util.cpp), for equal and for disjoint
-placements. They are counted here from the blocks that the ranks hold, which gives the same numbers, and also those of
-uneven splits, of overlapping placements and of meshes.
+placements. Counting the elements of each rank's block gives the same numbers, and also those of uneven splits, of
+overlapping placements and of meshes.
 """
-
-from dataclasses import dataclass
-from typing import Optional
 
 import numpy as np
 
+from harness.measure.sbp import Layout
 
-@dataclass
+COLLECTIVES = {"SB": "all-gather", "SS": "all-to-all", "PB": "all-reduce", "PS": "reduce-scatter"}
+COLLECTIVES.update(BS="local slice", BP="local fill", SP="local fill")
+# The legal signatures of a matmul of two matrices: SBP of x, of w -> of the product.
+MATMUL = {("B", "B"): "B", ("S(0)", "B"): "S(0)", ("B", "S(1)"): "S(1)", ("S(1)", "S(0)"): "P"}
+MATMUL.update({("P", "B"): "P", ("B", "P"): "P"})
+
+
 class Boxing:
-    """One move. `total` is None if no formula is known, `by_rank` where the formula does not say which rank sends."""
+    """One tensor that moves from one Layout to another. item: bytes of an element; 1 counts elements.
 
-    collective: str
-    total: Optional[float]  # elements that leave all ranks together
-    by_rank: Optional[dict]  # rank -> elements that leave it
+    total: what leaves all ranks together, None where no formula is known. by_rank: {rank: what leaves it}, None where
+    the formula does not say which rank sends.
+    """
 
-
-@dataclass
-class Layout:
-    """sbp: "S(0)", on a mesh "S(0), B"; ranks: a list, or for a mesh a list of lists, in ascending order."""
-
-    sbp: str
-    ranks: list
-
-    def __post_init__(self):
-        self.axes, self.grid = self.sbp.split(", "), np.array(self.ranks)
+    def __init__(self, shape, old, new, item=1):
+        self.shape, self.old, self.new, self.item = shape, Layout(*old), Layout(*new), item
+        self.collective = collective(self.old, self.new)
+        total, by_rank = elements_sent(shape, self.old, self.new)
+        self.total = None if total is None else item * total
+        self.by_rank = by_rank and {rank: item * sent for rank, sent in by_rank.items()}
 
     @property
-    def members(self):
-        return self.grid.ravel().tolist()
+    def size(self):
+        return self.item * int(np.prod(self.shape))
 
-    def block(self, shape, rank):
-        """The (start, stop) of each dimension that a rank holds."""
-        block = [(0, size) for size in shape]
-        for sbp, n, position in zip(self.axes, self.grid.shape, np.argwhere(self.grid == rank)[0]):
-            if sbp.startswith("S"):
-                dim = int(sbp[2:-1])
-                start, stop = block[dim]
-                small, larger = divmod(stop - start, n)
-                start += int(position) * small + min(int(position), larger)
-                block[dim] = (start, start + small + int(position < larger))
-        return block
+    @property
+    def change(self):
+        """Such as "P -> B"."""
+        (old, ranks), (new, new_ranks) = self.old, self.new
+        return f"{old} -> {new}" if ranks == new_ranks else f"{old} on {ranks} -> {new} on {new_ranks}"
 
 
-def size(*blocks):
-    """The number of elements that all of these blocks have in common."""
-    lengths = [min(stop for _, stop in spans) - max(start for start, _ in spans) for spans in zip(*blocks)]
-    return float(np.prod([max(0, length) for length in lengths]))
+def changed_axes(old, new):
+    return [axis for axis, (before, after) in enumerate(zip(old.axes, new.axes)) if before != after]
 
 
 def collective(old, new):
@@ -62,69 +54,118 @@ def collective(old, new):
         if old.sbp == "P" and new.sbp != "P":
             return "reduce to other ranks" if len(old.ranks) > 1 else "send"
         return "broadcast to other ranks" if new.sbp == "B" and len(new.ranks) > 1 else "send"
-    changed = [axis for axis, (a, b) in enumerate(zip(old.axes, new.axes)) if a != b]
-    along = [f" along axis {axis}" if len(old.axes) > 1 else "" for axis in changed]
-    names = {("S", "B"): "all-gather", ("S", "S"): "all-to-all", ("P", "B"): "all-reduce", ("P", "S"): "reduce-scatter"}
-    names.update({("B", "S"): "local slice", ("B", "P"): "local fill", ("S", "P"): "local fill"})
-    moves = [names[old.axes[axis][0], new.axes[axis][0]] + where for axis, where in zip(changed, along)]
-    return ", ".join(moves) or "nothing"
+    names = []
+    for axis in changed_axes(old, new):
+        along = f" along axis {axis}" if len(old.axes) > 1 else ""
+        names.append(COLLECTIVES[old.axes[axis][0] + new.axes[axis][0]] + along)
+    return ", ".join(names) or "nothing"
 
 
-def boxing(shape, old, new):
-    """The Boxing that takes a tensor of this shape from one Layout to another."""
-    name = collective(old, new)
+def count(*blocks):
+    """The number of elements that all of these blocks have in common."""
+    lengths = [min(stop for _, stop in spans) - max(start for start, _ in spans) for spans in zip(*blocks)]
+    return float(np.prod([max(0, length) for length in lengths]))
+
+
+def elements_sent(shape, old, new):
+    """(total, by rank), as in Boxing, in elements."""
     if "P" not in old.axes + new.axes:
-        return Boxing(name, *copy(shape, old, new))
+        return sent_to_copy(shape, old, new)
     if len(old.axes) == len(new.axes) == 1:
-        return Boxing(name, *with_partial_sums(size([(0, n) for n in shape]), shape, old, new))
-    changed = [axis for axis, (a, b) in enumerate(zip(old.axes, new.axes)) if a != b]
-    if old.ranks != new.ranks or len(changed) > 1:
-        return Boxing(name, None, None)
-    if not changed:
-        return Boxing(name, 0.0, dict.fromkeys(old.members, 0.0))
+        return sent_with_partial_sums(shape, old, new)
+    if old == new:
+        return 0.0, dict.fromkeys(old.members, 0.0)
+    parts = [elements_sent(*line) for line in lines(shape, old, new)]
+    if not parts:
+        return None, None
+    return sum(total for total, _ in parts), {rank: sent for _, one in parts for rank, sent in one.items()}
+
+
+def lines(shape, old, new):
+    """The moves without a mesh that a move consists of: [(shape, old Layout, new Layout)].
+
+    On a mesh where one axis changes there is one for each line of ranks along it. [] where there are no such lines.
+    """
+    if len(old.axes) == len(new.axes) == 1:
+        return [(shape, old, new)]
+    changed = changed_axes(old, new)
+    if old.ranks != new.ranks or len(changed) != 1:
+        return []
     [axis] = changed
-    kept = [sbp for other, sbp in enumerate(old.axes) if other != axis]
-    if set(kept) & {old.axes[axis], new.axes[axis]} - {"B", "P"}:  # both axes split one dimension
-        return Boxing(name, None, None)
-    total, by_rank = 0.0, {}
-    for line in np.moveaxis(old.grid, axis, -1).reshape(-1, old.grid.shape[axis]):  # the ranks that talk to each other
-        inner = Layout(", ".join("B" if other == axis else sbp for other, sbp in enumerate(old.axes)), old.ranks)
-        part = [stop - start for start, stop in inner.block(shape, line[0])]
-        one = boxing(part, Layout(old.axes[axis], line.tolist()), Layout(new.axes[axis], line.tolist()))
-        total += one.total
-        by_rank.update(one.by_rank)
-    return Boxing(name, total, by_rank)
+    before, after, others = old.axes[axis], new.axes[axis], [*old.axes[:axis], *old.axes[axis + 1 :]]
+    if set(others) & {before, after} - {"B", "P"}:  # both axes split one dimension
+        return []
+    whole = Layout(", ".join([*old.axes[:axis], "B", *old.axes[axis + 1 :]]), old.ranks)  # of what a line has together
+    found = []
+    for ranks in np.moveaxis(old.grid, axis, -1).reshape(-1, old.grid.shape[axis]).tolist():
+        part = [stop - start for start, stop in whole.block(shape, ranks[0])]
+        found.append((part, Layout(before, ranks), Layout(after, ranks)))
+    return found
 
 
-def copy(shape, old, new):
-    """Each rank gets those elements of its new block that it does not hold: (total, by rank)."""
+def sent_to_copy(shape, old, new):
+    """Without P: each rank gets those elements of its new block that it does not hold."""
     total, sent = 0.0, dict.fromkeys(old.members, 0.0)
     for rank in new.members:
-        wanted = new.block(shape, rank)
-        held = size(wanted, old.block(shape, rank)) if rank in sent else 0.0
-        total += size(wanted) - held
+        block = new.block(shape, rank)
+        total += count(block) - (count(block, old.block(shape, rank)) if rank in sent else 0.0)
         for sender in old.members:
-            if sender != rank:
-                sent[sender] += size(wanted, old.block(shape, sender))
-    one_owner = "B" not in old.axes or len(old.members) == 1
-    return total, sent if one_owner else dict.fromkeys(sent, 0.0) if total == 0 else None
+            sent[sender] += count(block, old.block(shape, sender)) if sender != rank else 0.0
+    if total and "B" in old.axes and len(old.members) > 1:  # several ranks could send the same
+        return total, None
+    return total, sent if total else dict.fromkeys(sent, 0.0)
 
 
-def with_partial_sums(whole, shape, old, new):
-    """Moves from or to P on one axis: (total, by rank)."""
-    leaving = [rank for rank in old.members if rank not in new.members]
+def sent_with_partial_sums(shape, old, new):
+    """From or to P, without a mesh."""
+    whole = float(np.prod(shape))
     if new.sbp == "P":  # what no target holds must come to one of them
+        leaving = [rank for rank in old.members if rank not in new.members]
         if old.sbp == "B":
-            total = 0.0 if len(leaving) < len(old.members) else whole
-            return total, ({rank: total for rank in old.members} if len(old.members) == 1 or not total else None)
-        sent = {rank: size(old.block(shape, rank)) if rank in leaving else 0.0 for rank in old.members}
+            total = whole if leaving == old.members else 0.0
+            return total, None if total and len(leaving) > 1 else dict.fromkeys(old.members, total)
+        sent = {rank: count(old.block(shape, rank)) if rank in leaving else 0.0 for rank in old.members}
         return sum(sent.values()), sent
-    p2 = len(new.members)
     sent = dict.fromkeys(old.members + new.members, 0.0)
     for rank in new.members:  # reduce-scatter: each rank's part of the sum from every other rank
-        part = whole / p2 if new.sbp == "B" else size(new.block(shape, rank))
+        part = whole / len(new.members) if new.sbp == "B" else count(new.block(shape, rank))
         for sender in old.members:
             sent[sender] += part if sender != rank else 0.0
-        if new.sbp == "B":  # then an all-gather among the targets
-            sent[rank] += whole * (p2 - 1) / p2
+        sent[rank] += whole - part if new.sbp == "B" else 0.0  # then an all-gather among the new ranks
     return sum(sent.values()), sent
+
+
+def matmul_boxings(inputs, out, transposed=(False, False)):
+    """What OneFlow must have moved for a matmul of two matrices, from the SBP of its product: [("x" or "w", Boxing)].
+
+    Of all ways to that SBP it is the one that costs least. None where it is not known: other tensors than matrices, a
+    mesh, or a transposed x or w, unless the pair is legal. inputs, out: see tensors.describe.
+    """
+    x, w = inputs[:2]
+    if "local" in (x["sbp"], w["sbp"]):
+        return []
+    if len(x["shape"]) != 2 or len(w["shape"]) != 2 or x["ranks"] != w["ranks"]:
+        return None
+    swap = {ord("0"): "1", ord("1"): "0"}
+    axes = [(t["sbp"].translate(swap) if turned else t["sbp"]).split(", ") for t, turned in zip((x, w), transposed)]
+    if all(pair in MATMUL for pair in zip(*axes)):
+        return []
+    if len(axes[0]) > 1 or any(transposed):
+        return None
+    ways = []
+    for sbps in (sbps for sbps, product in MATMUL.items() if product == out["sbp"]):
+        moves = [(name, tensor, sbp) for name, tensor, sbp in zip("xw", (x, w), sbps) if tensor["sbp"] != sbp]
+        ways.append([(name, boxing_to(tensor, sbp, tensor["ranks"])) for name, tensor, sbp in moves])
+    return min(ways, key=lambda way: (sum(one.total for _, one in way), len(way)))
+
+
+def boxing_to(tensor, sbp, ranks):
+    """The Boxing that takes a tensor, see tensors.describe, to this layout."""
+    return Boxing(tensor["shape"], (tensor["sbp"], tensor["ranks"]), (sbp, ranks), tensor["item"])
+
+
+def boxings_in_words(boxings):
+    """What `matmul_boxings` found, such as "w S(0) -> B: all-gather"."""
+    if boxings is None:
+        return "not known"
+    return ", ".join(f"{name} {one.change}: {one.collective}" for name, one in boxings) or "nothing"

@@ -1,4 +1,4 @@
-"""What a script does on this rank: the steps that can move data, in their order, and its tensors by name."""
+"""Record what a script does on this rank: the steps that can move data, in order and measured, and its tensors."""
 
 import collections
 import contextlib
@@ -10,27 +10,23 @@ from pathlib import Path
 import numpy as np
 import oneflow as flow
 
-from harness.measure.names import Names, described, layout
-from harness.measure.observe import MATMULS, TO_GLOBAL, label, replaced, where
-from harness.measure.sent import sent_by, tensors_in
+from harness.measure.names import Names, looks
+from harness.measure.observe import MATMULS, TO_GLOBAL, replaced
+from harness.measure.sbp import label
+from harness.measure.sent import sent_by
+from harness.measure.tensors import describe, is_whole, tensors_in
 
-OFTEN = 20  # how often a step on one line is measured; then it is only counted, so that training takes its time
+MEASURED = 20  # times that a step on one line is measured; then it is only counted, so that training takes its time
 PRODUCTS = [*MATMULS, (flow, "mm"), (flow.Tensor, "mm")]
 READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # they gather the value on every rank
 CREATORS = ("tensor", "ones", "zeros", "empty", "full", "rand", "randn")
 
 
 class Refusal(BaseException):
-    """Why a script cannot run, in one line. No Exception, which the script might catch."""
+    """Why a script cannot run, in one line. Not an Exception, which the script might catch."""
 
 
-def is_everywhere(tensor):
-    """Whether each rank has the value as it is, so that reading it moves nothing and needs no other rank."""
-    whole = set(where(tensor)[0].split(", ")) == {"B"}
-    return not tensor.is_global or (whole and tensor.placement.ranks.size == flow.env.get_world_size())
-
-
-def shape_to_make(creator, arguments, named):
+def created_shape(creator, arguments, named):
     """The shape of the tensor that a call of one of CREATORS makes."""
     if creator == "tensor":
         data = arguments[0] if arguments else named["data"]
@@ -40,9 +36,9 @@ def shape_to_make(creator, arguments, named):
 
 
 class Trace:
-    """Records and measures the steps of the script at `path` inside `with trace.on():`. Collective.
+    """Records and measures the steps of the script at `path` inside `with trace.recording():`. Collective.
 
-    A step is a dict: "what", its "line" and "text" in the script, "inputs" and "outputs" (see names.described), bytes
+    A step is a dict: "what", its "line" and "text" in the script, "inputs" and "outputs" (see tensors.describe), bytes
     "sent" by this rank, how many "times"; of a matmul "transposed"; of a graph's call "graph" and bytes of "weights".
     """
 
@@ -50,42 +46,39 @@ class Trace:
         self.path, self.steps, self.inside = str(path), [], False
         self.names = Names(self.path)
         self.times = collections.Counter()  # of the steps that look alike
-        self.last = {}  # the last record of such a step, and of one that has the same tensors from before the loop
-        self.made = set()  # the ids of what steps have made
-        self.calls = 0  # of modules, one inside the other
-        self.averages = False  # whether a module of local tensors has its gradients averaged: DistributedDataParallel
+        self.last = {}  # the last of them
+        self.averages = False  # whether DistributedDataParallel averages the gradients of local tensors
 
     @contextlib.contextmanager
-    def on(self):
-        """While it lasts, all that a script can call to move data goes through this trace."""
+    def recording(self):
+        """Inside it, every call by which a script can move data is recorded."""
         tensor, module, graph = flow.Tensor, flow.nn.Module, flow.nn.Graph
-        before = {place: getattr(*place) for place in [*PRODUCTS, TO_GLOBAL]}
-        places = {place: self.step("matmul", before[place]) for place in PRODUCTS}
-        places[TO_GLOBAL] = self.to_global(before[TO_GLOBAL])
+        places = {place: self.step("matmul", getattr(*place)) for place in PRODUCTS}
+        places[TO_GLOBAL] = self.to_global(getattr(*TO_GLOBAL))
         places[tensor, "backward"] = self.step("backward", tensor.backward)
         places.update({(tensor, name): self.step(words, getattr(tensor, name)) for name, words in READS.items()})
         places.update({(flow, name): self.create(name, getattr(flow, name)) for name in CREATORS})
         places[module, "__call__"] = self.module_call(module.__call__)
         places[module, "to_global"] = self.module_call(module.to_global)
         places[graph, "__call__"] = self.graph_call(graph.__call__)
-        with replaced(places), self.names.watched():
-            yield self
+        with replaced(places), self.names.watching():
+            yield
 
     def step(self, what, function):
         def call(*arguments, **named):
             tensors = tensors_in([arguments, named])
             if self.inside or not self.can_move(what, tensors):
-                with self.as_one():
+                with self.one_step():
                     return function(*arguments, **named)
-            turned = [bool(named.get(name, False)) for name in ("transpose_a", "transpose_b")]
+            transposed = [bool(named.get(name, False)) for name in ("transpose_a", "transpose_b")]
             rest = str([one for one in (*arguments, *named.values()) if not isinstance(one, flow.Tensor)])
-            return self.record(what, tensors, lambda: function(*arguments, **named), rest, transposed=turned)
+            return self.record(what, tensors, lambda: function(*arguments, **named), rest, transposed=transposed)
 
         return call
 
     @contextlib.contextmanager
-    def as_one(self):
-        """While it lasts, nothing is a step: it belongs to the one around it."""
+    def one_step(self):
+        """Inside it, no step is recorded: what is called belongs to the one around it."""
         before, self.inside = self.inside, True
         try:
             yield
@@ -93,41 +86,40 @@ class Trace:
             self.inside = before
 
     def can_move(self, what, tensors):
-        """Whether a call with these tensors is a step. Any other, a rank may make alone: it must not wait there."""
+        """Whether a call with these tensors is a step. Any other may be made on one rank only, and must not wait."""
         if any(tensor.is_lazy for tensor in tensors):
             return False
         if what in READS.values():
-            return not is_everywhere(tensors[0])
+            return not is_whole(tensors[0])
         if what == "to_global" or (what == "backward" and self.averages):
             return True
         return any(tensor.is_global for tensor in tensors)
 
     def record(self, what, inputs, function, rest="", **more):
-        """Call a function as one step, measured; rest: what tells it from others on its line besides its inputs."""
+        """Call a function as one step, measured; rest: what else than its inputs tells it from others on its line."""
         line = self.line()
-        key = (what, line["line"], rest, *(layout(one) if one.is_global else "local" for one in inputs))
-        same = (key, *(id(one) for one in inputs if id(one) in self.names.held and id(one) not in self.made))
-        self.times[key] += 1  # the same on all ranks, which measure together
-        with self.as_one():
-            if self.times[key] > OFTEN:
-                self.last.get(same, self.last[key])["times"] += 1
+        parameters = [id(one) for one in inputs if id(one) in self.names.parameters]
+        alike = (what, line["line"], rest, *(looks(one) if one.is_global else "local" for one in inputs), *parameters)
+        self.times[alike] += 1  # equal on all ranks, so that they measure together
+        with self.one_step():
+            if self.times[alike] > MEASURED:
+                self.last[alike]["times"] += 1
                 return function()
-            self.names.hold(inputs)
-            self.names.look(sys._getframe(), deep=True)
+            self.names.add(inputs)
+            self.names.add_variables(sys._getframe(), all_frames=True)
             result, sent = sent_by(function)
         self.names.steps += 1
         outputs = self.names.gradients() if what == "backward" else tensors_in(result)
-        self.names.hold(outputs)
-        self.made.update(map(id, outputs))
+        self.names.add(outputs)
         if what == "to_global":
-            self.names.moved(inputs[0], result)
-        both = {"inputs": [described(one) for one in inputs], "outputs": [described(one) for one in outputs]}
-        self.steps.append({"what": what, "sent": sent, "times": 1, **both, **line, **more})
-        self.last[key] = self.last[same] = self.steps[-1]
+            self.names.add_moved(inputs[0], result)
+        tensors = {"inputs": [describe(one) for one in inputs], "outputs": [describe(one) for one in outputs]}
+        self.steps.append({"what": what, "sent": sent, "times": 1, **tensors, **line, **more})
+        self.last[alike] = self.steps[-1]
         return result
 
     def line(self):
-        """Where in the script we are: number and text of the line; number 0 outside of it."""
+        """Number and text of the line of the script that is running; number 0 outside of it."""
         frame = sys._getframe()
         while frame and frame.f_code.co_filename != self.path:
             frame = frame.f_back
@@ -137,27 +129,26 @@ class Trace:
     def to_global(self, function):
         step = self.step("to_global", function)
 
-        def call(tensor, *arguments, **named):
-            placement, sbp = (*arguments, *(named.get(name) for name in ("placement", "sbp")[len(arguments) :]))[:2]
-            if tensor.is_global:  # of a local tensor, what others hold of the whole is not known
+        def call(tensor, placement=None, sbp=None, **named):
+            if tensor.is_global:  # the size of the whole is not known from a local tensor
                 self.check(tensor.shape, placement or tensor.placement, tensor.sbp if sbp is None else sbp)
-            return step(tensor, *arguments, **named)
+            return step(tensor, placement, sbp, **named)
 
         return call
 
     def create(self, name, function):
         def call(*arguments, **named):
             if named.get("placement") is not None and named.get("sbp") is not None:
-                self.check(shape_to_make(name, arguments, named), named["placement"], named["sbp"])
+                self.check(created_shape(name, arguments, named), named["placement"], named["sbp"])
             return function(*arguments, **named)
 
         return call
 
     def check(self, shape, placement, sbp):
         """Raises Refusal if a rank would hold nothing of a tensor: OneFlow 0.9.0 ends the rank there."""
-        sbps = label(sbp if isinstance(sbp, (list, tuple)) else [sbp]).split(", ")
         for dim, size in enumerate(shape):
-            ranks = math.prod(n for n, one in zip(placement.ranks.shape, sbps) if one == f"S({dim})")
+            axes = zip(placement.ranks.shape, label(sbp).split(", "))
+            ranks = math.prod(n for n, one in axes if one == f"S({dim})")
             if size < ranks and ranks > 1:
                 place = f"{Path(self.path).name}:{self.line()['line']}"
                 what = f"a tensor of shape {tuple(shape)} cannot be split({dim}) over {ranks} ranks"
@@ -166,18 +157,14 @@ class Trace:
     def module_call(self, function):
         def call(module, *arguments, **named):
             self.averages = self.averages or getattr(module, "_is_ddp_module", False)
-            if not self.calls:  # the path of a parameter begins at the outermost module
-                self.names.know(module)
-            self.calls += 1
-            try:
-                return function(module, *arguments, **named)
-            finally:
-                self.calls -= 1
+            if not self.inside:
+                self.names.add_module(module)
+            return function(module, *arguments, **named)
 
         return call
 
     def graph_call(self, function):
-        """A graph's first call builds it; here it is built before, so that what is measured is the call alone."""
+        """A graph's first call builds it; here it is built before, so that only the call is measured."""
 
         def call(graph, *arguments, **named):
             def run():
@@ -186,9 +173,9 @@ class Trace:
             if self.inside:
                 return run()
             modules = [block.to(flow.nn.Module) for block in graph._blocks.values()]
-            parameters = [one for module in modules for one in self.names.know(module)]
+            parameters = [one for module in modules for one in self.names.add_module(module)]
             if not graph._is_compiled:
-                with self.as_one():
+                with self.one_step():
                     graph._compile(*arguments, **named)
             what, inputs = f"a call of {type(graph).__name__}", tensors_in([arguments, named]) + parameters
             weights = sum(one.numel() * one.element_size() for one in parameters) if graph.training else 0

@@ -1,4 +1,4 @@
-"""The script that a pool's ranks run: takes calls from the pool, answers each with a result or a traceback."""
+"""The script of a pool's ranks: it takes calls from the pool, and answers each with a result or a traceback."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ from harness.start import recipe  # noqa: E402
 
 
 def keep_graphs(graph_class):
-    """Hold every graph that is called until the process ends: OneFlow 0.9.0 aborts or hangs where one is freed."""
+    """Keep every graph that is called: OneFlow 0.9.0 aborts or hangs where one is freed."""
     kept, call = [], graph_class.__call__
 
     def keeping_call(graph, *arguments, **named):
@@ -25,10 +25,9 @@ def keep_graphs(graph_class):
 
 def main():
     connection = socket.socket(fileno=int(os.environ.pop("HARNESS_POOL")))
-    import oneflow  # all ranks meet here, before the first case is timed
+    import oneflow  # all ranks meet here
 
     keep_graphs(oneflow.nn.Graph)
-
     modules = {}
     while True:
         try:
@@ -42,7 +41,6 @@ def main():
             answer = {"result": getattr(modules[path], name)(**arguments)}
         except Exception:
             answer = {"error": traceback.format_exc()}
-        sys.stdout.flush()
         pool.send(connection, answer)
 
 

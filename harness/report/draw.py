@@ -1,4 +1,4 @@
-"""Draw what harness.picture lists: on a terminal, and as SVG for the docs."""
+"""Draw the tensors and moves of a script: on a terminal, and as SVG for the docs."""
 
 import xml.etree.ElementTree as ElementTree
 
@@ -7,12 +7,12 @@ from rich.columns import Columns
 from rich.padding import Padding
 from rich.text import Text
 
-from harness.measure.picture import Tensor
+from harness.measure.steps import Tensor
 
 CELL = 14  # characters of a rank's picture on a terminal
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")  # of the ranks, in turn
-UTF8 = {"held": "█", "partial": "▒", "rest": "·", "down": "↓"}
-ASCII = {"held": "#", "partial": "%", "rest": ".", "down": "v"}
+UTF8 = {"shard": "█", "partial": "▒", "rest": "·", "down": "↓"}
+ASCII = {"shard": "#", "partial": "%", "rest": ".", "down": "v"}
 
 
 def bytes_in_words(count):
@@ -23,8 +23,8 @@ def bytes_in_words(count):
     return f"{count:.0f} B"
 
 
-def held_in_words(tensor, rank):
-    """ "rows 0-1, columns 2-3" of a tensor that a rank has; what it has whole is left out."""
+def block_in_words(tensor, rank):
+    """A rank's block, such as "rows 0-1, columns 2-3", without the dimensions that it has whole."""
     block = tensor.blocks[rank]
     if block is None:
         return "nothing"
@@ -38,7 +38,7 @@ def held_in_words(tensor, rank):
 
 
 def rank_rows(tensor):
-    """The ranks as they are drawn: on one row, those of a mesh on one for each row of it."""
+    """The ranks as they are drawn: in one row, or row by row of their mesh."""
     ranks = np.array(tensor.ranks)
     return ranks.tolist() if ranks.ndim == 2 else [list(range(len(tensor.blocks)))]
 
@@ -75,10 +75,10 @@ def cell(tensor, rank, glyphs):
     for line in range(height):
         for place in range(wide):
             inside = block and is_in(block, (line + 0.5) / height, (place + 0.5) / wide, tensor.shape)
-            glyph = glyphs["partial" if tensor.partial else "held"] if inside else glyphs["rest"]
+            glyph = glyphs["partial" if tensor.partial else "shard"] if inside else glyphs["rest"]
             text.append(glyph if block is not None else " ", COLOURS[rank % len(COLOURS)] if inside else "dim")
         text.append("\n")
-    return text.append(held_in_words(tensor, rank))
+    return text.append(block_in_words(tensor, rank))
 
 
 def is_in(block, down, right, shape):
@@ -88,7 +88,7 @@ def is_in(block, down, right, shape):
 
 
 def quiet(move):
-    """Whether a step moves nothing, by the formula and by what was measured."""
+    """Whether a step moves nothing, by the formula and as measured."""
     return not move.formula and not (move.is_exact and max(move.sent or [0]) >= 0.02 * move.size)
 
 
@@ -116,7 +116,7 @@ NARROWEST = 250
 
 
 def as_svg(items, title):
-    """The same drawing as the text of an SVG file. It brings its own light ground, so it reads on dark pages too.
+    """The same drawing as the text of an SVG file. Its background is light, so it can be read on dark pages too.
 
     Below a move's collective stand the bytes that left each rank, measured, in units of the tensor that moved.
     """
@@ -189,7 +189,7 @@ def draw_move(svg, left, down, move, middles):
 
 
 def fractions(sizes, block):
-    """Where a block lies in the picture of its tensor: ((top, bottom), (left, right)), from 0 to 1."""
+    """Where a block is in the picture of its tensor: ((top, bottom), (left, right)), from 0 to 1."""
     spans = [(start / size, stop / size) for (start, stop), size in zip(block, sizes)]
     return ([(0.0, 1.0)] * 2 + spans)[-2:]
 

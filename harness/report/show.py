@@ -1,4 +1,4 @@
-"""`launch.sh show` and `launch.sh bytes`: run a script on all ranks, traced, and draw or list what it made and moved.
+"""`launch.sh show` and `launch.sh bytes`: run a script on all ranks, recorded, and draw or list what it made and moved.
 
 A script whose `run` has a default for each parameter is called there; any other is run whole. Its output is not shown.
 """
@@ -12,52 +12,50 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.measure.picture import Move, drawing
+from harness.measure.steps import Move, tensors_and_moves
 from harness.pool import Pool, PoolError
 from harness.report import draw
+from harness.report.runs import MEASURE_SCRIPT
 from harness.start import recipe
 from harness.start.job import BAD_INPUT, TIME_LIMIT_REACHED
 from harness.start.options import BadInput, Parser, checked
 from harness.start.output import say
 
-MEASURE = str(recipe.HARNESS / "measure" / "ledger.py") + ":measure_script"
 
-
-def arguments_of(script, arguments):
-    """What the command line says for the parameters of the script's entry; None if it must be run whole.
+def keywords_of(script, arguments):
+    """The keyword arguments for a script's `run`, from the command line; None if the script must be run whole.
 
     Raises BadInput.
     """
     try:
-        parameters = recipe.entry(script)
+        defaults = recipe.entry(script)
     except ValueError:  # it has no `run`, or one that options cannot call
         return None
     parser = Parser(prog=str(script), add_help=False, allow_abbrev=False)
-    for name, default in parameters.items():
-        option = f"--{name.replace('_', '-')}"
+    options = {name: f"--{name.replace('_', '-')}" for name in defaults}
+    for name, default in defaults.items():
         if isinstance(default, bool):
-            parser.add_argument(option, action="store_true", default=default)
+            parser.add_argument(options[name], action="store_true", default=default)
         elif isinstance(default, tuple):
-            parser.add_argument(option, type=type(default[0]) if default else int, nargs="+", default=default)
+            parser.add_argument(options[name], type=type((*default, 0)[0]), nargs="+", default=default)
         elif default is None or isinstance(default, (int, float, str)):
-            parser.add_argument(option, type=int if default is None else type(default), default=default)
+            parser.add_argument(options[name], type=int if default is None else type(default), default=default)
     try:
         return vars(parser.parse_args(arguments))
     except BadInput as error:
-        known = " ".join(f"--{name.replace('_', '-')}" for name in parameters) or "none"
+        known = " ".join(options.values()) or "none"
         raise BadInput(f"{script}: {str(error).split(';')[0]}; the parameters of its run are {known}") from None
 
 
-def measured(arguments):
-    """(the options, the items to draw, bytes that each rank sent outside the steps). Raises BadInput, PoolError."""
-    options = checked(arguments)
-    given = arguments_of(options.script, options.arguments)
+def measured(options):
+    """What measure_script says of the script on each rank. Raises BadInput, PoolError."""
+    keywords = keywords_of(options.script, options.arguments)
     with Pool(options.nproc_per_node, options.timeout or 1e9) as pool:
         path = str(Path(options.script).resolve())
-        results = pool.call(MEASURE, path=path, given=given, words=options.arguments)
+        results = pool.call(MEASURE_SCRIPT, path=path, keywords=keywords, argv=options.arguments)
     if "refusal" in results[0]:
         raise BadInput(results[0]["refusal"])
-    return options, drawing(results), [result["outside"] for result in results]
+    return results
 
 
 def main(command, arguments):
@@ -65,29 +63,29 @@ def main(command, arguments):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))  # on its way out the pool ends its ranks
     try:
-        options, items, outside = measured(arguments)
+        options = checked(arguments)
+        results = measured(options)
     except BadInput as error:
         say(str(error))
         return BAD_INPUT
     except PoolError as error:
-        say(str(error).replace(f"{MEASURE}: ", "", 1))
+        say(str(error).replace(f"{MEASURE_SCRIPT}: ", "", 1))
         return TIME_LIMIT_REACHED if error.hung else 128 + error.signal if error.signal else 1
+    title = f"{options.script} {' '.join(options.arguments)}".strip() + f" on {options.nproc_per_node} ranks"
+    form = {"show": show, "bytes": list_bytes}[command]
     if sys.stdout.isatty():
-        FORMS[command](Console(highlight=False), options, items, outside)
+        form(Console(highlight=False), title, results)
     else:  # by default wide enough for any table, and no spaces at the end of lines
         console = Console(highlight=False, width=int(os.environ.get("COLUMNS", 160)))
         with console.capture() as captured:
-            FORMS[command](console, options, items, outside)
+            form(console, title, results)
         print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0
 
 
-def title(options):
-    return f"{options.script} {' '.join(options.arguments)}".strip() + f" on {options.nproc_per_node} ranks"
-
-
-def show(console, options, items, outside):
-    console.print(Text(title(options), "bold"))
+def show(console, title, results):
+    console.print(Text(title, "bold"))
+    items = tensors_and_moves(results)
     draw.on_terminal(console, items)
     if not items:
         console.print("\nIt makes no global tensor.")
@@ -95,23 +93,19 @@ def show(console, options, items, outside):
         hint(console, "not shown")
 
 
-def hint(console, how):
-    words = f"Tensors under 1 MB: what was measured is {how}, because OneFlow's own messages drown their bytes."
-    console.print(Text(f"\n{words} Give larger sizes to compare with the formulas.", "dim"))
-
-
-def list_bytes(console, options, items, outside):
-    moves = [item for item in items if isinstance(item, Move)]
-    table = Table(title=f"bytes that leave each rank: {title(options)}", title_justify="left", expand=False)
+def list_bytes(console, title, results):
+    moves = [item for item in tensors_and_moves(results) if isinstance(item, Move)]
+    table = Table(title=f"bytes that leave each rank: {title}", title_justify="left", expand=False)
     for name in ("line", "step", "collective"):
         table.add_column(name, overflow="fold")
-    for name in (*(f"rank {rank}" for rank in range(len(outside))), "all ranks", "formula", "ratio"):
+    for name in (*(f"rank {rank}" for rank in range(len(results))), "all ranks", "formula", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     for move in moves:
-        table.add_row(*row(move, len(outside)))
+        table.add_row(*row(move, len(results)))
     table.add_section()
-    making = [f"{sent:,}" for sent in outside]
-    table.add_row("", "between the steps: making tensors, building graphs", "", *making, f"{sum(outside):,}", "", "")
+    outside = [result["outside"] for result in results]
+    sent = [f"{number:,}" for number in (*outside, sum(outside))]
+    table.add_row("", "between the steps: making tensors, building graphs", "", *sent, "", "")
     console.print(table)
     if not all(move.is_exact for move in moves if move.sent is not None):
         hint(console, "marked with ~")
@@ -129,4 +123,6 @@ def row(move, world_size):
     return [line, what + (f", {move.times} times" if move.times > 1 else ""), move.collective, *sent, formula, ratio]
 
 
-FORMS = {"show": show, "bytes": list_bytes}
+def hint(console, how):
+    words = f"Tensors under 1 MB: what was measured is {how}, because OneFlow's own messages drown their bytes."
+    console.print(Text(f"\n{words} Give larger sizes to compare with the formulas.", "dim"))

@@ -1,51 +1,36 @@
-"""One job: the ranks of this node, watched until the job ends, on all nodes at once."""
+"""One job: the ranks of this node, started and watched until the job ends on all nodes."""
 
 import contextlib
-import hashlib
 import signal
+import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Optional
 
-from harness.start import output
 from harness.start.logs import Logs
-from harness.start.nodes import VERDICT_DELAY, MeetingFailed, Nodes
-from harness.start.options import BadInput, checked
-from harness.start.output import Output, encoded, say
-from harness.start.rank import BROKEN_PIPE
-from harness.start.ranks import NodeRanks, PortTaken, Ranks, is_consequence, reserve_port
+from harness.start.nodes import Nodes
+from harness.start.options import BadInput, checked, same_on_all_nodes
+from harness.start.output import Output, encoded, say, write
+from harness.start.ranks import NodeRanks, Ranks, is_consequence, reserve_port
 
 BAD_INPUT = 2
 TIME_LIMIT_REACHED = 124
-RESTART_TIMEOUT = 60.0  # seconds in which each node must be back for a restart
+BROKEN_PIPE = 128 + signal.SIGPIPE
+VERDICT_DELAY = 2.0  # seconds in which another node may report the cause of a failure that is only a consequence
 
 
 @dataclass
-class End:
-    """How a job ends: what one launcher tells the others, and all agree on."""
+class Outcome:
+    """How the ranks of a node have ended, or the whole job; launchers send it to each other."""
 
-    code: int  # for the shell
-    cause: str  # "done", "rank", "refused", "signal", "limit", "node" or "unread": nobody reads a rank's output
+    code: int  # exit code for the shell
+    cause: str  # "done", "rank", "arguments", "signal", "time limit", "node" or "reader"
     node: int  # where
     text: str = ""  # what to say of it
     rank: Optional[int] = None  # the local rank that failed
     time: float = 0.0
-    consequence: bool = False  # it looks like OneFlow's answer to the death of another rank
-    restart: int = 0  # the number of the restart that follows; 0: none
-
-
-def same_on_all_nodes(options):
-    """What launchers of one job have in common besides the options that say where it runs: name -> words."""
-    script, words = Path(options.script), " ".join(options.arguments) or "none"
-    if len(words) > 100:  # what launchers tell each other is short
-        words = f"{words[:50]} ... ({hashlib.sha256(encoded(words)).hexdigest()[:16]})"
-    return {
-        "script": script.name,
-        "version of the script": hashlib.sha256(script.read_bytes()).hexdigest()[:16],
-        "arguments": words,
-        "job": options.task.job if options.task else "of no scheduler",
-    }
+    consequence: bool = False  # whether it looks like OneFlow's answer to the death of another rank
+    restart: int = 0  # number of the restart that follows; 0: none
 
 
 class Job:
@@ -56,222 +41,190 @@ class Job:
         self.count = options.nproc_per_node
         self.first, self.world_size = nodes.number * self.count, nodes.count * self.count
         self.where = f" on {nodes.name}" if nodes.count > 1 else ""
-        self.caught = []  # signals that end the job
-        self.asked = False  # by SIGUSR1, where each rank is
+        self.signals = []  # received, of those that end the job
+        self.dump_requested = False  # by SIGUSR1
         self.logs = None
-        self.begin = time.monotonic()
-        self.deadline = self.begin + options.timeout if options.timeout else float("inf")
-        self.next_progress = self.begin + options.progress
+        self.started = time.monotonic()
+        self.deadline = self.started + options.timeout if options.timeout else float("inf")
+        self.next_progress = self.started + options.progress if options.progress else float("inf")
 
     def run(self):
         ending = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2]
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
             ending.remove(signal.SIGHUP)
         for number in ending:
-            signal.signal(number, lambda number, frame: self.caught.append(number))
-        signal.signal(signal.SIGUSR1, lambda number, frame: setattr(self, "asked", True))
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, no rank has an exit code
+            signal.signal(number, lambda number, frame: self.signals.append(number))
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # were it ignored, the exit codes of ranks would be lost
+        signal.signal(signal.SIGUSR1, lambda number, frame: setattr(self, "dump_requested", True))
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.nodes)
             if self.options.log_dir:
-                self.logs = stack.enter_context(self.opened_logs())
+                self.logs = stack.enter_context(self.open_logs())
             try:
-                return self.attempts()
-            except BrokenPipeError:
-                if self.logs:
-                    self.logs.remark("nobody reads the output of launch.sh any more: every rank is ended")
-                return BROKEN_PIPE
-            finally:  # srun sends SIGTERM when another task has ended; Python takes its handlers back before it ends
+                outcome = self.attempt(0)
+                while outcome.restart:
+                    outcome = self.attempt(outcome.restart)
+                return outcome.code
+            finally:  # a SIGTERM from srun, when all is over, must not change the exit code
                 for number in ending:
                     signal.signal(number, signal.SIG_IGN)
 
-    def opened_logs(self):
+    def open_logs(self):
         try:
             logs = Logs(self.options.log_dir, range(self.first, self.first + self.count))
         except OSError as error:
             raise BadInput(f"--log-dir {self.options.log_dir}: {error.strerror}: name another folder") from None
         words = " ".join([self.options.script, *self.options.arguments])
-        logs.remark(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, one of {self.world_size} ranks of {words}")
+        logs.write_all(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, one of {self.world_size} ranks of {words}")
         return logs
 
-    def attempts(self):
-        """Start the ranks, again after each failure as often as --max-restarts says; returns the exit code."""
-        restarts = 0
-        while True:
-            with self.nodes:
-                limit = (self.deadline, "until --timeout")
-                if restarts:  # all were there a moment ago
-                    limit = min(limit, (time.monotonic() + RESTART_TIMEOUT, f"again within {RESTART_TIMEOUT:.0f} s"))
-                self.nodes.meet(limit[0], say, lambda: self.caught, limit[1])
-                if self.caught:
-                    say(f"{signal.Signals(self.caught[0]).name}: nothing was started")
-                    return 128 + self.caught[0]
-                end = self.attempt(restarts)
-            restarts = end.restart
-            if not restarts:
-                return end.code
-
-    def attempt(self, restarts):
-        """Start the ranks and watch them; returns the End."""
-        reserved = None
-        if self.nodes.number == 0:
-            reserved = reserve_port(self.options.master_port if self.nodes.count == 1 else 0)
-        start = self.nodes.begin(reserved and reserved.getsockname()[1])
-        start["address"] = start["address"] or self.options.master_addr
-        here = NodeRanks(self.world_size, self.count, self.first, **start)
-        self.asked = False
-        with contextlib.closing(Output(self.count, self.mark, self.logs)) as out:
+    def attempt(self, restart):
+        """Start the ranks and watch them; returns the Outcome of the job. restart: the number of this attempt."""
+        with contextlib.ExitStack() as stack:
+            port = 0
+            if self.nodes.is_leader:
+                wanted = self.options.master_port if self.nodes.count == 1 else 0
+                port = stack.enter_context(reserve_port(wanted)).getsockname()[1]
+            start = self.nodes.begin(port, self.deadline, lambda: self.signals)
+            if start is None:
+                say(f"{signal.Signals(self.signals[0]).name}: nothing was started")
+                return Outcome(128 + self.signals[0], "signal", self.nodes.number)
+            node_ranks = NodeRanks(self.world_size, self.count, self.first, **start)
+            output = stack.enter_context(contextlib.closing(Output(self.count, self.prefix, self.logs)))
             with Ranks(
                 [self.options.script, *self.options.arguments],
-                here,
-                channels=[{"HARNESS_REPORT": end} for end in out.writing["report"]],
-                variables={"HARNESS_MARK": ""} if self.logs else None,
-                stdout=out.writing.get("stdout"),
-                stderr=out.writing["stderr"],
+                node_ranks,
+                channels=[{"HARNESS_REPORT": pipe} for pipe in output.writing["report"]],
+                stdout=output.writing["stdout"],
+                stderr=output.writing["stderr"],
             ) as ranks:
-                out.started()
-                end = self.watch(ranks, out, restarts)
-                self.tell(end, ranks, out)
-            self.after(end, out)
-        if reserved:
-            reserved.close()
-        return end
+                output.close_writing()
+                outcome = self.watch(ranks, output, restart)
+                self.announce(outcome, ranks, output)
+            output.on_terminal = outcome.cause == "signal"  # what a script says that ends in good order
+            output.read_rest()
+            self.finish_logs(outcome, output)
+            return outcome
 
-    def mark(self, rank):
+    def prefix(self, rank):
         return b"[%d] " % (self.first + rank) if self.world_size > 1 else b""
 
-    def watch(self, ranks, out, restarts):
-        """Until the job ends, here or elsewhere; returns the End that all nodes agree on."""
-        own, over, done, ends, decide = None, False, set(), [], float("inf")
-        leads = self.nodes.number == 0
+    def watch(self, ranks, output, restart):
+        """Wait for the end of the job, on this node or another; returns the Outcome that all nodes agree on."""
+        own, outcomes, decide_at = None, [], float("inf")
         while True:
-            running = ranks.running()
-            out.take(0.02)
-            self.tell_progress()
-            if self.asked:
-                self.asked = False
-                ranks.show_where()
-            if not (own or over):
-                own = self.end_here(ranks, running, out)
-                over = not (own or running)
+            output.read(0.02)
+            self.print_progress()
+            if self.dump_requested:
+                self.dump_requested = False
+                ranks.dump_tracebacks()
+            if own is None:
+                own = self.local_outcome(ranks, output)
                 if own:
-                    ends.append(own)
-                    self.nodes.tell(failed=asdict(own))
-                elif over:
-                    self.nodes.tell(done=True)
-            for peer, message in self.nodes.poll():
-                if "end" in message:
-                    return End(**message["end"])
-                if "failed" in message:
-                    ends.append(End(**message["failed"]))
-                if "done" in message:
-                    done.add(peer)
-                if "gone" in message:
-                    ends.append(End(1, "node", peer.number, f"{peer} is gone", time=time.time()))
-            if ends and decide == float("inf"):  # another node may know a better cause
-                delay = VERDICT_DELAY if leads else 2 * VERDICT_DELAY  # for node 0 to decide
-                sure = leads and not all(end.consequence for end in ends)
-                decide = time.monotonic() + (delay if self.nodes.peers and not sure else 0)
-            end = None
-            if time.monotonic() >= decide:  # node 0 decides, and another node only if node 0 does not
-                end = min(ends, key=lambda end: (end.consequence, end.time))
-                if (leads or not self.nodes.peers) and end.cause == "rank" and restarts < self.options.max_restarts:
-                    end.restart = restarts + 1
-            elif over and not ends and leads and len(done) == self.nodes.count - 1:
-                end = End(0, "done", 0)
-            if end:
-                self.nodes.tell(end=asdict(end))
-                return end
+                    outcomes.append(own)
+                    self.nodes.send(outcome=asdict(own), restart=restart)
+            for message in self.nodes.receive():
+                if "lost" in message:
+                    outcomes.append(Outcome(1, "node", message["node"], f"{message['lost']} is gone", time=time.time()))
+                elif message.get("restart") != restart:  # of an earlier attempt
+                    continue
+                elif "verdict" in message:
+                    return Outcome(**message["verdict"])
+                else:
+                    outcomes.append(Outcome(**message["outcome"]))
+            failures, verdict = [outcome for outcome in outcomes if outcome.code], None
+            decides = self.nodes.is_leader or not self.nodes.peers
+            if failures and decides and decide_at == float("inf"):
+                unsure = self.nodes.peers and all(failure.consequence for failure in failures)
+                decide_at = time.monotonic() + (VERDICT_DELAY if unsure else 0)
+            if time.monotonic() >= decide_at:
+                verdict = min(failures, key=lambda outcome: (outcome.consequence, outcome.time))
+                if self.nodes.is_leader and verdict.cause == "rank" and restart < self.options.max_restarts:
+                    verdict.restart = restart + 1
+            elif self.nodes.is_leader and not failures and len(outcomes) == self.nodes.count:
+                verdict = own
+            if verdict:
+                self.nodes.send(verdict=asdict(verdict), restart=restart)
+                return verdict
 
-    def end_here(self, ranks, running, out):
-        """The End, if something on this node has ended or must end the job, or None."""
+    def local_outcome(self, ranks, output):
+        """The Outcome of this node's ranks; None while they run and nothing has happened that ends the job."""
         node, now = self.nodes.number, time.time()
-        if self.caught:
-            name = signal.Signals(self.caught[0]).name
-            return End(128 + self.caught[0], "signal", node, f"{name}{self.where}: every rank is ended", time=now)
+        if self.signals:
+            number = self.signals[0]
+            text = f"{signal.Signals(number).name}{self.where}: every rank is ended"
+            return Outcome(128 + number, "signal", node, text, time=now)
         if time.monotonic() >= self.deadline:
-            return End(TIME_LIMIT_REACHED, "limit", node, time=now)
-        codes = {rank: process.returncode for rank, process in enumerate(ranks.processes) if rank not in running}
+            text = f"time limit of {self.options.timeout:g} s reached (--timeout)"
+            return Outcome(TIME_LIMIT_REACHED, "time limit", node, text, time=now)
+        codes = ranks.exit_codes()
         failed = [rank for rank in codes if codes[rank]]
-        if failed or not running:
-            out.take_last()
+        if failed or len(codes) == self.count:
+            output.read_rest()
+        if output.closed:
+            text = f"nobody reads the output{self.where} any more: every rank is ended"
+            return Outcome(BROKEN_PIPE, "reader", node, text, time=now)
         if not failed:
-            return None
-
-        def time_of_end(rank):
-            return out.reports[rank].get("time", float("inf"))
-
-        rank = min(failed, key=lambda rank: (time_of_end(rank), is_consequence(codes[rank])))
-        code, report = codes[rank], out.reports[rank]
+            return Outcome(0, "done", node) if len(codes) == self.count else None
+        rank = min(failed, key=lambda rank: (output.reports[rank].time, is_consequence(codes[rank])))
+        code, report = codes[rank], output.reports[rank]
         why = f"exit code {code}" if code > 0 else f"killed by signal {-code}, {signal.Signals(-code).name}"
         text = f"rank {self.first + rank} of {self.world_size}{self.where} failed: {why}; every rank is ended"
         cause = "rank"
-        if code == BAD_INPUT:  # another start would be refused as well
-            cause = "refused"
-            text = report.get("text") or text  # the same on every rank, so without a mark
-        if report.get("unread"):
-            cause = "unread"
-        end = End(code if code > 0 else 128 - code, cause, node, text, rank, min(time_of_end(rank), now))
-        end.consequence = is_consequence(code)
-        return end
+        if code == BAD_INPUT:  # every rank says the same, and would say it again after a restart
+            cause, text = "arguments", report.text or f"launch.sh: {text}"
+        ended = min(report.time, now)
+        return Outcome(code if code > 0 else 128 - code, cause, node, text, rank, ended, is_consequence(code))
 
-    def tell(self, end, ranks, out):
-        """Say how the job ended, on standard error."""
-        here = end.node == self.nodes.number
-        if end.cause == "unread" and here:  # who did not read the ranks' output has had enough
-            return
-        if end.cause in ("done", "limit"):
-            out.show_held_back()
-        if end.cause == "limit":
-            self.tell_where(ranks, out)
-        elif end.cause == "refused" and not end.text.startswith("rank "):
-            output.write(output.sys.stderr, encoded(end.text) + b"\n")
-        elif end.code:
-            if here and end.rank is not None:
-                out.show_fatal(end.rank, out.reports[end.rank].get("text", ""))
-            say(end.text)
-            if end.restart:
-                say(f"restart {end.restart} of {self.options.max_restarts}")
+    def announce(self, outcome, ranks, output):
+        """Print how the job ended."""
+        here = outcome.node == self.nodes.number
+        if outcome.cause == "done" and self.first == 0 and output.reports[0].text:
+            write(sys.stdout, encoded(output.reports[0].text) + b"\n")  # --help
+        if outcome.cause in ("done", "time limit"):
+            for rank in range(self.count):
+                output.show_error(rank)
+        if outcome.cause == "time limit":
+            self.show_ranks(outcome, ranks, output)
+        elif outcome.cause == "arguments":
+            write(sys.stderr, encoded(outcome.text) + b"\n")
+        elif outcome.code and not (outcome.cause == "reader" and here):
+            if outcome.cause == "rank" and here:
+                output.show_error(outcome.rank, output.reports[outcome.rank].text)
+            say(outcome.text)
+        if outcome.restart:
+            say(f"restart {outcome.restart} of {self.options.max_restarts}")
 
-    def tell_where(self, ranks, out):
-        """The time limit is reached: show where each rank is."""
-        running = ranks.running()
-        say(f"time limit of {self.options.timeout:g} s reached (--timeout): this is where each rank is")
-        ranks.show_where()
+    def show_ranks(self, outcome, ranks, output):
+        """Show where each rank is when the time limit is reached."""
+        say(f"{outcome.text}: this is where each rank is")
+        ranks.dump_tracebacks()
         end = time.monotonic() + 1
         while time.monotonic() < end:
-            out.take(0.05)
+            output.read(0.05)
+        running = ranks.running()
         for rank in range(self.count):
-            state = ranks.state(rank) if rank in running else "has ended"
-            if state == "is running" and out.reports[rank]:
+            state = "is running" if rank in running else "has ended"
+            if ranks.is_stopped(rank):
+                state = "is stopped (SIGSTOP, or a debugger)"
+            elif rank in running and output.reports[rank].code is not None:
                 state = "has run to its end"
             say(f"rank {self.first + rank} of {self.world_size} {state}")
 
-    def tell_progress(self):
-        """Once in a while, where logs are kept: how far it is."""
-        if self.logs and self.logs.lost:
-            say(self.logs.lost)
-            self.logs.lost = ""  # said once
-        if self.logs and self.options.progress and time.monotonic() >= self.next_progress:
+    def print_progress(self):
+        if self.logs and time.monotonic() >= self.next_progress:
             self.next_progress = time.monotonic() + self.options.progress
-            say(f"{time.monotonic() - self.begin:.0f} s; {self.logs.progress()}")
+            say(f"{time.monotonic() - self.started:.0f} s; {self.logs.progress()}")
 
-    def after(self, end, out):
-        """The ranks are gone: what is left of their output, and how the job ended, goes into the logs."""
-        if not self.logs:
-            if end.cause == "signal":
-                out.take(0)  # what ranks say that end in good order
-            return
-        out.silent = True
-        out.take(0)
-        for rank, report in enumerate(out.reports):
-            if report.get("text"):
-                self.logs.write(rank, encoded(report["text"]) + b"\n")
-        words = "ended well" if not end.code else end.text or f"exit code {end.code}"
-        if end.cause == "limit":
-            words = f"time limit of {self.options.timeout:g} s reached (--timeout)"
-        self.logs.remark(words)
-        if end.restart:
-            self.logs.remark(f"restart {end.restart} of {self.options.max_restarts}")
+    def finish_logs(self, outcome, output):
+        """Write into the logs how the job ended."""
+        if self.logs:
+            for rank, report in enumerate(output.reports):
+                if report.text:
+                    self.logs.write(rank, [encoded(report.text) + b"\n"])
+            self.logs.write_all(outcome.text or "ended well")
+            if outcome.restart:
+                self.logs.write_all(f"restart {outcome.restart} of {self.options.max_restarts}")
 
 
 def main(arguments):
@@ -279,12 +232,11 @@ def main(arguments):
     try:
         options = checked(arguments)
         where = (options.nnodes, options.node_rank, options.nproc_per_node, options.master_addr, options.master_port)
-        each = f" (each task of {options.task.scheduler} is a node)" if options.task else ""
-        nodes = Nodes(*where, same_on_all_nodes(options), each)
-        return Job(options, nodes).run()
-    except (BadInput, PortTaken, MeetingFailed) as error:
+        remark = f" (each task of {options.task.scheduler} is a node)" if options.task else ""
+        return Job(options, Nodes(*where, same_on_all_nodes(options), remark)).run()
+    except BadInput as error:
         say(str(error))
         return BAD_INPUT
-    except OSError as error:  # no more processes or files are to be had, say
+    except OSError as error:  # such as a full disk
         say(f"{error}: every rank is ended")
         return 1

@@ -1,9 +1,9 @@
-"""The launchers of one job on several hosts: they meet, agree on a port, and tell each other how their ranks end.
+"""The launchers of one job on several nodes: they meet, agree on OneFlow's port, and exchange how their ranks ended.
 
-Node 0 leads: the others connect to --master_addr, --master_port and speak with it alone, in lines of JSON. OneFlow has
-a port of its own, which node 0 finds free and tells. A launcher that is silent for SILENCE seconds counts as gone.
+Node 0 leads. The others connect to it at --master_addr, --master_port and exchange messages with it alone.
 """
 
+import collections
 import contextlib
 import itertools
 import json
@@ -11,83 +11,77 @@ import os
 import socket
 import time
 
-HEARTBEAT, SILENCE = 1.0, 10.0  # seconds
-SAYS_SO = 2.0  # seconds after which a launcher that waits says for whom
-VERDICT_DELAY = 2.0  # seconds in which another node may tell a cause of which the first failure is a consequence
+from harness.start.options import BadInput
+from harness.start.output import say
 
-
-class MeetingFailed(Exception):
-    """The nodes did not come together, in one line that says why and what to do."""
+HEARTBEAT = 1.0  # seconds between messages that only say that a launcher is alive
+PEER_TIMEOUT = 10.0  # seconds without a message after which a connection counts as lost
+NOTICE_DELAY = 2.0  # seconds after which a launcher says for which nodes it waits
 
 
 class Peer:
-    """The launcher of another node, behind a socket."""
+    """The connection to the launcher of another node. A message is a dict, sent as a line of JSON."""
 
     def __init__(self, connection, address):
+        """address: of the other node, "" if it has ours."""
         connection.setblocking(False)
         self.connection, self.address = connection, address
-        self.ours = connection.getsockname()[0]  # our address, as this node knows us
-        self.heard, self.rest, self.gone = time.monotonic(), b"", False
-        self.unread = []  # messages that have come and are for a later receive()
-        self.hello = {"node": 0, "host": address}
-
-    @property
-    def number(self):
-        return self.hello["node"]
+        self.our_address = connection.getsockname()[0]  # as the other node sees it
+        self.hello = {"node": 0, "host": address}  # what it said of itself
+        self.last_received, self.buffer, self.closed = time.monotonic(), b"", False
+        self.inbox = collections.deque()
 
     def __str__(self):
-        return f"node {self.number} ({self.hello['host']})"
+        return f"node {self.hello['node']} ({self.hello['host']})"
 
     def send(self, **message):
         data = (json.dumps(message) + "\n").encode()
         try:
-            while data:  # a message is short, so that it fits into the socket's buffer
+            while data:  # messages are short, so the socket's buffer has room
                 data = data[self.connection.send(data) :]
         except OSError:
-            self.gone = True
+            self.closed = True
 
     def receive(self):
-        """The messages that have come; sets `gone` at the end of the connection, or after a long silence."""
-        before, self.unread = self.unread, []
-        try:
-            while True:
+        """Yield the messages that have arrived; sets `closed` if the connection is lost, or not that of a launcher."""
+        while not self.closed:
+            try:
                 data = self.connection.recv(65536)
-                if not data:
-                    self.gone = True
-                    break
-                self.heard, self.rest = time.monotonic(), self.rest + data
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.gone = True
-        if time.monotonic() - self.heard > SILENCE:
-            self.gone = True
-        *lines, self.rest = self.rest.split(b"\n")
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self.buffer += data
+            self.last_received, self.closed = time.monotonic(), not data
+        *lines, self.buffer = self.buffer.split(b"\n")
         try:
-            messages = [json.loads(line) for line in lines]
+            self.inbox += filter(None, map(json.loads, lines))  # {} is a heartbeat
         except ValueError:
-            messages = [None]
-        if not all(isinstance(message, dict) for message in messages):  # no launcher of ours
-            self.gone = True
-            return before
-        return before + messages
+            self.closed = True
+        if time.monotonic() - self.last_received > PEER_TIMEOUT:
+            self.closed = True
+        while self.inbox:
+            yield self.inbox.popleft()
 
 
 class Nodes:
-    """This node among those of a job. A context manager, again and again: on leaving it, the connections are closed."""
+    """This node among those of a job; a context manager that closes the connections."""
 
     def __init__(self, count, number, ranks_each, address, port, same=None, remark=""):
         """count: of nodes; number: of this one; address, port: where node 0 listens.
 
-        same: name -> words that must be the same on each node, such as the script and its arguments.
-        remark: what else to say of nodes that are waited for.
+        same: name -> words that must be equal on all nodes, such as the script and its arguments.
+        remark: added to the line that says which nodes are missing.
         """
         self.count, self.number, self.address, self.port, self.remark = count, number, address, port, remark
+        self.ranks_each = ranks_each
         self.same = {"--nnodes": count, "--nproc_per_node": ranks_each, "--master_addr": address, **(same or {})}
-        self.hello = {"node": number, "ranks": ranks_each, "host": socket.gethostname(), "same": self.same}
-        self.hello["cores"] = sorted(os.sched_getaffinity(0))  # a scheduler may give each node its own of one host
+        cores = sorted(os.sched_getaffinity(0))  # a scheduler may give each node cores of its own on one host
+        self.hello = {"node": number, "host": socket.gethostname(), "cores": cores, "same": self.same}
         self.name = f"node {number} ({self.hello['host']})"
-        self.peers, self.last_beat, self.started = [], 0.0, None
+        self.is_leader = number == 0
+        self.peers, self.last_heartbeat = [], 0.0
+        self.start = None  # what `begin` returned last
 
     def __enter__(self):
         return self
@@ -95,156 +89,148 @@ class Nodes:
     def __exit__(self, *_):
         for peer in self.peers:
             peer.connection.close()
-        self.peers = []
 
-    def meet(self, deadline, say, stopped, limit="until --timeout"):
-        """Wait until all nodes are there, until time.monotonic() is `deadline`, which `limit` names.
+    def send(self, **message):
+        """Send a message to all peers: from node 0 to the other nodes, from these to node 0."""
+        for peer in self.peers:
+            peer.send(**message)
 
-        say: takes a line; stopped: whether to give up. Raises MeetingFailed.
+    def receive(self):
+        """Yield the messages that have arrived, {"lost": name} for a lost peer; call it often, it sends heartbeats."""
+        if time.monotonic() - self.last_heartbeat > HEARTBEAT:
+            self.last_heartbeat = time.monotonic()
+            self.send()
+        for peer in list(self.peers):
+            yield from peer.receive()
+            if peer.closed:
+                self.peers.remove(peer)
+                yield {"lost": str(peer), "node": peer.hello["node"]}
+
+    def begin(self, port, deadline, stopped):
+        """Begin an attempt together with all nodes; returns arguments of NodeRanks, None if `stopped()` is true before.
+
+        port: of rank 0, on node 0. deadline: of the wait for other nodes, by time.monotonic(). Raises BadInput.
         """
-        if self.count == 1:
-            return
-        steps = self._gather() if self.number == 0 else self._join()
-        said = time.monotonic() + SAYS_SO
-        for missing in steps:  # it ends when none is missing
+        if self.is_leader and self.start is None and self.count > 1:
+            steps = self._accept_all()
+        else:
+            steps = iter(()) if self.is_leader else self._wait_for_start()
+        notice = time.monotonic() + NOTICE_DELAY
+        for missing in steps:
             if stopped():
-                return
+                return None
             if time.monotonic() > deadline:
-                raise MeetingFailed(f"{missing} did not come {limit}; see that launch.sh runs there and can reach us")
-            if time.monotonic() > said:
-                said = float("inf")
+                check = "see that launch.sh runs there and can reach us"
+                raise BadInput(f"{missing} did not come until --timeout; {check}")
+            if time.monotonic() > notice:
+                notice = float("inf")
                 say(f"waiting for {missing}{self.remark}")
             time.sleep(0.02)
+        if self.is_leader:
+            self._send_start(port)
+        return self.start
 
-    def _gather(self):
-        """Node 0: take in the others. Yields who is missing."""
+    def _accept_all(self):
+        """Node 0: accept the other nodes. Yields which ones are missing."""
         try:
             listener = socket.create_server(("0.0.0.0", self.port))
         except OSError as error:
             reason = f"--master_port {self.port}: {os.strerror(error.errno)}; take another one, the same on each node"
-            raise MeetingFailed(reason) from None
+            raise BadInput(reason) from None
+        new = []  # connections without a message so far
         with listener:
             listener.setblocking(False)
-            yield from self._gather_from(listener)
-        hosts, ranks = len({"", *(peer.address for peer in self.peers)}), self.count * self.hello["ranks"]
-        if ranks % hosts:  # it would hang
-            needs = f"OneFlow 0.9.0 would hang: {ranks} ranks cannot be divided by {hosts} hosts"
-            for peer in self.peers:
-                peer.send(refused=needs)
-            raise MeetingFailed(needs)
-
-    def _gather_from(self, listener):
-        strangers = []
-        while len(self.peers) < self.count - 1:
-            with contextlib.suppress(BlockingIOError):
-                connection, (address, _) = listener.accept()
-                peer = Peer(connection, address)
-                if address in (peer.ours, "127.0.0.1"):  # it shares our address
-                    peer.address = ""
-                strangers.append(peer)
-            for one in list(strangers):
-                for message in one.receive():
-                    strangers.remove(one)
-                    self._accept(one, message)
-                    break
-                if one.gone and one in strangers:
-                    strangers.remove(one)
-            there = {peer.hello["node"] for peer in self.peers}
-            missing = [number for number in range(1, self.count) if number not in there]
-            yield f"node{'s'[: len(missing) > 1]} {', '.join(map(str, missing))} of {self.count}"
-            self.beat()
-            for peer in self.peers:
-                peer.receive()
-            self.peers = [peer for peer in self.peers if not peer.gone]  # it may come again
+            while len(self.peers) < self.count - 1:
+                joined = {peer.hello["node"] for peer in self.peers}
+                missing = [str(number) for number in range(1, self.count) if number not in joined]
+                yield f"node{'s'[: len(missing) > 1]} {', '.join(missing)} of {self.count}"
+                with contextlib.suppress(BlockingIOError):
+                    connection, (address, _) = listener.accept()
+                    same_host = address in (connection.getsockname()[0], "127.0.0.1")
+                    new.append(Peer(connection, "" if same_host else address))
+                for peer in list(new):
+                    hello = next(peer.receive(), None)
+                    if hello:
+                        self._accept(peer, hello)
+                    if hello or peer.closed:
+                        new.remove(peer)
+                for _ in self.receive():  # drops a node that is lost: it may come again
+                    pass
+        hosts, ranks = len({"", *(peer.address for peer in self.peers)}), self.count * self.ranks_each
+        if ranks % hosts:
+            refusal = f"OneFlow 0.9.0 would hang: {ranks} ranks cannot be divided by {hosts} hosts"
+            self.send(refused=refusal)
+            raise BadInput(refusal)
 
     def _accept(self, peer, hello):
         """Take a node in, or tell it why not."""
-        wrong, theirs = None, hello.get("same")
-        for name, ours in self.same.items():
-            there = theirs.get(name) if isinstance(theirs, dict) else None
-            if there != ours and not wrong:
-                wrong = f"{name} {there} here, and {ours} on node 0: type the same on each node"
-        if not wrong and hello.get("node") not in set(range(1, self.count)) - {one.number for one in self.peers}:
-            wrong = f"--node_rank {hello.get('node')} is taken: number the nodes from 0 to {self.count - 1}, each once"
-        peer.hello = hello
-        if wrong:
-            peer.send(refused=wrong)
+        theirs, taken = hello.get("same", {}), {one.hello["node"] for one in self.peers}
+        differing = [name for name in self.same if theirs.get(name) != self.same[name]]
+        refusal = None
+        if differing:
+            name = differing[0]
+            refusal = f"{name} {theirs.get(name)} here, and {self.same[name]} on node 0: type the same on each node"
+        elif hello["node"] in taken | {0}:
+            refusal = f"--node_rank {hello['node']} is taken: number the nodes from 0 to {self.count - 1}, each once"
+        if refusal:
+            peer.send(refused=refusal)
             peer.connection.close()
         else:
+            peer.hello = hello
             self.peers.append(peer)
 
-    def _join(self):
-        """Another node: connect to node 0 and wait until it has all. Yields who is missing."""
-        where = f"node 0 at {self.address}:{self.port}"
-        leader = None
+    def _wait_for_start(self):
+        """Another node: connect to node 0 and wait until it has all. Yields which nodes are missing."""
+        where, first = f"node 0 at {self.address}:{self.port}", self.start is None
         while True:
-            if leader is None:
+            if not self.peers:
+                if not first:
+                    raise BadInput(f"{where} is gone")
                 try:
                     connection = socket.create_connection((self.address, self.port), timeout=1)
-                except socket.gaierror as error:  # in some clusters a host has its name when it has started
+                except socket.gaierror as error:  # in some clusters the name of a host is known once it has started
                     yield f"{where} ({error.strerror})"
                     continue
                 except OSError:
                     yield where
                     continue
-                leader = Peer(connection, self.address)
-                leader.send(**self.hello)
-                self.peers = [leader]
-            messages = leader.receive()
-            for i, message in enumerate(messages):
+                self.peers = [Peer(connection, self.address)]
+                self.send(**self.hello)
+            for message in self.receive():
                 if "refused" in message:
-                    raise MeetingFailed(message["refused"])
+                    raise BadInput(message["refused"])
                 if "start" in message:
-                    self.started, leader.unread = message["start"], messages[i + 1 :]
+                    self.start = message["start"]
                     return
-            self.peers = [] if leader.gone else [leader]
-            leader = None if leader.gone else leader
-            self.beat()
-            yield where if leader is None else f"the other nodes, with {where}"
+            yield f"the other nodes, with {where}" if self.peers else where
 
-    def begin(self, port=0):
-        """All are there; what node 0 tells each: "port" of rank 0, which is given to it; its "address" where that is
-        not the one to start with; how many ranks the lower nodes have at this node's address ("local", the first
-        LOCAL_RANK here) and on its cores ("before"; "beside": all nodes). "local" is None where addresses differ in
-        their number of ranks or take turns: OneFlow, told of such numbers, leaves ranks without their shards.
-        """
-        if self.number:
-            return self.started
-        everyone = [(None, "", self.hello), *((peer, peer.address, peer.hello) for peer in self.peers)]
-        everyone.sort(key=lambda one: one[2]["node"])
-        runs = [len(list(run)) for _, run in itertools.groupby(everyone, key=lambda one: one[1])]
-        even = len(set(runs)) == 1 and len(runs) == len({address for _, address, _ in everyone})
-        # A host may know its own name as 127.0.1.1, and by that other hosts would look for its ranks on themselves.
-        known = next((peer.ours for peer in self.peers if peer.address), None)
-        told = {}
-        for peer, address, hello in everyone:
-            there = [other for _, where, other in everyone if where == address]
-            cores = [other for other in there if other.get("cores") == hello.get("cores")]
-            lower = [[other for other in some if other["node"] < hello["node"]] for some in (there, cores)]
-            local, before, beside = (sum(other["ranks"] for other in some) for some in (*lower, cores))
-            told[peer] = {"port": port, "local": local if even else None, "before": before, "beside": beside}
-            told[peer]["address"] = None if address else known
-            if peer:
-                peer.send(start=told[peer])
-        return told[None]
-
-    def tell(self, **message):
-        """Send a message to all peers: to the other nodes from node 0, to node 0 from them."""
+    def _send_start(self, port):
+        """Node 0: tell each node where to start its ranks."""
+        members = [("", self.hello), *((peer.address, peer.hello) for peer in self.peers)]
+        members.sort(key=lambda member: member[1]["node"])
+        shares = shared(members, self.ranks_each)
+        # A host may know its own name as 127.0.1.1, where other hosts cannot reach it.
+        known = next((peer.our_address for peer in self.peers if peer.address), self.address)
+        self.start = {"port": port, "address": known, **shares[0]}
         for peer in self.peers:
-            peer.send(**message)
+            address = self.address if peer.address else known
+            peer.send(start={"port": port, "address": address, **shares[peer.hello["node"]]})
 
-    def poll(self):
-        """[(peer, message)] of what has come; of a peer that is gone {"gone": True}, once. Call it often."""
-        self.beat()
-        found = []
-        for peer in self.peers:
-            found += [(peer, message) for message in peer.receive() if message]
-        found += [(peer, {"gone": True}) for peer in self.peers if peer.gone]
-        self.peers = [peer for peer in self.peers if not peer.gone]
-        return found
 
-    def beat(self):
-        """Say that we are alive, once in a while. Call it often."""
-        if time.monotonic() - self.last_beat > HEARTBEAT:
-            self.last_beat = time.monotonic()
-            self.tell()
+def shared(members, ranks_each):
+    """How nodes share addresses and cores; members: (address, hello) of each node. Returns arguments of NodeRanks.
+
+    local_rank is None where addresses differ in their number of ranks or take turns: with such LOCAL_RANKs, OneFlow
+    0.9.0 leaves ranks without their shards.
+    """
+    addresses = [address for address, _ in members]
+    runs = [len(list(run)) for _, run in itertools.groupby(addresses)]
+    even = len(set(runs)) == 1 and len(runs) == len(set(addresses))
+    found = []
+    for node, (address, hello) in enumerate(members):
+        same_address = [other for other, where in enumerate(addresses) if where == address]
+        same_cores = [other for other in same_address if members[other][1]["cores"] == hello["cores"]]
+        local_rank, core_slot = (ranks_each * some.index(node) for some in (same_address, same_cores))
+        slots = {"core_slot": core_slot, "core_slots": ranks_each * len(same_cores)}
+        found.append({"local_rank": local_rank if even else None, **slots})
+    return found

@@ -1,6 +1,7 @@
 """The command line of launch.sh: parsed and checked before any rank starts."""
 
 import argparse
+import hashlib
 import re
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ from harness.start import recipe, schedulers
 
 
 class BadInput(Exception):
-    """What is wrong with the command line and what to type instead, in one line."""
+    """One line that says why the job cannot start, and what to type instead."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser():
-    """The options of launch.sh; their help stands in launch.sh itself, which can show it before Python is set up."""
+    """The options of launch.sh; their help is in launch.sh, which can show it before Python is set up."""
     options = Parser(prog="launch.sh", add_help=False, allow_abbrev=False)
     options.add_argument("-n", "--nproc_per_node", "--nproc-per-node", type=int)
     options.add_argument("--nnodes", type=int)
@@ -53,6 +54,7 @@ def checked(arguments):
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: {error}") from None
     check_limits(options)
+    fill_in_task(options)
     check_nodes(options)
     check_ranks(options, sizes)
     device = re.search(r"(?:^| )--device[ =](\S+)", " ".join(options.arguments))
@@ -62,7 +64,7 @@ def checked(arguments):
 
 
 def check_limits(options):
-    """Raises BadInput for a number that is out of range, or a folder without a name."""
+    """Raises BadInput for a number that is out of range."""
     if not options.timeout >= 0:
         raise BadInput(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
     if not options.progress >= 0:
@@ -71,28 +73,34 @@ def check_limits(options):
         raise BadInput(f"--master_port must be from 1024 to 65535, got {options.master_port}")
     if options.max_restarts < 0:
         raise BadInput(f"--max-restarts must be 0 or more, got {options.max_restarts}")
-    if options.log_dir == "":
-        raise BadInput("--log-dir must name a folder, got an empty name: type --log-dir logs")
 
 
-def check_nodes(options):
-    """Fill in the options for several hosts, from srun or mpirun where they are not typed. Raises BadInput."""
+def fill_in_task(options):
+    """Set options.task, and from it the options that srun or mpirun imply and nobody typed. Raises BadInput."""
+    options.task = None
+    if options.nnodes is not None or options.node_rank is not None:
+        return
     try:
-        typed = options.nnodes is not None or options.node_rank is not None
-        options.task = None if typed else schedulers.task()
-        if options.task:
-            options.nnodes, options.node_rank = options.task.count, options.task.number
-            options.master_addr = options.master_addr or options.task.address
-            options.master_port = options.master_port or options.task.port
+        task = options.task = schedulers.task()
+        port = task and task.port
     except (KeyError, ValueError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
         raise BadInput(f"the variables of srun or mpirun are not whole ({what}): unset SLURM_* and OMPI_*") from None
-    if options.task and not options.master_addr:
-        raise BadInput(f"{options.task.scheduler} does not say where task 0 runs: type --master_addr HOST")
-    if not (typed or options.task) and schedulers.unknown():
-        number, count = schedulers.unknown()
+    if task:
+        options.nnodes, options.node_rank = task.count, task.number
+        options.nproc_per_node = 1 if options.nproc_per_node is None else options.nproc_per_node
+        options.master_addr = options.master_addr or task.address
+        options.master_port = options.master_port or port
+        if not options.master_addr:
+            raise BadInput(f"{task.scheduler} does not say where task 0 runs: type --master_addr HOST")
+    elif schedulers.pmi_task():
+        number, count = schedulers.pmi_task()
         where = f"--nnodes {count} --node_rank {number} --master_addr HOST --master_port 29500"
         raise BadInput(f"task {number} of {count} of an mpirun that is not Open MPI's: type {where}, or unset PMI_SIZE")
+
+
+def check_nodes(options):
+    """Fill in the options for several nodes. Raises BadInput."""
     options.nnodes = 1 if options.nnodes is None else options.nnodes
     options.node_rank = options.node_rank or 0
     nodes, number = options.nnodes, options.node_rank
@@ -103,38 +111,32 @@ def check_nodes(options):
     if nodes > 1 and not (options.master_addr and options.master_port):
         raise BadInput("--nnodes needs node 0's address, the same on each node: --master_addr HOST --master_port 29500")
     if nodes == 1:
-        options.master_addr = "127.0.0.1"  # whatever the host is called elsewhere, its own ranks meet here
-    address = options.master_addr
-    if ":" in address:
-        raise BadInput(f"--master_addr {address}: OneFlow knows IPv4 only: type a name, or an address like 10.0.0.1")
-    try:
-        address.encode("idna")
-    except UnicodeError:
-        raise BadInput(f"--master_addr {address} is no name of a host: type one, or an address like 10.0.0.1") from None
+        options.master_addr = "127.0.0.1"
+    if ":" in options.master_addr:
+        wrong = f"--master_addr {options.master_addr}"
+        raise BadInput(f"{wrong}: OneFlow knows IPv4 only: type a name, or an address like 10.0.0.1")
 
 
 def check_ranks(options, sizes):
-    """Fill in the number of ranks on each node. Raises BadInput if the script does not take so many.
+    """Fill in the number of ranks on each node. Raises BadInput if the script does not run on so many.
 
     sizes: the script's WORLD_SIZES, None if it has none.
     """
-    if options.nproc_per_node is None and options.task:
-        options.nproc_per_node = 1
-    if options.nproc_per_node is None:  # the first that the script takes, the same on each node
+    if options.nproc_per_node is None:  # the first of WORLD_SIZES that the nodes divide
         fitting = [size for size in sizes or (2,) if size % options.nnodes == 0]
         options.nproc_per_node = fitting[0] // options.nnodes if fitting else 1
     if options.nproc_per_node < 1:
         raise BadInput(f"-n must be 1 or more, got {options.nproc_per_node}")
     world_size = options.nnodes * options.nproc_per_node
-    if sizes and world_size not in sizes:
-        first, last = (sizes[0], sizes[-1]) if isinstance(sizes, range) else (min(sizes), max(sizes))
-        whole = 1 < len(sizes) == last - first + 1
-        accepted = f"{first} to {last}" if whole else " or ".join(map(str, sizes))
-        each = "tasks of " + options.task.scheduler if options.task else "nodes"
-        on_nodes = f" ({options.nproc_per_node} on each of {options.nnodes} {each})" if options.nnodes > 1 else ""
-        hint = f": type -n {sizes[0]}" if options.nnodes == 1 else ""
-        name = Path(options.script).name
-        raise BadInput(f"{name} runs on {accepted} ranks, not on {world_size}{on_nodes}{hint}")
+    if not sizes or world_size in sizes:
+        return
+    first, last = min(sizes), max(sizes)
+    consecutive = 1 < len(sizes) == last - first + 1
+    accepted = f"{first} to {last}" if consecutive else " or ".join(map(str, sizes))
+    nodes = f"tasks of {options.task.scheduler}" if options.task else "nodes"
+    on_nodes = f" ({options.nproc_per_node} on each of {options.nnodes} {nodes})" if options.nnodes > 1 else ""
+    hint = f": type -n {sizes[0]}" if options.nnodes == 1 else ""
+    raise BadInput(f"{Path(options.script).name} runs on {accepted} ranks, not on {world_size}{on_nodes}{hint}")
 
 
 def check_gpus(ranks):
@@ -148,3 +150,14 @@ def check_gpus(ranks):
     if len(usable) < max(len(found), ranks):
         wanted = "each rank needs a GPU of compute capability 6.0 to 8.9"
         raise BadInput(f"{wanted}, got {len(usable)} for {ranks}: type --device cpu")
+
+
+def same_on_all_nodes(options):
+    """What launchers of one job have in common besides the options that say where it runs: name -> words."""
+    script = Path(options.script)
+    return {
+        "script": script.name,
+        "version of the script": hashlib.sha256(script.read_bytes()).hexdigest()[:16],
+        "arguments": " ".join(options.arguments) or "none",
+        "job": options.task.job if options.task else "of no scheduler",
+    }

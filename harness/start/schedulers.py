@@ -1,45 +1,30 @@
-"""What Slurm's srun and Open MPI's mpirun tell each task that they start: its number, how many, and where all meet.
+"""What Slurm's srun and Open MPI's mpirun tell each task: its number, how many there are, and where to meet.
 
-Each task starts a launcher, which takes the task for a node with a rank of its own. Source: srun(1), "OUTPUT
-ENVIRONMENT VARIABLES"; Open MPI 4.1, mpirun(1), "Exported Environment Variables".
+Each task runs launch.sh, which treats the task as a node. Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES"; Open MPI
+4.1, mpirun(1), "Exported Environment Variables".
 """
 
 import os
 import re
 from dataclasses import dataclass
 
-FIRST_PORT, PORTS = 10000, 19997  # a prime; all below the ports that Linux gives away by itself, from 32768
+FIRST_PORT, PORTS = 10000, 19997  # a prime number of ports, all below those that Linux hands out itself, from 32768
 
 
 @dataclass
 class Task:
-    """One of the tasks of a job step."""
+    """This task among those of a job step."""
 
     scheduler: str
-    count: int  # of tasks
-    number: int  # of this one
-    address: str  # of task 0, "" if nobody tells
-    job: str  # its number, the same in all tasks of a step, another one in the next
+    count: int
+    number: int
+    address: str  # of task 0; "" if the scheduler does not say
+    job: str  # job and step: the same in all tasks of a step, and another one in the next step
 
     @property
     def port(self):
-        """The same in all tasks of a step, another one in the next."""
+        """A port for the step: the same in all its tasks."""
         return port_of(*self.job.split("."))
-
-
-def unknown():
-    """(number, count) of this process among those of an mpirun that tells no more than that, or None: MPICH, Intel MPI.
-
-    Source: MPICH's "Process Management Interface", PMI_RANK and PMI_SIZE.
-    """
-    number, count = os.environ.get("PMI_RANK", ""), os.environ.get("PMI_SIZE", "")
-    return (int(number), int(count)) if number.isdecimal() and count.isdecimal() and int(count) > 1 else None
-
-
-def first_host(nodes):
-    """The first host of a list in Slurm's notation, such as `gpu[03-05,9],login`."""
-    name, number = re.match(r"([^\[,]*)(?:\[(\d+))?", nodes).groups()
-    return name + (number or "")
 
 
 def port_of(*numbers):
@@ -50,32 +35,48 @@ def port_of(*numbers):
     return FIRST_PORT + mixed % PORTS
 
 
-def task(variables=None):
-    """The Task that this process is by its environment, or None outside of srun and mpirun, or where it is alone.
+def first_host(nodes):
+    """The first host of a list in Slurm's notation, such as `gpu[03-05,9],login`."""
+    name, number = re.match(r"([^\[,]*)(?:\[(\d+))?", nodes).groups()
+    return name + (number or "")
 
-    Raises KeyError or ValueError where a variable is missing or no number.
+
+def task(variables=None):
+    """The Task that this process is; None outside of srun and mpirun, or if it is the only one.
+
+    Raises KeyError or ValueError where a variable is missing or not a number.
     """
-    given = {name: value for name, value in (os.environ if variables is None else variables).items() if value}
-    if int(given.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        here, there = (given.get(f"OMPI_MCA_orte_{name}_uri", "") for name in ("local_daemon", "hnp"))
-        elsewhere = given["OMPI_COMM_WORLD_RANK"] == "0" and here not in ("", there)  # whose address nobody knows
-        local = given.get("OMPI_COMM_WORLD_LOCAL_SIZE") == given["OMPI_COMM_WORLD_SIZE"]
-        own = re.search(r"tcp://([^,:;]+)", given.get("OMPI_MCA_orte_hnp_uri", ""))  # mpirun's own host
-        return Task(
-            "mpirun",
-            int(given["OMPI_COMM_WORLD_SIZE"]),
-            int(given["OMPI_COMM_WORLD_RANK"]),
-            "127.0.0.1" if local else own.group(1) if own and not elsewhere else "",
-            given.get("OMPI_MCA_ess_base_jobid", "0"),
-        )
-    if int(given.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in given:
+    variables = {name: value for name, value in (os.environ if variables is None else variables).items() if value}
+    if int(variables.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        return _task_of_mpirun(variables)
+    if int(variables.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in variables:
+        one_host = variables.get("SLURM_STEP_NUM_NODES") == "1"
         return Task(
             "srun",
-            int(given["SLURM_STEP_NUM_TASKS"]),
-            int(given["SLURM_PROCID"]),
-            "127.0.0.1"
-            if given.get("SLURM_STEP_NUM_NODES") == "1"
-            else first_host(given.get("SLURM_STEP_NODELIST", "")),
-            f"{given.get('SLURM_JOB_ID', 0)}.{given.get('SLURM_STEP_ID', 0)}",
+            int(variables["SLURM_STEP_NUM_TASKS"]),
+            int(variables["SLURM_PROCID"]),
+            "127.0.0.1" if one_host else first_host(variables.get("SLURM_STEP_NODELIST", "")),
+            f"{variables.get('SLURM_JOB_ID', 0)}.{variables.get('SLURM_STEP_ID', 0)}",
         )
     return None
+
+
+def _task_of_mpirun(variables):
+    count, number = int(variables["OMPI_COMM_WORLD_SIZE"]), int(variables["OMPI_COMM_WORLD_RANK"])
+    mpirun, daemon = (variables.get(f"OMPI_MCA_orte_{name}_uri", "") for name in ("hnp", "local_daemon"))
+    found = re.search(r"tcp://([^,:;]+)", mpirun)  # the host of mpirun itself
+    address = found.group(1) if found else ""
+    if number == 0 and daemon not in ("", mpirun):  # task 0 is not on that host, and no variable names its own
+        address = ""
+    if variables.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(count):
+        address = "127.0.0.1"
+    return Task("mpirun", count, number, address, variables.get("OMPI_MCA_ess_base_jobid", "0"))
+
+
+def pmi_task():
+    """(number, count) under an mpirun that tells no more than that, such as MPICH or Intel MPI; None elsewhere.
+
+    Source: MPICH's "Process Management Interface", PMI_RANK and PMI_SIZE.
+    """
+    number, count = os.environ.get("PMI_RANK", ""), os.environ.get("PMI_SIZE", "")
+    return (int(number), int(count)) if number.isdecimal() and count.isdecimal() and int(count) > 1 else None

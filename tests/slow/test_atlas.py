@@ -4,39 +4,41 @@ from functools import partial
 
 import pytest
 
-from harness.measure import picture, theory
-from harness.report import atlas, pages
-from harness.start.recipe import path_of, world_sizes
-from tests.cases import CASES, GRAPH_ONLY, PROVEN, TRAINED
-from tests.chapters.forward import SIGNATURES
-from tests.early import early_call
-from tests.ladder import Checks
+from harness.measure import theory
+from harness.measure.sbp import NAMES
+from harness.measure.steps import Move, tensors_and_moves
+from harness.report import atlas, pages, runs
+from harness.start.recipe import path_of
+from tests.background import step_call
+from tests.cases import CASES, GRAPH_ONLY, TRAINED, proven_on
+from tests.cases.forward import SIGNATURES
+from tests.cases.ladder import Checks
 
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
 
 
 SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serves several: the atlas takes them apart
-LEDGERS = [(name, mode) for name in CASES for mode in pages.drawn_modes(path_of(name))]
+RUNS = [(name, mode) for name in CASES for mode in runs.measured_modes(path_of(name))]
 
 
-def early_calls(item):
-    """What a test needs: see early.py."""
-    wanted = ledgers(**item.callspec.params) if item.originalname == "test_ledger_of_every_recipe" else []
+def background_calls(item):
+    """What a test needs: see background.py."""
+    wanted = runs_of(**item.callspec.params) if item.originalname == "test_bytes_of_every_recipe" else []
     calls = {}
     if "found" in item.fixturenames:
         calls = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
     if item.originalname == "test_pages_and_pictures_are_those_of_this_run":
-        wanted = [(name, world_sizes(path_of(name))[0], mode) for name, mode in LEDGERS]
-        for name, n, mode in pages.trained():
-            calls.update(early_call(name, n, mode))
+        wanted = [(name, proven_on(name)[0], mode) for name, mode in RUNS]
+        for name, n, mode in runs.training_runs():
+            calls.update(step_call(name, n, mode))
     for name, n, mode in wanted:
-        calls["ledger", name, n, mode] = (n, partial(pages.recipe_run, path=path_of(name), mode=mode))
+        calls["run", name, n, mode] = (n, partial(runs.recipe_run, path=path_of(name), mode=mode))
     return calls
 
 
-def ledgers(name, mode):
-    """(name, number of ranks, mode) of each ledger that is looked at."""
-    sizes = [n for n in PROVEN if n in world_sizes(path_of(name))]
+def runs_of(name, mode):
+    """(name, number of ranks, mode) of each run that is looked at."""
+    sizes = proven_on(name)
     if name in (*SHARED, "matmul_signatures"):  # the atlas measures these on each n
         sizes = sizes[:1]
     if name in TRAINED:  # what a step of it sends is measured as a whole, in test_training.py
@@ -68,7 +70,7 @@ def test_theory_is_that_of_the_paper(which, ranks):
 
 def test_theory_of_uneven_blocks_and_meshes():
     def total(shape, old, ranks, new, new_ranks=None):
-        return theory.boxing(shape, theory.Layout(old, ranks), theory.Layout(new, new_ranks or ranks)).total
+        return theory.Boxing(shape, (old, ranks), (new, new_ranks or ranks)).total
 
     assert total((5, 1), "S(0)", [0, 1], "B") == 5  # 2 rows one way, 3 the other
     assert total((5, 4), "S(0)", [0, 1], "S(1)") == 2 * 2 + 3 * 2
@@ -104,23 +106,23 @@ def test_matmuls_send_what_moving_an_input_takes(found, which):
     for n, mode in ((n, mode) for n in atlas.SAME for mode in atlas.MODES if (n, which, mode) in found["signatures"]):
         ranks = list(range(n))
         for (x, w), (out, sent) in found["signatures"][n, which, mode].items():
-            i, j = atlas.SBPS.index(x), atlas.SBPS.index(w)
+            i, j = NAMES.index(x), NAMES.index(w)
             Checks.equal(out, SIGNATURES[which][i][j], n, which, mode, x, "@", w, "SBP")
             shapes = atlas.MATMULS[which]
             inputs = [{"sbp": sbp, "ranks": ranks, "shape": shape, "item": 4} for sbp, shape in zip((x, w), shapes)]
-            moved = picture.rebox(inputs, {"sbp": out})
-            Checks.equal(not moved, (x, w) in picture.MATMUL, n, which, mode, x, "@", w, "is legal")
+            moved = theory.matmul_boxings(inputs, {"sbp": out})
+            Checks.equal(not moved, (x, w) in theory.MATMUL, n, which, mode, x, "@", w, "is legal")
             wanted = sum(4 * atlas.expected(mode, one.shape, one.old, one.new) for _, one in moved)
             near(sum(sent), wanted, n, which, mode, x, "@", w)
 
 
-@pytest.mark.parametrize("name, mode", LEDGERS)
-def test_ledger_of_every_recipe(measured, name, mode):
-    for _, n, _ in ledgers(name, mode):
-        items = picture.drawing(measured("ledger", name, n, mode))
-        moves = [item for item in items if isinstance(item, picture.Move) and item.sent]
+@pytest.mark.parametrize("name, mode", RUNS)
+def test_bytes_of_every_recipe(measured, name, mode):
+    for _, n, _ in runs_of(name, mode):
+        items = tensors_and_moves(measured("run", name, n, mode))
+        moves = [item for item in items if isinstance(item, Move) and item.sent]
         in_graph = any(move.what.startswith("a call of") for move in moves)
-        here = CASES[name](n).models > 0  # and not on ranks that the recipe starts
+        here = CASES[name](n).graph_calls > 0  # and not on ranks that the recipe starts
         Checks.equal(in_graph, here and (mode == "graph" or name in GRAPH_ONLY), name, "runs in a graph")
         for move in moves if name not in TRAINED else []:
             what = (name, n, move.what, move.change)
@@ -146,10 +148,10 @@ def where(mode, boxing):
 
 def test_pages_and_pictures_are_those_of_this_run(found, measured):
     by_mode = {}
-    for name, mode in LEDGERS:
-        n = world_sizes(path_of(name))[0]
-        by_mode.setdefault(name, {})[mode] = measured("ledger", name, n, mode)
-    steps = {run: measured("step", *run) for run in pages.trained()}
+    for name, mode in RUNS:
+        n = proven_on(name)[0]
+        by_mode.setdefault(name, {})[mode] = measured("run", name, n, mode)
+    steps = {run: measured("step", *run) for run in runs.training_runs()}
     for path, text in pages.made(found, by_mode, steps).items():
         difference = pages.differs(path.read_text(), text)
         assert difference is None, f"{path}: {difference}; ./launch.sh docs makes it anew"

@@ -2,15 +2,14 @@
 
 import pytest
 
-from harness.pool import Pool, PoolError
 from harness.start.recipe import HARNESS, path_of
 from tests.cases import CASES, ROOT
-from tests.ladder import Checks
-from tests.reference import Value, layered, trained
+from tests.cases.ladder import OBSERVE, Checks
+from tests.cases.reference import layered, trained
+from tests.hanging import assert_hangs
 
-OBSERVE = str(ROOT / "harness" / "measure" / "observe.py") + ":observe"
 ON_RANK = str(ROOT / "tests" / "on_rank_byhand.py")
-PER_STEP = f"{HARNESS / 'measure' / 'ledger.py'}:per_step"
+PER_STEP = f"{HARNESS / 'measure' / 'training.py'}:per_step"
 
 
 def path(name):
@@ -49,24 +48,19 @@ def test_ring_adds_in_the_order_of_oneflow_if_the_chunks_are_equal(pools, n):
             Checks.equal((summed == reduced).all(), same, n, rows)
 
 
-def test_all_ranks_that_send_first_wait_for_ever():
-    with Pool(2) as pool:
-        assert pool.call(f"{ON_RANK}:exchange", first="one each") == [32, 32]
-        pool.timeout = 2  # the ranks run already
-        with pytest.raises(PoolError, match="gave no answer in 2 s") as error:
-            pool.call(f"{ON_RANK}:exchange", first="send")
-        assert str(error.value).count("on_rank_byhand.py") >= 2 and "in exchange" in str(error.value)
+def test_all_ranks_that_send_first_wait_for_ever(pools):
+    assert pools(2).call(f"{ON_RANK}:exchange", first="one each") == [32, 32]
+    assert_hangs(f"{ON_RANK}:exchange", r"rank 0:(.|\n)*in exchange(.|\n)*rank 1:(.|\n)*in exchange", first="send")
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_late_gradients_give_the_synchronous_update_and_stale_ones_do_not(pools, n):
-    case, synchronous = CASES["async_update"](n), trained("sgd", steps=4)
-    tensors = pools(n).call(OBSERVE, path=path("async_update"))[0]["tensors"]
+def test_late_gradients_give_the_synchronous_update_and_stale_ones_do_not(n):
+    """The ladder finds both on the ranks."""
+    values, synchronous = CASES["async_update"](n).values, trained("sgd", steps=4)
     for w in ("w0", "w1"):
-        wanted = synchronous[f"new {w}"]
-        late, stale = (abs(tensors[f"{schedule} {w}"]["value"] - wanted.exact) for schedule in ("late", "stale"))
-        Checks.that((late <= wanted.bound + case.values[f"late {w}"].bound).all(), n, w, late.max())
-        Checks.that(stale.max() > 1e-2, n, w, stale.max())
+        late, stale, wanted = values[f"late {w}"], values[f"stale {w}"], synchronous[f"new {w}"]
+        Checks.that((abs(late.exact - wanted.exact) <= 1e-12).all(), n, w, "late")
+        Checks.that(abs(stale.exact - wanted.exact).max() > 1e-2, n, w, "stale")
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -106,14 +100,14 @@ def test_replicas_start_from_rank_0_and_stay_equal_bit_by_bit(pools, n):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_gradient_of_uneven_rows_is_that_of_the_batch_only_if_weighed(pools, n):
+def test_gradient_of_uneven_rows_is_that_of_the_batch_only_if_weighed(n):
+    """The ladder finds these gradients on the ranks."""
     for batch, weigh, same in ((12, "ranks", True), (13, "ranks", False), (13, "rows", True)):
-        seen = pools(n).call(OBSERVE, path=path("ddp"), steps=1, batch=batch, weigh=weigh)[0]["tensors"]
-        x, y, w0, w1 = (Value.known(seen[name]["value"]) for name in ("x of all", "y of all", "w0", "w1"))
-        _, gradients = layered(x, y, {"w0": w0, "w1": w1})
+        values = CASES["ddp"](n, steps=1, batch=batch, weigh=weigh).values
+        _, gradients = layered(values["x of all"], values["y of all"], {w: values[w] for w in ("w0", "w1")})
         for w in ("w0", "w1"):
-            off = abs(seen[f"{w} grad"]["value"] - gradients[w].exact)
-            Checks.that((off.max() < 1e-5) if same else (off.max() > 1e-3), n, batch, weigh, w, off.max())
+            off = abs(values[f"{w} grad"].exact - gradients[w].exact).max()
+            Checks.that((off < 1e-12) if same else (off > 1e-3), n, batch, weigh, w, off)
 
 
 def test_module_stays_the_same_and_its_names_too(pools):

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +17,7 @@ from packaging.requirements import Requirement
 
 from harness.start import packages
 from tests.cases import ROOT
-from tests.jobs import Run
+from tests.jobs import Run, wait_until
 
 NO_NAMESPACE = 77  # exit code
 PYTHON = Path(sys._base_executable).resolve()  # uv takes no environment's Python for one of the machine
@@ -140,13 +139,6 @@ def program(path, text):
     return path
 
 
-def until(there, what):
-    deadline = time.monotonic() + 60
-    while not there():
-        assert time.monotonic() < deadline, f"{what} never came"
-        time.sleep(0.01)
-
-
 def said_hello(job):
     assert (job.wait().code, job.out.splitlines()[-1:]) == (0, ["hello"]), job.err
     return job.err
@@ -156,7 +148,7 @@ def refused(job, text):
     assert (job.wait().code, job.out) == (2, ""), job.err
     assert [line for line in job.err.splitlines() if line.startswith("launch.sh: ")][-1].count(text) == 1, job.err
     assert "Traceback" not in job.err
-    assert job.all_gone(within=60)
+    assert job.all_gone()
 
 
 def test_interrupted_is_begun_anew_then_starts_at_once(clone, uv):
@@ -165,14 +157,14 @@ def test_interrupted_is_begun_anew_then_starts_at_once(clone, uv):
         waits = f'[[ $* != "{step} "*"--python "* ]] || {{ touch "{begun}"; exec sleep 900; }}'
         clone.replace("uv", f'{waits}\nexec "{uv}" "$@"')
         interrupted = clone.start()
-        until(begun.exists, step)
+        wait_until(begun.exists, step)
         interrupted.process.terminate()
-        assert interrupted.all_gone(within=60)
+        assert interrupted.all_gone()
         assert interrupted.wait().code == 130 and "set-up was interrupted; run this again" in interrupted.err
         assert not (clone.path / ".venv").exists()
         begun.unlink()
     killed = clone.start()
-    until(begun.exists, "pip install")
+    wait_until(begun.exists, "pip install")
     killed.kill()
     assert (clone.path / ".venv").exists() and not clone.whole()
     clone.replace("uv", f'exec "{uv}" "$@"')
@@ -229,7 +221,7 @@ def test_two_first_runs_at_once(clone):
 def test_who_comes_meanwhile_waits(clone):
     held = Run("flock", clone.path / ".venv.lock", "sleep", "900")
     try:
-        until((clone.path / ".venv.lock").exists, "the lock")
+        wait_until((clone.path / ".venv.lock").exists, "the lock")
         job = clone.start()
         job.until("another launch.sh is setting up .venv; waiting for it", stream="stderr")
     finally:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from harness.report import pages
-from harness.start.recipe import path_of, world_sizes
-from tests.cases import CASES, GRAPH_ONLY, PROVEN, TRAINED
-from tests.early import early_call
-from tests.ladder import Checks
+from harness.report import runs
+from harness.start.recipe import path_of
+from tests.background import step_call
+from tests.cases import CASES, GRAPH_ONLY, TRAINED, proven_on
+from tests.cases.ladder import Checks
 
 VARIANTS = {  # what else than the default sends something else
     "train_model_parallel": [{"input_gradient": False}],
@@ -18,9 +18,8 @@ VARIANTS = {  # what else than the default sends something else
 RUNS = [
     (name, n, mode, more)
     for name in TRAINED
-    for n in PROVEN
-    if n in world_sizes(path_of(name))
-    for mode in pages.modes(path_of(name))
+    for n in proven_on(name)
+    for mode in runs.modes(path_of(name))
     if n != 3 or mode == "eager" or (mode == "only" and name not in GRAPH_ONLY)
     for more in [{}, *(VARIANTS.get(name, []) if n == 4 else [])]
 ]
@@ -31,21 +30,19 @@ def run_id(run):
     return "-".join([name, str(n), mode, *(f"{key}={value}" for key, value in more.items())])
 
 
-def early_calls(item):
-    """What a test needs: see early.py."""
+def background_calls(item):
+    """What a test needs: see background.py."""
     name, n, mode, more = item.callspec.params["run"]
-    return early_call(name, n, mode, **more)
+    return step_call(name, n, mode, **more)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=run_id)
 def test_bytes_of_a_step(measured, run):
     name, n, mode, more = run
-    given = {**pages.training_sizes(name), **more, "steps": 1}  # with more steps the bounds of its values overflow
-    case = CASES[name](n, **given)
+    sizes = {**runs.training_sizes(name), **more, "steps": 1}  # with more steps the bounds of its values overflow
+    case = CASES[name](n, mode == "graph" or name in GRAPH_ONLY, **sizes)
     found = measured("step", name, n, mode, *more.items())
-    graph = mode == "graph" or name in GRAPH_ONLY
-    wanted = (graph and case.sends_in_graph) or case.sends
     for rank in range(n):
-        bytes_wanted, sent = 4 * wanted[rank], found[rank]["sent"]
+        bytes_wanted, sent = 4 * case.sends[rank], found[rank]["sent"]
         near = abs(sent - bytes_wanted) <= 0.02 * bytes_wanted + 20_000  # and OneFlow's own messages
         Checks.that(near, name, f"rank {rank} sends", sent, "bytes a step and must send", bytes_wanted)

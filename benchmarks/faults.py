@@ -8,7 +8,6 @@ docs/faults.json and docs/faults.md; with --tries K it makes K tries of each kin
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -18,7 +17,6 @@ import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,35 +24,29 @@ from typing import Callable, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.elastic_jobs import (  # noqa: E402
+    EVERY,
+    RANKS,
+    STEPS,
+    Job,
+    at_some_moment,
+    kill_node,
+    nothing,
+    pull_link,
+    signal_launcher,
+    while_it_trains,
+)
 from tests.cases import ROOT  # noqa: E402
 from tests.hosts import NO_HOSTS, Hosts  # noqa: E402
-from tests.jobs import LAUNCH, Run, free_port  # noqa: E402
 
-ELASTIC = ROOT / "recipes" / "starting" / "elastic_training.py"
-STEPS, EVERY = 60, 6
-RANKS = {1: 2, 2: 4}  # number of hosts -> of ranks
 DEATH = 15  # seconds within which a job must end, or start again, after a death
 SILENCE = 12  # the --timeout of jobs that will fall silent
-MOMENTS = (0.03, 0.95)  # of the time that an undisturbed job takes
 DISK = "100k"  # has room for two checkpoints of 33 KB, and not for a third
 FOUND, PAGE = ROOT / "docs" / "faults.json", ROOT / "docs" / "faults.md"
 COLUMNS = [
     *("fault", "hosts", "tries", "seconds, median", "worst", "limit", "as promised", "processes left"),
     *("checkpoints lost", "weights bitwise equal"),
 ]
-WRAPPER = """import os, runpy, signal, sys
-
-
-def fault(number, frame):
-    if os.environ["FAULT"] == "raise":
-        raise RuntimeError("injected")
-    sys.exit(int(os.environ["FAULT"]))
-
-
-signal.signal(signal.SIGUSR2, fault)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @dataclass
@@ -88,153 +80,6 @@ class Outcome:
     equal: bool  # whether the weights are bit by bit those of an undisturbed run in the end
 
 
-class Job:
-    """A job of elastic_training.py on one host or on two, from the checkpoints in a folder."""
-
-    def __init__(self, hosts, count, graph, folder, rng, fault=None, steps=STEPS, nodes=None, before=()):
-        """fault: what is to come; nodes: the hosts on which it is started; before: words before its commands."""
-        self.hosts, self.count, self.folder, self.rng = hosts, count, Path(folder), rng
-        self.each, self.hit_rank, self.hit_node = RANKS[count] // count, None, 0
-        script, variables = [ELASTIC], {}
-        if fault and fault.does:
-            (self.folder / "wrapper.py").write_text(WRAPPER)
-            script, variables = [self.folder / "wrapper.py", ELASTIC], {"FAULT": fault.does}
-        options = ["-n", self.each, "--timeout", fault.timeout if fault else 120]
-        options += ["--max-restarts", 2] * bool(fault and fault.restarts)
-        if count > 1:
-            options += ["--nnodes", count, "--master_addr", hosts.addresses[0], "--master_port", free_port()]
-        self.runs, self.lines, self.readers = {}, {}, []
-        for node in range(count) if nodes is None else nodes:
-            number = ["--node_rank", node] if count > 1 else []
-            on = [*(hosts.on(node) if count > 1 else []), *before]
-            arguments = ["--folder", self.checkpoints, "--steps", steps, "--every", EVERY, *["--graph"] * graph]
-            self.runs[node] = Run(*on, LAUNCH, *options, *number, *script, *arguments, **variables)
-            self.lines[node] = []  # (when, what it said)
-            for stream in (self.runs[node].process.stdout, self.runs[node].process.stderr):
-                self.readers.append(threading.Thread(target=self._read, args=(stream, self.lines[node]), daemon=True))
-                self.readers[-1].start()
-
-    checkpoints = property(lambda self: self.folder / "checkpoints")
-
-    def checkpoint(self, step):
-        return self.checkpoints / f"step-{step:08}"
-
-    def _read(self, stream, lines):
-        for line in stream:
-            lines.append((time.monotonic(), line.rstrip("\n")))
-
-    def said(self, node):
-        return "\n".join(line for _, line in self.lines[node])
-
-    def newest(self):
-        """The newest checkpoint that has its name."""
-        with contextlib.suppress(OSError):
-            steps = [name.partition("step-")[2] for name in os.listdir(self.checkpoints)]
-            return max((int(step) for step in steps if step.isdecimal()), default=0)
-        return 0
-
-    def wait(self, seconds):
-        """Until all launchers have ended; False if they do not in that time."""
-        deadline, self.ended = time.monotonic() + seconds, {}
-        while len(self.ended) < len(self.runs):
-            for node, run in self.runs.items():
-                if node not in self.ended and run.process.poll() is not None:
-                    self.ended[node] = time.monotonic()
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        for reader in self.readers:
-            reader.join(2)
-        return True
-
-    def left(self):
-        """How many processes are left; they are ended."""
-        left = [pid for run in self.runs.values() if not run.all_gone() for pid in run.alive()]
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return len(left)
-
-    def ranks(self):
-        """{rank: its process} of all that run."""
-        found = {}
-        for run in self.runs.values():
-            for pid in run.ranks():
-                with contextlib.suppress(OSError):
-                    rank = re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
-                    found[int(rank.group(1))] = pid
-        return found
-
-    def hit(self, number):
-        """Send a signal to any of the ranks."""
-        running = self.ranks()
-        if running:
-            self.hit_rank, pid = self.rng.choice(sorted(running.items()))
-            self.hit_node = self.hit_rank // self.each
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-                return True
-        return False
-
-
-def at_some_moment(do):
-    def inject(job):
-        time.sleep(job.rng.uniform(*MOMENTS) * job.seconds)
-        return do(job)
-
-    return inject
-
-
-def while_it_trains(do):
-    """After any checkpoint but the last ones."""
-
-    def inject(job):
-        step = job.rng.randrange(EVERY, STEPS // 2, EVERY)
-        while job.newest() < step and any(run.process.poll() is None for run in job.runs.values()):
-            time.sleep(0.002)
-        return do(job)
-
-    return inject
-
-
-def signal_launcher(number):
-    """As a terminal does, or a scheduler: to launch.sh, not to its ranks."""
-
-    def send(job):
-        job.hit_node = job.rng.choice(sorted(job.runs))
-        run = job.runs[job.hit_node]
-        while run.process.poll() is None and not run.ranks():  # before, bash is at work and ends by the signal itself
-            time.sleep(0.01)
-        ranks = run.ranks()
-        for pid in run.alive() if run.process.poll() is None else []:
-            if pid not in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-        return run.process.poll() is None or run.process.returncode != 0
-
-    return send
-
-
-def kill_node(job):
-    job.hit_node = job.rng.choice(sorted(job.runs))
-    there = job.ranks()
-    for pid in job.runs[job.hit_node].alive():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return bool(there)
-
-
-def pull_link(job):
-    job.hit_node = 1
-    there = job.ranks()
-    job.hosts.link(1, "down")
-    return bool(there)
-
-
-def nothing(job):
-    return True
-
-
 RANK_FAILED = r"rank RANK of \d+NODE failed: "
 FAULTS = [
     Fault("a rank is killed, signal 9", at_some_moment(lambda job: job.hit(signal.SIGKILL)), 137,
@@ -260,9 +105,7 @@ FAULTS = [
           setting="disk"),
     Fault("a checkpoint is damaged", nothing, 0, "went on after step", within=120, setting="damaged"),
 ]  # fmt: skip
-
-
-DEADLY = {fault.inject for fault in FAULTS if fault.what == "a host dies"}
+HOST_DIES = "a host dies"
 
 
 def damage(checkpoint, rng):
@@ -275,20 +118,13 @@ def damage(checkpoint, rng):
         checkpoint.write_bytes(data[: len(data) // 2] if how == "cut" else data)
 
 
-def last(job):
-    """The checkpoint of the last step, byte by byte; None if there is none."""
-    path = job.checkpoint(STEPS)
-    return path.read_bytes() if path.exists() else None
-
-
 def undisturbed(hosts, count, graph):
-    """The last checkpoint, and the seconds that it took."""
+    """A job that nobody disturbs, in a new folder: its last checkpoint, and the seconds that it took."""
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
         job = Job(hosts, count, graph, folder, None)
-        assert job.wait(120) and all(run.process.returncode == 0 for run in job.runs.values()), job.said(0)
-        assert last(job), job.said(0)
-        return last(job), max(job.ended.values()) - begin
+        assert job.wait(120) and job.well() and job.last_bits(), job.said(0)
+        return job.last_bits(), job.ended - begin
 
 
 def on_small_disk(hosts, count, folder):
@@ -296,29 +132,19 @@ def on_small_disk(hosts, count, folder):
     user = ["--user", "--map-root-user"] if hosts.user and count == 1 else []
     disk, kept = f"{folder}/checkpoints", f"{folder}/kept"
     make = f"mkdir -p {disk} {kept} && mount -t tmpfs -o size={DISK} none {disk}"
-    return [
-        "unshare",
-        *user,
-        "--mount",
-        "bash",
-        "-c",
-        f'{make} && "$@"; code=$?; cp -r {disk}/. {kept}; exit $code',
-        "job",
-    ]
+    run = f'{make} && "$@"; code=$?; cp -r {disk}/. {kept}; exit $code'
+    return ["unshare", *user, "--mount", "bash", "-c", run, "job"]
 
 
 def attempt(fault, hosts, count, graph, rng, wanted):
     """One try of a fault; None if it came too late. wanted: what `undisturbed` returns."""
     with tempfile.TemporaryDirectory() as folder:
-        before, nodes = [], None
-        if fault.setting == "disk":
-            before = on_small_disk(hosts, count, folder)
-        elif fault.setting == "alone":
-            nodes = [rng.choice((0, 1))]
-        elif fault.setting == "damaged":
+        if fault.setting == "damaged":
             first = Job(hosts, count, graph, folder, rng, steps=STEPS // 2)
             assert first.wait(120), first.said(0)
-            damage(first.checkpoint(first.newest()), rng)
+            damage(first.checkpoints / f"step-{first.newest():08}", rng)
+        before = on_small_disk(hosts, count, folder) if fault.setting == "disk" else ()
+        nodes = [rng.choice((0, 1))] if fault.setting == "alone" else None
         job = Job(hosts, count, graph, folder, rng, fault, nodes=nodes, before=before)
         job.seconds = wanted[1]
         try:
@@ -326,19 +152,16 @@ def attempt(fault, hosts, count, graph, rng, wanted):
             begin, newest = time.monotonic(), job.newest()
             ended = job.wait(fault.within + 60)
         finally:
-            if count > 1 and hosts.real:
+            if count > 1:
                 hosts.link(1, "up")
             left = job.left()
-        ended_well = ended and all(run.process.returncode == 0 for run in job.runs.values())
-        if not hit or (fault.code and ended_well and not any("failed: " in job.said(node) for node in job.runs)):
+        if not hit or too_late(fault, job, begin):
             return None
-        if any(when < begin and "of a single device" in line for when, line in job.lines.get(0, ())):  # its last words
-            return None
-        if any("killed by signal 12" in job.said(node) for node in job.runs):  # Python had taken our handler away
-            return None
-        problems = [] if ended else ["it did not end"]
-        times = [said_when(fault, job, node, problems) for node in job.runs if node != gone(fault, job)]
-        seconds = max(times, default=begin) - begin if times and not fault.setting else None
+        problems = [*([] if ended else ["it did not end"]), *broken_promises(fault, job)]
+        again = [when for lines in job.lines.values() for when, line in lines if "restart 1 of 2" in line]
+        seconds = (
+            None if fault.setting or not ended else max(again if fault.restarts and again else [job.ended]) - begin
+        )
         if seconds is not None and seconds > fault.within:
             problems.append(f"it took {seconds:.1f} s")
         if fault.setting == "disk":
@@ -351,58 +174,59 @@ def attempt(fault, hosts, count, graph, rng, wanted):
             job = Job(hosts, count, graph, folder, rng)
             assert job.wait(120), job.said(0)
             left += job.left()
-        equal = last(job) == wanted[0]
         went_on = re.findall(r"went on after step (\d+)|began with step 1", job.said(0))  # "" if it began anew
         lost = bool(went_on) and int(went_on[-1] or 0) < min(newest, STEPS - EVERY)  # the last step is always done
-        return Outcome(fault.what, count, graph, seconds, problems, left, lost, equal)
+        return Outcome(fault.what, count, graph, seconds, problems, left, lost, job.last_bits() == wanted[0])
 
 
-def gone(fault, job):
-    """The host of which nothing is left that could say anything."""
-    return job.hit_node if fault.inject in DEADLY else None
+def too_late(fault, job, begin):
+    """Whether the job, or the rank that was hit, had all but ended."""
+    said = [job.said(node) for node in job.runs]
+    unharmed = fault.code and job.well() and not any("failed: " in text for text in said)
+    last_words = any(when < begin and "of a single device" in line for when, line in job.lines.get(0, ()))
+    return unharmed or last_words or any("killed by signal 12" in text for text in said)  # our handler was gone already
 
 
-def said_when(fault, job, node, problems):
-    """When this launcher said what it must, or else ended; adds to `problems` what is wrong."""
-    run, lines = job.runs[node], list(job.lines[node])
-    place = rf" on node {job.hit_node} \([^)]*\)" if job.count > 1 else ""
-    if fault.inject in DEADLY:
-        place = rf"node {job.hit_node} \([^)]*\)"
-    pattern = fault.says.replace("RANK", str(job.hit_rank) if job.hit_rank is not None else "0").replace("NODE", place)
-    here = job.hit_node == node if fault.code == 124 else fault.code or node == 0  # of its own ranks; what rank 0 says
-    found = [when for when, line in lines if re.search(pattern, line)]
-    if not found and here:
-        problems.append(f"node {node} did not say {pattern}: {[line for _, line in lines if 'launch.sh' in line]}")
+def broken_promises(fault, job):
+    """What the launchers that are left did not say or do, in words."""
+    dies, problems = fault.what == HOST_DIES, []
+    place = rf"node {job.hit_node} \([^)]*\)"
+    if not dies:
+        place = f" on {place}" if job.count > 1 else ""
+    pattern = fault.says.replace("RANK", str(job.hit_rank or 0)).replace("NODE", place)
     code = 0 if fault.restarts else fault.code
-    if run.process.returncode != code:
-        problems.append(f"node {node} ended with {run.process.returncode}, not {code}")
-    again = [when for when, line in lines if "restart 1 of 2" in line]
-    if fault.restarts and not again:
-        problems.append(f"node {node} did not start again")
-    return again[0] if again else job.ended.get(node, time.monotonic())
+    for node, run in job.runs.items():
+        if dies and node == job.hit_node:
+            continue
+        must_say = job.hit_node == node if fault.code == 124 else fault.code or node == 0
+        if must_say and not re.search(pattern, job.said(node)):
+            problems.append(f"node {node} did not say {pattern}: {re.findall('.*launch.sh.*', job.said(node))}")
+        if run.process.returncode != code:
+            problems.append(f"node {node} ended with {run.process.returncode}, not {code}")
+        if fault.restarts and "restart 1 of 2" not in job.said(node):
+            problems.append(f"node {node} did not start again")
+    return problems
 
 
-def tried(faults, tries=None, tell=lambda line: None, seed=0, counts=(1, 2), modes=(False, True)):
+def tried(faults, tries=None, tell=lambda outcome: None, seed=0, counts=(1, 2), modes=(False, True)):
     """All outcomes; tries: of each fault in each mode on each number of hosts, if not its own."""
-    rng, outcomes = random.Random(seed), []
+    rng, outcomes, wanted = random.Random(seed), [], {}
+    kinds = [(fault, count, graph) for fault in faults for count in fault.hosts if count in counts for graph in modes]
     with Hosts(2) as hosts:
         if not hosts.real:
             raise SystemExit(NO_HOSTS)
-        wanted = {}
-        for fault in faults:
-            for count in (count for count in fault.hosts if count in counts):
-                for graph in modes:
-                    if (count, graph) not in wanted:
-                        wanted[count, graph] = undisturbed(hosts, count, graph)
-                    made = 0
-                    while made < (tries or fault.tries):
-                        outcome = attempt(fault, hosts, count, graph, rng, wanted[count, graph])
-                        if outcome is None:  # it came too late: a job may take less time by now
-                            wanted[count, graph] = undisturbed(hosts, count, graph)
-                            continue
-                        made += 1
-                        outcomes.append(outcome)
-                        tell(outcome)
+        for fault, count, graph in kinds:
+            made = 0
+            while made < (tries or fault.tries):
+                if (count, graph) not in wanted:
+                    wanted[count, graph] = undisturbed(hosts, count, graph)
+                outcome = attempt(fault, hosts, count, graph, rng, wanted[count, graph])
+                if outcome is None:  # it came too late: a job may take less time by now
+                    del wanted[count, graph]
+                    continue
+                made += 1
+                outcomes.append(outcome)
+                tell(outcome)
     return outcomes
 
 
@@ -425,14 +249,14 @@ def page(found):
             cells = [fault.what, count, len(some), took, limit, as_said, *counts]
             rows.append(f"| {' | '.join(map(str, cells))} |")
     table = "\n".join(rows)
-    total = [len(outcomes), sum(one.left for one in outcomes), sum(one.lost for one in outcomes)]
+    left, lost = sum(one.left for one in outcomes), sum(one.lost for one in outcomes)
     return f"""# Faults
 
-What `launch.sh` makes of {total[0]} faults that were injected into jobs of
+What `launch.sh` makes of {len(outcomes)} faults that were injected into jobs of
 [elastic_training.py](../recipes/starting/elastic_training.py), {STEPS} steps with a checkpoint after every {EVERY}:
-{total[1]} processes were left, {total[2]} checkpoints were lost. `./launch.sh faults` makes this page
+{left} processes were left, {lost} checkpoints were lost. `./launch.sh faults` makes this page
 ({found["machine"]}; half of the tries eager, half in a graph; {RANKS[1]} ranks on one host, {RANKS[2]} on two, which
-are network namespaces with addresses of their own). The tests make one try of each.{found.get("remark", "")}
+are network namespaces with addresses of their own). The tests hold a sample.{found.get("remark", "")}
 
 A fault comes at a random moment: at the start, while the ranks meet, in training, while a checkpoint is written.
 Seconds are from the fault until the last launcher has ended, or says that it starts again (exceptions, and the first

@@ -2,21 +2,22 @@
 
 import numpy as np
 
-from tests import reference
-from tests.case import Case
-from tests.chapters.training import UNEVEN, weights_of
-from tests.reference import Value
+from tests.cases import reference
+from tests.cases.case import Case, case_of_recipe, in_steps
+from tests.cases.reference import Value
+from tests.cases.training import UNEVEN, reduced, weights_of
 
 
 def total(parts):
     """The sum of some Values, added up in any order."""
-    stacked = Value(*(np.stack([getattr(part, one).ravel() for part in parts]) for one in ("exact", "bound")))
+    stacked = reference.stacked([Value(part.exact.ravel(), part.bound.ravel()) for part in parts])
     summed = Value.known(np.ones((1, len(parts)))) @ stacked
     shape = parts[0].exact.shape
     return Value(summed.exact.reshape(shape), summed.bound.reshape(shape))
 
 
-def ring_all_reduce(n, seed=0, steps=1, in_features=8, out_features=4):
+@case_of_recipe({"uneven": {"in_features": 7, "out_features": 5, "seed": 1, "steps": 2}})
+def ring_all_reduce(n, graph=False, seed=0, steps=1, in_features=8, out_features=4):
     ranks = list(range(n))
     own = [Value.drawn(np.random.default_rng([seed, rank]), in_features, out_features) for rank in ranks]
     chunks = [in_features * (i + 1) // n - in_features * i // n for i in ranks]  # rows of each
@@ -24,9 +25,9 @@ def ring_all_reduce(n, seed=0, steps=1, in_features=8, out_features=4):
     layout = {"gradient": ("P", ranks), "own": ("local", []), "summed": ("local", []), "reduced": ("B", ranks)}
     return Case(
         layout,
-        {**{name: total(own) for name in layout}, "own": own[0]},
-        parts={"gradient": own, "own": own},
+        {**dict.fromkeys(layout, total(own)), "own": own[0]},
         moves=[(("local", []), ("P", ranks)), (("P", ranks), ("B", ranks))],
+        parts={"gradient": own, "own": own},
         sends=[(2 * in_features - rows) * out_features for rows in kept_back],
     )
 
@@ -48,19 +49,19 @@ def on_workers(values, n):
     return matmuls
 
 
-def parameter_server(n, steps=3, gain=1.0, **sizes):
+@case_of_recipe({"uneven": UNEVEN})
+def parameter_server(n, graph=False, steps=3, gain=1.0, **sizes):
     values = reference.trained("momentum", steps=steps, gain=gain, **sizes)
     values = {**worker_rows(values, n), **{name: value for name, value in values.items() if name not in "xy"}}
-    layout = {name: ("B", [int(name[1:]) if name[0] in "xy" else 0]) for name in values}
+    moves = [(("B", [old]), ("B", [new])) for k in range(n) for old, new in ((0, k), (0, k), (k, 0))]
     weights = weights_of(values)
     return Case(
-        layout,
+        {name: ("B", [int(name[1:]) if name[0] in "xy" else 0]) for name in values},
         values,
-        on_workers(values, n),
-        moves=[(("B", [old]), ("B", [new])) for k in range(n) for old, new in ((0, k), (0, k), (k, 0))],
-        steps=steps,
-        added=tuple(name for name in values if " " in name or name == "losses"),
-        drawn=("x0", "x1", "w0", "w1", "w0 grad", "w1 grad"),
+        in_steps(graph, steps, on_workers(values, n)),
+        in_steps(graph, steps, moves),
+        graph_calls=steps,
+        summed=tuple(values),
         sends=[(n - 1) * weights] + [weights] * (n - 1),
     )
 
@@ -86,12 +87,15 @@ def late_and_stale(n, steps, sync_every, gain, **sizes):
         values.update({f"{schedule} {name}": w for name, w in weights.items()})
         values["late losses" if schedule == "late" else "losses"] = losses
     ages = [[0] * (n - 1) + [step % sync_every] for step in range(steps)]
-    return {**values, "ages": Value.known(ages)}
+    return {**values, "ages": Value.known(ages, "int64")}
 
 
-def async_update(n, steps=4, sync_every=2, gain=1.0, **sizes):
+ALWAYS = {"sync_every": 1, "seed": 2}
+
+
+@case_of_recipe({"uneven": {**UNEVEN, "steps": 4, "sync_every": 3}, "always synchronised": ALWAYS})
+def async_update(n, graph=False, steps=4, sync_every=2, gain=1.0, **sizes):
     values = late_and_stale(n, steps, sync_every, gain, **sizes)
-    layout = {name: ("B", [int(name[1:]) if name[0] in "xy" else 0]) for name in values}
     moves, weights = [], weights_of(values)
     for every in (1, sync_every):
         for step in range(steps):
@@ -100,13 +104,10 @@ def async_update(n, steps=4, sync_every=2, gain=1.0, **sizes):
             moves += [(("B", [k]), ("B", [0])) for k in range(n) for _ in "01"]
             moves += [(("B", [k]), ("B", [0])) for k in range(n)]
     return Case(
-        layout,
+        {name: ("B", [int(name[1:]) if name[0] in "xy" else 0]) for name in values},
         values,
         on_workers(values, n) * 2 * steps,
-        moves=moves,
-        steps=1,  # as its steps differ, matmuls and moves are those of all of them
-        drawn=("x0", "y0", "x1", "y1", "w0", "w1"),
-        dtypes={"ages": "int64"},
+        moves,
         sends=[(n - 1 + n - 2 + 1 / sync_every) * weights] + [2 * weights] * (n - 1),
     )
 
@@ -152,43 +153,19 @@ def replicas(n, steps, weigh, gain, seed=0, **sizes):
     return values, parts
 
 
-def ddp(n, steps=3, weigh="ranks", gain=1.0, **sizes):
+@case_of_recipe({"uneven": {**UNEVEN, "steps": 2}, "by rows": {**UNEVEN, "steps": 3, "weigh": "rows"}})
+def ddp(n, graph=False, steps=3, weigh="ranks", gain=1.0, **sizes):
     ranks = list(range(n))
     values, parts = replicas(n, steps, weigh, gain, **sizes)
-    layout = {name: ("S(0)", ranks) if name.endswith("of all") else ("local", []) for name in values}
-    (_, hidden), (_, outer) = values["w0"].exact.shape, values["w1"].exact.shape
+    (inner, hidden), (_, outer) = shapes = [values[w].exact.shape for w in ("w0", "w1")]
     rows = [len(x.exact) for x in parts["x"]]
-    between, out = (("local", [], [(r, width) for r in rows]) for width in (hidden, outer))
+    x, between, out = (("local", [], [(count, width) for count in rows]) for width in (inner, hidden, outer))
+    w0, w1 = (("local", [], [shape] * n) for shape in shapes)
     return Case(
-        layout,
+        {name: ("S(0)", ranks) if name.endswith("of all") else ("local", []) for name in values},
         values,
-        [("x", "w0", between), (between, "w1", out)] * (steps + 1),
+        [(x, w0, between), (between, w1, out)] * (steps + 1),  # there is one backward more than steps
+        [(("local", []), ("S(0)", ranks))] * 2,
         parts,
-        moves=[(("local", []), ("S(0)", ranks))] * 2,
-        steps=1,  # as there is one backward more than steps, matmuls are those of all of them
-        drawn=("x", "x of all", "own w0", "w0", "w0 grad"),
-        sends=[2 * (n - 1) / n * weights_of(values)] * n,
+        sends=[reduced(n, weights_of(values))] * n,
     )
-
-
-CASES = {
-    "ddp": ddp,
-    "async_update": async_update,
-    "parameter_server": parameter_server,
-    "ring_all_reduce": ring_all_reduce,
-}
-SIZES = {
-    "ddp": {
-        "even": {},
-        "uneven": {**UNEVEN, "steps": 2},
-        "by rows": {**UNEVEN, "steps": 3, "weigh": "rows"},
-    },
-    "async_update": {
-        "even": {},
-        "uneven": {**UNEVEN, "steps": 4, "sync_every": 3},
-        "always synchronised": {"sync_every": 1, "seed": 2},
-    },
-    "parameter_server": {"even": {}, "uneven": UNEVEN},
-    "ring_all_reduce": {"even": {}, "uneven": {"in_features": 7, "out_features": 5, "seed": 1, "steps": 2}},
-}
-GRAPH_ONLY = set()

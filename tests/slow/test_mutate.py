@@ -3,7 +3,7 @@
 from benchmarks import mutate
 from harness.start.recipe import path_of
 from tests.cases import CASES
-from tests.ladder import OBSERVE
+from tests.cases.ladder import OBSERVE
 
 # What a lesson says -> how many mutants each place has, at least, that begin with it.
 PLACES = {
@@ -50,7 +50,7 @@ def test_pipeline_without_identity_is_red_whatever_its_weights_are(pools, tmp_pa
     assert mutate.first_red(pools, path, "train_pipeline")
     for micro_batches, wrong in ((1, []), (2, ["stages.0.w", "stages.1.w"])):
         seen = pools(2).call(OBSERVE, path=str(path), graph=True, micro_batches=micro_batches)
-        assert [one["bare"] for one in seen] == [wrong] * 2
+        assert [one["without_identity"] for one in seen] == [wrong] * 2
 
 
 def test_changed_recipe_is_seen_by_tests_of_its_own(tmp_path, monkeypatch):

@@ -16,11 +16,12 @@ class Value:
 
     exact: np.ndarray
     bound: np.ndarray
+    dtype: str = "float32"  # that the recipe returns
 
     @staticmethod
-    def known(exact):
+    def known(exact, dtype="float32"):
         """A value that float32 holds without rounding."""
-        return Value(np.asarray(exact, dtype=np.float64), np.zeros(np.shape(exact)))
+        return Value(np.asarray(exact, dtype=np.float64), np.zeros(np.shape(exact)), dtype)
 
     @staticmethod
     def unknown(*shape):
@@ -42,6 +43,10 @@ class Value:
     def rounded(self):
         """The same after float32 has rounded it once."""
         return Value(self.exact, self.bound + UNIT_ROUNDOFF * (np.abs(self.exact) + self.bound))
+
+    def scaled(self, power_of_two):
+        """Multiplied without rounding."""
+        return Value(power_of_two * self.exact, power_of_two * self.bound)
 
     def __add__(self, other):
         return Value(self.exact + other.exact, self.bound + other.bound).rounded()
@@ -81,28 +86,27 @@ def split(shape, dim, position, parts):
     return tuple(cut)
 
 
-def one_layer(world_size, seed=0, batch=4, in_features=5, out_features=8):
-    """x, w and out = x @ w; also the partial sum that each rank has when the contracting dimension is split."""
+def one_layer(seed=0, batch=4, in_features=5, out_features=8, gain=1.0):
+    """x, w and out = gain * x @ w."""
     rng = np.random.default_rng(seed)
     x, w = Value.drawn(rng, batch, in_features), Value.drawn(rng, in_features, out_features)
-    parts = []
-    for rank in range(min(world_size, in_features)):
-        inner = split((in_features,), 0, rank, world_size)[0]
-        parts.append(x[:, inner] @ w[inner])
-    return {"x": x, "w": w, "out": x @ w, "partial": x @ w}, {"partial": parts}
+    return {"x": x, "w": w, "out": (x @ w).scaled(gain)}
+
+
+def products_of_columns(x, w, parts, gain=1.0):
+    """The partial sum that each part has when the contracting dimension is split."""
+    inner = [split(w.exact.shape, 0, part, parts)[0] for part in range(parts)]
+    return [(x[:, columns] @ w[columns]).scaled(gain) for columns in inner]
 
 
 def layers(stages, seed=0, batch=4, in_features=5, out_features=8, gain=1.0):
     """x0, w0, out0 = gain * x0 @ w0, x1 = out0, ...: weights (in, out), (out, 3), (3, out), (out, 3), ..."""
     rng = np.random.default_rng(seed)
     x, values = Value.drawn(rng, batch, in_features), {}
-    shapes = [(in_features, out_features)]
-    while len(shapes) < stages:
-        shapes.append((out_features, 3) if shapes[-1][1] == out_features and len(shapes) % 2 else (3, out_features))
-    for k, shape in enumerate(shapes):
+    shapes = [(in_features, out_features), *[(out_features, 3), (3, out_features)] * stages]
+    for k, shape in enumerate(shapes[:stages]):
         w = Value.drawn(rng, *shape)
-        out = x @ w
-        out = Value(gain * out.exact, gain * out.bound)
+        out = (x @ w).scaled(gain)
         values.update({f"x{k}": x, f"w{k}": w, f"out{k}": out})
         x = out
     return values
@@ -121,15 +125,6 @@ def conversions(source, seed=0, rows=4, columns=6, world_size=None):
             part[cut] = x[cut]
     first = [x] + [zeros] * (len(source) - 1)
     return tuple([Value.known(part) for part in blocks] for blocks in ([x], parts, padded[0], padded[1], first))
-
-
-def mesh(seed=0, batch=4, in_features=4, out_features=8):
-    """x, w, out = x @ w, partial = out.T @ x, and the two parts of that sum: one from each half of the batch."""
-    rng = np.random.default_rng(seed)
-    x, w = Value.drawn(rng, batch, in_features), Value.drawn(rng, in_features, out_features)
-    out = x @ w
-    halves = [split(x.exact.shape, 0, position, 2) for position in (0, 1)]
-    return x, w, out, out.T @ x, [out[half].T @ x[half] for half in halves]
 
 
 def relu(a):
@@ -231,16 +226,17 @@ class Optimizer:
         return w - change
 
 
-def layered(x, y, weights, gain=1.0, share=1.0):
+def layered(x, y, weights, gain=1.0, share=1.0, linear=()):
     """Forward and backward of loss = mean((relu(relu(x @ w0) @ w1 ...) - y)^2), no relu behind the last matmul.
 
     weights: by name; gain: scales the product of each matmul; share: scales the loss, such as the share of these rows
-    in a larger batch. Returns the loss, and by name the gradients of the weights and of x.
+    in a larger batch; linear: the numbers of other matmuls without a relu. Returns the loss, and by name the gradients
+    of the weights and of x.
     """
     gain, inputs, before = Value.known(gain), [x], []
-    for w in weights.values():
+    for i, w in enumerate(weights.values()):
         before.append(gain * (inputs[-1] @ w))
-        inputs.append(relu(before[-1]))
+        inputs.append(before[i] if i in linear else relu(before[i]))
     error = before[-1] - y
     loss = mean(error * error)
     back, gradients = constant(2 / error.exact.size) * error, {}
@@ -249,7 +245,7 @@ def layered(x, y, weights, gain=1.0, share=1.0):
     for i, name in reversed(list(enumerate(weights))):
         gradients[name] = gain * (inputs[i].T @ back)
         back = gain * (back @ weights[name].T)
-        if i:
+        if i and i - 1 not in linear:
             back = gate(back, before[i - 1])
     return loss, {**gradients, "x": back}
 
@@ -266,19 +262,22 @@ def trained(
     gain=1.0,
     input_gradient=False,
     shrink=1,
+    widths=None,
+    linear=(),
 ):
     """What training on one device gives, by name: x, y, w0, w1, ..., gradients, state, new weights, the losses.
 
-    shrink: a power of two, by which the weights that are drawn are divided.
+    shrink: a power of two, by which the weights that are drawn are divided; widths: of all layers, in place of the
+    sizes; linear: see `layered`.
     """
+    widths = widths or [in_features, *[hidden] * (layers - 1), out_features]
     rng = np.random.default_rng(seed)
-    x, y = Value.drawn(rng, batch, in_features), Value.drawn(rng, batch, out_features)
-    widths = [in_features, *[hidden] * (layers - 1), out_features]
-    drawn = {f"w{i}": Value.drawn(rng, widths[i], widths[i + 1]) for i in range(layers)}
+    x, y = Value.drawn(rng, batch, widths[0]), Value.drawn(rng, batch, widths[-1])
+    drawn = {f"w{i}": Value.drawn(rng, *shape) for i, shape in enumerate(zip(widths, widths[1:]))}
     weights = {name: Value.known(w.exact / shrink) for name, w in drawn.items()}
     values, losses, update, gradients = {"x": x, "y": y, **weights}, [], Optimizer(optimizer), {}
     for _ in range(steps):
-        loss, gradients = layered(x, y, weights, gain)
+        loss, gradients = layered(x, y, weights, gain, linear=linear)
         weights = update.step(weights, gradients)
         losses.append(loss)
     with_gradient = [*weights, *["x"] * input_gradient] if steps else []

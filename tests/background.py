@@ -1,14 +1,14 @@
-"""Measurements that a thread of their own makes while tests run: the ranks mostly wait, and no load changes a byte."""
+"""Measurements that a thread makes while other tests run: the ranks mostly wait, and no load changes a byte."""
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from functools import partial
 
 from harness.pool import Pool
-from harness.report import pages
+from harness.report import runs
 
 
-class Early:
-    """Calls to pools of ranks, made one after another from the moment they are given; `result` waits for one of them.
+class Background:
+    """Calls to pools of ranks, made one after another by a thread; `result` waits for one of them.
 
     calls: key -> (number of ranks, function of a pool). Those on as many ranks come together, and their pool is closed
     when they are done. What a call raises, its result raises.
@@ -32,8 +32,11 @@ class Early:
             self.repeated += self.pool.repeated
             self.pool = None
 
-    def result(self, key):
-        return self.futures[key].result()
+    def result(self, *key, seconds=1800):
+        try:
+            return self.futures[key].result(seconds)
+        except TimeoutError:
+            raise AssertionError(f"the measurement {key} was not made within {seconds} s") from None
 
     def close(self):
         """What is not begun is not made."""
@@ -42,7 +45,7 @@ class Early:
         self.thread.shutdown()
 
 
-def early_call(name, n, mode, **more):
-    """The call that measures a step of a training recipe, for `Early`."""
-    run = partial(pages.training_run, name=name, n=n, mode=mode, **more)
+def step_call(name, n, mode, **more):
+    """The call that measures a step of a training recipe."""
+    run = partial(runs.training_run, name=name, n=n, mode=mode, **more)
     return {("step", name, n, mode, *more.items()): (n, run)}

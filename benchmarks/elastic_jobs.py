@@ -1,0 +1,182 @@
+"""Jobs of elastic_training.py, on one host or on two, and what can be done to them at a random moment."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from tests.cases import ROOT
+from tests.jobs import LAUNCH, Run, free_port
+
+ELASTIC = ROOT / "recipes" / "starting" / "elastic_training.py"
+STEPS, EVERY = 60, 6
+RANKS = {1: 2, 2: 4}  # number of hosts -> of ranks
+MOMENTS = (0.03, 0.95)  # of the time that an undisturbed job takes
+WRAPPER = """import os, runpy, signal, sys
+
+
+def fault(number, frame):
+    if os.environ["FAULT"] == "raise":
+        raise RuntimeError("injected")
+    sys.exit(int(os.environ["FAULT"]))
+
+
+signal.signal(signal.SIGUSR2, fault)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def signal_process(pid, number):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False
+
+
+class Job:
+    """A job of elastic_training.py on one host or on two, from the checkpoints in a folder."""
+
+    def __init__(self, hosts, count, graph, folder, rng, fault=None, steps=STEPS, nodes=None, before=()):
+        """fault: what is to come; nodes: the hosts on which it is started; before: words before its commands."""
+        self.hosts, self.count, self.folder, self.rng = hosts, count, Path(folder), rng
+        self.each, self.hit_rank, self.hit_node = RANKS[count] // count, None, 0
+        self.checkpoints, script, variables = self.folder / "checkpoints", [ELASTIC], {}
+        if fault and fault.does:
+            (self.folder / "wrapper.py").write_text(WRAPPER)
+            script, variables = [self.folder / "wrapper.py", ELASTIC], {"FAULT": fault.does}
+        options = ["-n", self.each, "--timeout", fault.timeout if fault else 120]
+        options += ["--max-restarts", 2] * bool(fault and fault.restarts)
+        if count > 1:
+            options += ["--nnodes", count, "--master_addr", hosts.addresses[0], "--master_port", free_port()]
+        self.runs, self.lines, self.readers = {}, {}, []
+        for node in range(count) if nodes is None else nodes:
+            number = ["--node_rank", node] if count > 1 else []
+            on = [*(hosts.on(node) if count > 1 else []), *before]
+            arguments = ["--folder", self.checkpoints, "--steps", steps, "--every", EVERY, *["--graph"] * graph]
+            self.runs[node] = run = Run(*on, LAUNCH, *options, *number, *script, *arguments, **variables)
+            self.lines[node] = []  # (when, what it said)
+            for stream in (run.process.stdout, run.process.stderr):
+                self.readers.append(threading.Thread(target=self._read, args=(stream, self.lines[node]), daemon=True))
+                self.readers[-1].start()
+
+    def _read(self, stream, lines):
+        for line in stream:
+            lines.append((time.monotonic(), line.rstrip("\n")))
+
+    def said(self, node):
+        return "\n".join(line for _, line in self.lines[node])
+
+    def runs_on(self):
+        return any(run.process.poll() is None for run in self.runs.values())
+
+    def well(self):
+        """Whether all launchers ended with 0."""
+        return all(run.process.poll() == 0 for run in self.runs.values())
+
+    def last_bits(self):
+        """The checkpoint of the last step; None if there is none."""
+        path = self.checkpoints / f"step-{STEPS:08}"
+        return path.read_bytes() if path.exists() else None
+
+    def newest(self):
+        """The step of the newest checkpoint."""
+        return max((int(path.name[len("step-") :]) for path in self.checkpoints.glob("step-????????")), default=0)
+
+    def wait(self, seconds):
+        """Until all launchers have ended; False if they do not in that time."""
+        deadline = time.monotonic() + seconds
+        for run in self.runs.values():
+            try:
+                run.process.wait(max(0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return False
+            finally:
+                self.ended = time.monotonic()
+        for reader in self.readers:
+            reader.join(2)
+        return True
+
+    def left(self):
+        """How many processes are left; they are ended."""
+        left = sum(len(run.alive()) for run in self.runs.values() if not run.all_gone())
+        for run in self.runs.values():
+            run.kill()
+        return left
+
+    def ranks(self):
+        """{rank: its process} of all that run."""
+        found = {}
+        for pid in (pid for run in self.runs.values() for pid in run.ranks()):
+            with contextlib.suppress(OSError):
+                rank = re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
+                found[int(rank.group(1))] = pid
+        return found
+
+    def hit(self, number):
+        """Send a signal to any of the ranks."""
+        running = self.ranks()
+        if not running:
+            return False
+        self.hit_rank, pid = self.rng.choice(sorted(running.items()))
+        self.hit_node = self.hit_rank // self.each
+        return signal_process(pid, number)
+
+
+def at_some_moment(do):
+    def inject(job):
+        time.sleep(job.rng.uniform(*MOMENTS) * job.seconds)
+        return do(job)
+
+    return inject
+
+
+def while_it_trains(do):
+    """After any checkpoint but the last ones."""
+
+    def inject(job):
+        step = job.rng.randrange(EVERY, STEPS // 2, EVERY)
+        while job.newest() < step and job.runs_on():
+            time.sleep(0.002)
+        return do(job)
+
+    return inject
+
+
+def signal_launcher(number):
+    """As a terminal does, or a scheduler: to launch.sh, not to its ranks."""
+
+    def send(job):
+        job.hit_node = job.rng.choice(sorted(job.runs))
+        run = job.runs[job.hit_node]
+        while run.process.poll() is None and not run.ranks():  # before, bash is at work and ends by the signal itself
+            time.sleep(0.01)
+        ranks = run.ranks()
+        for pid in set(run.alive()) - set(ranks) if run.process.poll() is None else ():
+            signal_process(pid, number)
+        return run.process.poll() != 0
+
+    return send
+
+
+def kill_node(job):
+    job.hit_node = job.rng.choice(sorted(job.runs))
+    there = job.ranks()
+    for pid in job.runs[job.hit_node].alive():
+        signal_process(pid, signal.SIGKILL)
+    return bool(there)
+
+
+def pull_link(job):
+    job.hit_node = 1
+    there = job.ranks()
+    job.hosts.link(1, "down")
+    return bool(there)
+
+
+def nothing(job):
+    return True

@@ -1,0 +1,81 @@
+"""Training over a slow link: seconds of a step of three strategies on two hosts of one rank each, 80 Mbit/s apart.
+
+    .venv/bin/python benchmarks/slow_link.py [--rounds K]
+
+The hosts are network namespaces of this machine. Prints, for a small batch and a large one, what a step sends over the
+link, how long that takes at its rate, and how long a step takes, eager and in a graph: the least of K rounds.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from harness.pool import Pool  # noqa: E402
+from harness.start import recipe  # noqa: E402
+from tests.hosts import NO_HOSTS, Hosts  # noqa: E402
+
+WIDTH, HIDDEN, BATCHES, RATE = 1024, 256, (64, 512), 80_000_000
+SENDS = {  # bytes that a step sends over the link in one direction, or in one after the other
+    "train_pipeline": lambda batch: 4 * 2 * batch * HIDDEN,
+    "train_model_parallel": lambda batch: 4 * 2 * batch * WIDTH,
+    "train_data_parallel": lambda batch: 4 * 2 * WIDTH * HIDDEN,
+}
+
+
+def limit(hosts):
+    """Let each host send at RATE at most."""
+    shape = ["tbf", "rate", f"{RATE}bit", "burst", "64kb", "latency", "2s"]
+    for host in range(len(hosts.addresses)):
+        subprocess.run([*hosts.on(host), "tc", "qdisc", "add", "dev", "eth0", "root", *shape], check=True)
+
+
+def times_of_training(path, more, **arguments):
+    """On a rank: seconds that a run of one step of training takes, and one with so many more. Collective."""
+    import oneflow as flow
+
+    from harness.measure.sent import wait_for
+
+    module, times = recipe.load(path), []
+    for steps in (1, 1 + more):
+        flow.comm.barrier()
+        begin = time.monotonic()
+        wait_for(module.run(steps=steps, **arguments))
+        flow.comm.barrier()
+        times.append(time.monotonic() - begin)
+    return times
+
+
+def step(pool, rounds, name, batch, graph):
+    """Seconds of one step: what a run takes longer with so many more steps, as many as take a second or longer."""
+    more = max(2, round(RATE / 8 / SENDS[name](batch)))
+    sizes = {"batch": batch, "in_features": WIDTH, "hidden": HIDDEN, "out_features": WIDTH}
+    given = {"path": str(recipe.path_of(name)), "more": more, "graph": graph, **sizes}
+    found = [pool.call(f"{Path(__file__).resolve()}:times_of_training", **given) for _ in range(rounds)]
+    short, longer = (min(max(ranks) for ranks in times) for times in zip(*(zip(*one) for one in found)))
+    return (longer - short) / more
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    with Hosts(2) as hosts:
+        if not hosts.real:
+            sys.exit(NO_HOSTS)
+        limit(hosts)
+        with Pool(2, timeout=300, repeat=True, hosts=(hosts.addresses[0], [hosts.on(0), hosts.on(1)])) as pool:
+            print(f"{'batch':<7}{'strategy':<22}{'KB sent':>8}{'link, s':>10}{'eager, s':>10}{'graph, s':>10}")
+            for batch in BATCHES:
+                for name in sorted(SENDS, key=lambda name: SENDS[name](batch)):
+                    sent = SENDS[name](batch)
+                    times = [sent / (RATE / 8), *(step(pool, rounds, name, batch, graph) for graph in (False, True))]
+                    cells = "".join(f"{seconds:>10.3f}" for seconds in times)
+                    print(f"{batch:<7}{name:<22}{sent // 1024:>8}{cells}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

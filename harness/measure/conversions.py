@@ -1,0 +1,44 @@
+"""Measure every conversion between two SBPs, and a matmul of every pair of them: the SBP atlas is made of these."""
+
+import oneflow as flow
+
+from harness.measure.graph import FunctionGraph
+from harness.measure.sbp import NAMES, label, sbp_of
+from harness.measure.sent import sent_by
+
+
+def conversions(shape, source, target, graph):
+    """Measure to_global from each SBP on the ranks `source` to each on the ranks `target`, for a tensor of this shape.
+
+    Returns {(old SBP, new SBP): bytes that this rank sent}. Collective.
+    """
+    ranks, sent = flow.placement("cpu", target), {}
+    for old in NAMES:
+        x = flow.ones(*shape, placement=flow.placement("cpu", source), sbp=sbp_of(old))
+        for new in NAMES:
+            _, sent[old, new] = call(lambda x, new=new: x.to_global(placement=ranks, sbp=sbp_of(new)), graph, x)
+    return sent
+
+
+def signatures(x_shape, w_shape, graph):
+    """Measure matmul in each pair of SBPs, on all ranks.
+
+    Returns {(SBP of x, of w): (SBP of the product, bytes that this rank sent)}. Collective.
+    """
+    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
+    x, w = (
+        {name: flow.ones(*shape, placement=ranks, sbp=sbp_of(name)) for name in NAMES} for shape in (x_shape, w_shape)
+    )
+    return {(i, j): call(flow.matmul, graph, x[i], w[j]) for i in NAMES for j in NAMES}
+
+
+def call(function, graph, *tensors):
+    """(SBP of what a function of global tensors returns, bytes that this rank sends for it).
+
+    graph: whether the function runs in an nn.Graph. It is built first, so that only its call is measured.
+    """
+    if graph:
+        function = FunctionGraph(function)
+        function._compile(*tensors)
+    result, sent = sent_by(lambda: function(*tensors))
+    return label(result.sbp), sent

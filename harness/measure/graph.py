@@ -1,0 +1,77 @@
+"""What OneFlow made of an nn.Graph: the moves in it, and the parameters that it reads without flow._C.identity."""
+
+import numpy as np
+import oneflow as flow
+
+from harness.measure.sbp import Layout, label_of_proto
+
+ITEM_SIZES = {3: 8, 4: 1, 6: 8, 7: 1, 9: 2}  # bytes of OneFlow's data types by their numbers; all others have 4
+
+
+class FunctionGraph(flow.nn.Graph):
+    """A function of tensors as a graph."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def build(self, *tensors):
+        return self.function(*tensors)
+
+
+def boxings_of(graph):
+    """The moves in a compiled graph: each edge between two ops whose ends differ in SBP or placement, once.
+
+    A list of {"producer", "consumer": names of ops, "shape", "item": bytes of an element, "old", "new": Layout}.
+    """
+    job = graph._full_job_proto
+    signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
+    blobs = job.helper.lbn2logical_blob_desc
+    ranks = {}
+    for group in job.placement.placement_group:
+        conf = group.parallel_conf
+        members = [int(name.split(":")[0].lstrip("@")) for name in conf.device_name]
+        mesh = np.reshape(members, list(conf.hierarchy.dim) or -1).tolist()
+        ranks.update(dict.fromkeys(group.op_set.op_name, mesh))
+
+    found = {}
+    for op in job.net.op:
+        if op.WhichOneof("op_type") == "user_conf":
+            inputs = sorted(op.user_conf.input.items())  # else they come in any order
+            edges = [(f"{key}_{i}", lbn) for key, lbns in inputs for i, lbn in enumerate(lbns.s)]
+        else:
+            is_output = op.WhichOneof("op_type") == "output_conf"
+            edges = [("in", getattr(op.output_conf, "in"))] if is_output else []
+        for bn, lbn in edges:
+            producer, out = lbn.split("/")
+            before, after = signatures[producer].bn_in_op2nd_sbp, signatures[op.name].bn_in_op2nd_sbp
+            if out not in before or bn not in after:
+                continue
+            old = Layout(label_of_proto(before[out]), ranks[producer])
+            new = Layout(label_of_proto(after[bn]), ranks[op.name])
+            if old != new:
+                shape, item = tuple(blobs[lbn].shape.dim), ITEM_SIZES.get(blobs[lbn].data_type, 4)
+                edge = {"producer": producer, "consumer": op.name, "shape": shape, "item": item, "old": old, "new": new}
+                target = ("B", new.ranks) if len(new.ranks) == 1 else new  # one rank has it all, whatever the SBP
+                found.setdefault((lbn, str(target)), edge)  # OneFlow moves it once for all its consumers there
+    return list(found.values())
+
+
+def without_identity(graph):
+    """The parameters that a graph with micro-batches feeds to another op than identity.
+
+    The last micro-batch's backward may read such a parameter while the optimizer changes it: rarely, and silently.
+    """
+    job = graph._forward_job_proto  # as it is built, before OneFlow optimizes it
+    if job.job_conf.num_gradient_accumulation_steps < 2:
+        return []
+    parameters = {op.name: op.name for op in job.net.op if op.WhichOneof("op_type") == "variable_conf"}
+    found = set()
+    for op in job.net.op:
+        for lbn in (lbn for lbns in op.user_conf.input.values() for lbn in lbns.s):
+            parameter = parameters.get(lbn.split("/")[0])
+            if parameter and op.user_conf.op_type_name == "repeat":  # OneFlow's own: once for each micro-batch
+                parameters[op.name] = parameter
+            elif parameter and op.user_conf.op_type_name != "identity":
+                found.add(parameter)
+    return sorted(found)

@@ -1,0 +1,74 @@
+"""The names of SBPs, "B", "P", "S(0)", "S(1)", ..., and which block of a tensor each rank holds. Needs no OneFlow."""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+NAMES = ("B", "S(0)", "S(1)", "P")  # all that a matrix can have
+KINDS = {"B": "broadcast", "S": "split", "P": "partial_sum"}  # as OneFlow calls them
+LETTERS = {kind: letter for letter, kind in KINDS.items()}
+
+
+def split_dim(name):
+    """The dimension that an SBP splits, None for B and P."""
+    return int(name[2:-1]) if name.startswith("S") else None
+
+
+def sbp_of(name):
+    """The object of flow.sbp that has this name."""
+    import oneflow
+
+    sbp = getattr(oneflow.sbp, KINDS[name[0]])
+    return sbp(split_dim(name)) if name.startswith("S") else sbp
+
+
+def _name(kind, dim):
+    return f"S({dim})" if kind == "split" else LETTERS[kind]
+
+
+def label(sbps):
+    """The name of an object of flow.sbp; of several, one for each axis of a 2-D placement, "S(0), B"."""
+    texts = map(str, sbps if isinstance(sbps, (list, tuple)) else [sbps])  # such as "oneflow.sbp.split(dim=0)"
+    return ", ".join(_name(*re.fullmatch(r"oneflow\.sbp\.(\w+)(?:\(dim=(\d+)\))?", text).groups()) for text in texts)
+
+
+def label_of_proto(nd_sbp):
+    """The same for the protobuf message NdSbp of a compiled graph."""
+    kinds = [(one.WhichOneof("parallel_type")[: -len("_parallel")], one) for one in nd_sbp.sbp_parallel]
+    return ", ".join(_name(kind, one.split_parallel.axis) for kind, one in kinds)
+
+
+class Layout(NamedTuple):
+    """How a tensor lies on the ranks: "S(0)" on [0, 1], or on a mesh "S(0), B" on [[0, 1], [2, 3]]; "local" on []."""
+
+    sbp: str
+    ranks: list
+
+    @property
+    def axes(self):
+        return self.sbp.split(", ")
+
+    @property
+    def grid(self):
+        return np.array(self.ranks)
+
+    @property
+    def members(self):
+        return self.grid.ravel().tolist()
+
+    def block(self, shape, rank):
+        """The (start, stop) of each dimension that a rank holds; None if it is outside the placement."""
+        block = [(0, size) for size in shape]
+        if self.sbp == "local":
+            return block
+        if rank not in self.members:
+            return None
+        for sbp, n, position in zip(self.axes, self.grid.shape, np.argwhere(self.grid == rank)[0].tolist()):
+            dim = split_dim(sbp)
+            if dim is not None:  # the first ranks get one more where n does not divide the size
+                start, stop = block[dim]
+                size, larger = divmod(stop - start, n)
+                start += position * size + min(position, larger)
+                block[dim] = (start, start + size + (position < larger))
+        return block

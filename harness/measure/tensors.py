@@ -1,0 +1,48 @@
+"""A tensor as data: its layout, its shape, this rank's shard, its value."""
+
+import oneflow as flow
+
+from harness.measure.sbp import Layout, label
+
+
+def layout_of(tensor):
+    """The Layout of a tensor."""
+    return Layout(label(tensor.sbp), tensor.placement.ranks.tolist()) if tensor.is_global else Layout("local", [])
+
+
+def describe(tensor):
+    """A tensor without its content."""
+    item = tensor.element_size()  # bytes of an element
+    return {**layout_of(tensor)._asdict(), "shape": tuple(tensor.shape), "item": item, "id": id(tensor)}
+
+
+def is_whole(tensor):
+    """Whether every rank holds the whole value, so that reading it moves nothing and needs no other rank."""
+    if not tensor.is_global:
+        return True
+    return set(label(tensor.sbp).split(", ")) == {"B"} and tensor.placement.ranks.size == flow.env.get_world_size()
+
+
+def snapshot(tensor):
+    """A tensor as this rank has it: global shape, dtype, SBP, placement, its own shard and the full value in numpy.
+
+    Reading the full value is collective: every rank calls this for the same tensors in the same order.
+    """
+    shard = tensor.to_local() if tensor.is_global else tensor
+    outside = tensor.is_global and flow.env.get_rank() not in tensor.placement.ranks
+    shard = None if outside and not shard.numel() else shard.detach().numpy()
+    return {
+        **describe(tensor),
+        "dtype": str(tensor.dtype).split(".")[-1],
+        "device": (tensor.placement if tensor.is_global else tensor.device).type,
+        "shard": shard,
+        "value": shard if is_whole(tensor) else tensor.detach().numpy(),
+    }
+
+
+def tensors_in(values):
+    """All tensors in nested lists, tuples and dicts."""
+    if isinstance(values, flow.Tensor):
+        return [values]
+    inner = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
+    return [tensor for value in inner for tensor in tensors_in(value)]

@@ -1,0 +1,70 @@
+"""What a training recipe costs on this rank: the bytes that a step sends, the memory that it keeps, and its peak."""
+
+import oneflow as flow
+
+from harness.measure.observe import replaced
+from harness.measure.sent import quiet_wchar, sent_by, wait_for
+from harness.start import recipe
+
+
+def per_step(path, **arguments):
+    """{"sent": bytes that this rank sends in a step, "weights": bytes of all weights on all ranks together, "kept": see
+    `kept_between_steps`, "graph": whether it runs in one}. Collective.
+
+    In a graph of 3 steps the bytes from the end of the first call to the end of the last are those of 2. In eager mode
+    nothing marks the end of a step: there it is the difference between a run of 3 steps and one of 1.
+    """
+    module = recipe.load(path)
+    at_end, call = {}, flow.nn.Graph.__call__  # the bytes sent so far at the end of each call of a graph
+
+    def counting_call(graph, *inputs, **named):
+        result = call(graph, *inputs, **named)
+        wait_for(result)
+        at_end.setdefault(graph, []).append(quiet_wchar())
+        return result
+
+    def run(steps):
+        return sent_by(lambda: module.run(steps=steps, **arguments))
+
+    with replaced({(flow.nn.Graph, "__call__"): counting_call}):
+        tensors, sent = run(3)
+        two_steps = sum(sent[-1] - sent[0] for sent in at_end.values()) if at_end else sent - run(1)[1]
+    weights = sum(one.numel() * one.element_size() for name, one in tensors.items() if name.startswith("new "))
+    return {"sent": two_steps / 2, "weights": weights, "kept": kept_between_steps(tensors), "graph": bool(at_end)}
+
+
+def kept_between_steps(tensors):
+    """The bytes of this rank's shards of what a recipe returned: {"weights": those after the last step, "gradients",
+    "state": of the optimizer}."""
+    sizes = dict.fromkeys(("weights", "gradients", "state"), 0)
+    for name, tensor in tensors.items():
+        first, _, rest = name.partition(" ")
+        if first == "new" or (rest and f"new {first}" in tensors):
+            shard = tensor.to_local() if tensor.is_global else tensor
+            kind = "weights" if first == "new" else "gradients" if rest.endswith("grad") else "state"
+            sizes[kind] += shard.numel() * shard.element_size()
+    return sizes
+
+
+def memory(path, **arguments):
+    """Run the training recipe at `path`; returns `kept_between_steps` and this rank's "peak" in bytes. Collective.
+
+    The peak is how far the resident memory rises during the run: inputs, weights before and after, what is kept, and
+    what a step needs on top. OneFlow gives no memory back to the system, so only the first run in a process counts.
+    """
+    module = recipe.load(path)
+    flow.comm.barrier()
+    before = memory_size("VmRSS")
+    with open("/proc/self/clear_refs", "w") as references:
+        references.write("5")  # VmHWM starts again from VmRSS
+    tensors = module.run(**arguments)
+    flow._oneflow_internal.eager.Sync()
+    peak = memory_size("VmHWM") - before
+    flow.comm.barrier()
+    return {**kept_between_steps(tensors), "peak": peak}
+
+
+def memory_size(field):
+    """Bytes from /proc/self/status: "VmRSS", the resident memory, or "VmHWM", the highest it has been."""
+    with open("/proc/self/status") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

@@ -1,0 +1,58 @@
+"""Run the recipes on pools of ranks: all that a run does, for the pictures, and what a training step costs."""
+
+from harness.report.atlas import MODES
+from harness.start.recipe import HARNESS, all_paths, entry, path_of, world_sizes
+
+MEASURE_SCRIPT = f"{HARNESS / 'measure' / 'script.py'}:measure_script"
+PER_STEP = f"{HARNESS / 'measure' / 'training.py'}:per_step"
+# The sizes at which runs and steps are measured.
+SIZES = dict(batch=480, in_features=720, hidden=960, out_features=1080, rows=480, columns=1080, steps=1)
+TRAINING_SIZES = dict(batch=384, in_features=384, hidden=768, out_features=384)
+TRAINED_ON = (2, 4)  # ranks
+OTHER_SIZES = {
+    "auto_parallel": {"batch": 96},  # at more it chooses otherwise
+    "elastic_training": {"every": 4},  # no checkpoint in 3 steps: what goes to disk would count as sent
+}
+SAVING = ("checkpoint", "elastic_training")  # they save between steps, so no step is like the others
+
+
+def modes(path):
+    """The modes of a recipe: eager and graph, or only the one that it has."""
+    return MODES if "graph" in entry(path) else ("only",)
+
+
+def measured_modes(path):
+    """The modes that its picture and the atlas need: one, if it trains."""
+    return modes(path)[:1] if "steps" in entry(path) else modes(path)
+
+
+def with_mode(keywords, mode):
+    return keywords if mode == "only" else {**keywords, "graph": mode == "graph"}
+
+
+def recipe_run(pool, path, mode):
+    """What measure_script says of one recipe, by rank."""
+    keywords = {name: SIZES[name] for name in entry(path) if name in SIZES}
+    if path.stem == "matmul_signatures":
+        keywords = dict.fromkeys(keywords, SIZES["in_features"])  # x and w of one size
+    return pool.call(MEASURE_SCRIPT, path=str(path), keywords=with_mode(keywords, mode))
+
+
+def training_runs():
+    """(name, number of ranks, mode) of every run of a recipe that trains these two layers."""
+    for path in all_paths():
+        if {"steps", "hidden"} <= set(entry(path)):
+            for n in (n for n in TRAINED_ON if n in world_sizes(path)):
+                yield from ((path.stem, n, mode) for mode in modes(path))
+
+
+def training_sizes(name):
+    """The sizes at which a step of a recipe is measured: those of its parameters that it has."""
+    sizes = {**TRAINING_SIZES, **OTHER_SIZES.get(name, {})}
+    return {option: size for option, size in sizes.items() if option in entry(path_of(name))}
+
+
+def training_run(pool, name, n, mode, **keywords):
+    """What per_step says of one training recipe on a pool of n ranks, by rank."""
+    keywords = with_mode({**training_sizes(name), **keywords}, mode)
+    return pool.call(PER_STEP, path=str(path_of(name)), **keywords)

@@ -1,0 +1,60 @@
+"""What each recipe must do, as data: a file for each chapter. Tests and benchmarks share it.
+
+`reference.py` has the values in plain numpy, `ladder.py` what is asserted of a run.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+
+from harness.start.recipe import RECIPES, entry, path_of, world_sizes
+from tests.cases import byhand, data, forward, memory, starting, state, training  # noqa: F401
+from tests.cases.case import CASES, GRAPH_ONLY, SIZES
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
+ONE_LAYER = [name for name in CASES if path_of(name).parent in (RECIPES, RECIPES / "layouts")]
+TRAINED = [name for name in CASES if "steps" in entry(path_of(name))]
+
+
+@lru_cache(maxsize=None)
+def proven_on(name):
+    """The world sizes at which a recipe is proven, in the order of its WORLD_SIZES: first its own choice."""
+    return [n for n in world_sizes(path_of(name)) if n in PROVEN]
+
+
+@lru_cache(maxsize=None)
+def modes(name):
+    """Whether a recipe runs in a graph: (False, True) if it has an option for it, else the one mode that it has."""
+    if "graph" in entry(path_of(name)):
+        return (False, True)
+    return (name in GRAPH_ONLY,)
+
+
+def sizes_of(name, n):
+    """name -> arguments: those with which a recipe is proven on n ranks."""
+    sizes = SIZES[name](n)
+    if name in ONE_LAYER or name == "loss_placement" or n == proven_on(name)[0]:
+        return sizes
+    which = list(sizes)[:2][-1]  # elsewhere the uneven ones
+    return {which: sizes[which]}
+
+
+def runs():
+    """Every (recipe, world size, graph or not, name of the sizes) that must hold."""
+    for name in CASES:
+        for n in proven_on(name):
+            for graph in modes(name):
+                for sizes in sizes_of(name, n):
+                    yield name, n, graph, sizes
+
+
+def is_default(run):
+    """Whether a run is in the default suite: on the first world size the even and the uneven sizes, then the uneven."""
+    name, n, _, which = run
+    even, *uneven = list(SIZES[name](n))[:2]
+    return which in ([even, *uneven] if n == proven_on(name)[0] else uneven or [even])
+
+
+def run_id(run):
+    name, n, graph, sizes = run
+    return f"{name}-{n}-{'graph' if graph else 'eager'}-{sizes}"

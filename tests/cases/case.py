@@ -1,0 +1,70 @@
+"""The form in which a chapter says what a recipe must do, and what its rows share."""
+
+from dataclasses import dataclass, field
+
+UNEVEN = {"batch": 7, "in_features": 6, "out_features": 9, "seed": 1}
+CASES, SIZES, GRAPH_ONLY = {}, {}, set()  # by the name of the recipe; filled by `case_of_recipe`
+
+
+@dataclass
+class Case:
+    """What one recipe must do on one world size, in one mode, with given arguments."""
+
+    # name -> (SBP, ranks), in the order in which the recipe returns the tensors
+    layout: dict
+    # name -> Value
+    values: dict
+    # (x, w, out) in order, each a name or (SBP, ranks, shape)
+    matmuls: list = field(default_factory=list)
+    # (SBP, ranks) before and after each to_global in order, and its grad_sbp
+    moves: list = field(default_factory=list)
+    # name -> what each rank has of a P (without it the sum is checked), a local tensor, or a B that differs by rank
+    parts: dict = field(default_factory=dict)
+    # (number, ranks) that the graph sets
+    stages: list = field(default_factory=list)
+    graph_calls: int = 1
+    # tensors behind an all-reduce: eager and graph mode need not add in the same order
+    summed: tuple = ()
+    # elements that each rank sends in one step of training, by the formula
+    sends: list = None
+
+    def claims(self, seen):
+        """What else must be true of the tensors of each rank: words -> whether it is so."""
+        return {}
+
+
+def case_of_recipe(sizes=None, graph_only=False):
+    """Register a function (n, graph, **arguments of the recipe's run) -> Case as the case of the recipe of its name.
+
+    sizes: name -> the arguments with which the recipe runs, besides its defaults ("even"), or a function of n to them;
+    the first one is used on every world size. graph_only: whether the recipe has no eager mode.
+    """
+
+    def register(function):
+        name, other = function.__name__, {"uneven": UNEVEN} if sizes is None else sizes
+        CASES[name] = function
+        SIZES[name] = lambda n: {"even": {}, **(other(n) if callable(other) else other)}
+        GRAPH_ONLY.update([name] * graph_only)
+        return function
+
+    return register
+
+
+def layout_by_word(values, where, otherwise=None):
+    """name -> layout: "new w0" is where "w0" is; what has no word in `where` is where `otherwise` says."""
+    return {name: next((where[word] for word in name.split() if word in where), otherwise) for name in values}
+
+
+def in_steps(graph, steps, forward, after=(), passes=1):
+    """The matmuls or moves of some steps of training: `passes` times `forward`, then `after`. A graph is built once."""
+    if graph:
+        return [*forward, *after * steps]
+    return [*forward * passes, *after] * steps
+
+
+def through_stages(graph, moves):
+    """In a graph set_stage moves a stage's input to the stage's ranks, and then comes the module's own to_global."""
+    if not graph:
+        return moves
+    between = [((sbp, ranks), (sbp, there), (new, there)) for (sbp, ranks), (new, there) in moves]
+    return [pair for one, two, three in between for pair in ((one, two), (two, three))]

@@ -1,0 +1,179 @@
+"""The chapter of single layers: what each recipe must show of one forward pass."""
+
+import numpy as np
+
+from harness.measure.sbp import NAMES as SBPS
+from tests.cases import reference
+from tests.cases.case import Case, case_of_recipe, through_stages
+from tests.cases.reference import Value
+
+UNEVEN_TENSOR = {"rows": 7, "columns": 9, "seed": 1}
+
+
+@case_of_recipe()
+def single_device(n, graph=False, **sizes):
+    layout = {name: ("local", []) for name in ("x", "w", "out")}
+    return Case(layout, reference.one_layer(**sizes), [("x", "w", "out")])
+
+
+@case_of_recipe()
+def data_parallel(n, graph=False, **sizes):
+    ranks = list(range(n))
+    layout = {"x": ("S(0)", ranks), "w": ("B", ranks), "out": ("S(0)", ranks)}
+    return Case(layout, reference.one_layer(**sizes), [("x", "w", "out")])
+
+
+@case_of_recipe()
+def model_parallel(n, graph=False, **sizes):
+    ranks = list(range(n))
+    layout = {"x": ("B", ranks), "w": ("S(1)", ranks), "out": ("S(1)", ranks)}
+    return Case(layout, reference.one_layer(**sizes), [("x", "w", "out")])
+
+
+@case_of_recipe()
+def row_parallel(n, graph=False, gain=1.0, **sizes):
+    ranks = list(range(n))
+    layout = {"x": ("S(1)", ranks), "w": ("S(0)", ranks), "partial": ("P", ranks), "out": ("B", ranks)}
+    values = reference.one_layer(gain=gain, **sizes)
+    return Case(
+        layout,
+        {**values, "partial": values["out"]},
+        [("x", "w", "partial")],
+        moves=[(("P", ranks), ("B", ranks))],
+        parts={"partial": reference.products_of_columns(values["x"], values["w"], n, gain)},
+        summed=("out",),
+    )
+
+
+@case_of_recipe()
+def pipeline_parallel(n, graph=False, **sizes):
+    layers = reference.layers(n, **sizes)
+    layout = {"x": ("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)}, "out": ("B", [n - 1])}
+    operands = {name: ("B", [int(name[-1])], value.exact.shape) for name, value in layers.items()}
+    return Case(
+        layout,
+        {**layers, "x": layers["x0"], "out": layers[f"out{n - 1}"]},
+        [(operands[f"x{k}"], f"w{k}", operands[f"out{k}"]) for k in range(n)],
+        through_stages(graph, [(("B", [max(k - 1, 0)]), ("B", [k])) for k in range(n)]),
+        stages=[(k, [k]) for k in range(n)],
+    )
+
+
+@case_of_recipe()
+def hybrid_parallel(n, graph=False, **sizes):
+    layout = {"x0": ("S(0)", [0, 1]), "w0": ("B", [0, 1]), "out0": ("S(0)", [0, 1])}
+    layout.update({"x1": ("B", [2, 3]), "w1": ("S(1)", [2, 3]), "out1": ("S(1)", [2, 3])})
+    return Case(
+        layout,
+        reference.layers(2, **sizes),
+        [("x0", "w0", "out0"), ("x1", "w1", "out1")],
+        through_stages(graph, [(("S(0)", [0, 1]), ("S(0)", [0, 1])), (("S(0)", [0, 1]), ("B", [2, 3]))]),
+        stages=[(0, [0, 1]), (1, [2, 3])],
+    )
+
+
+@case_of_recipe({"uneven": UNEVEN_TENSOR})
+def sbp_conversions(n, graph=False, **sizes):
+    ranks = list(range(n))
+    case = cross_placement(n, source=ranks, target=ranks, **sizes)
+    _, parts, rows, columns, first = reference.conversions(ranks, world_size=n, **sizes)
+    case.parts.update({"P -> P": parts, "B -> P": first})
+    case.parts.update({"S(0) -> P": first if graph else rows, "S(1) -> P": first if graph else columns})
+    return case
+
+
+def placements(n):
+    """Besides the two halves."""
+    others = {
+        2: {"growing": ([0], [0, 1]), "shrinking": ([0, 1], [0])},
+        3: {"overlapping": ([0, 1], [1, 2]), "two to one": ([0, 1], [2])},
+        4: {
+            "growing": ([0, 1], [0, 1, 2, 3]),
+            "shrinking": ([0, 1, 2, 3], [0, 1]),
+            "overlapping": ([0, 1, 2], [1, 2, 3]),
+        },
+    }
+    pairs = {which: {"source": source, "target": target} for which, (source, target) in others[n].items()}
+    return {"uneven": UNEVEN_TENSOR, **pairs}
+
+
+@case_of_recipe(placements)
+def cross_placement(n, graph=False, source=(), target=(), **sizes):
+    source, target = list(source or range(n // 2)), list(target or range(n // 2, n))
+    [x], parts, *_ = reference.conversions(source, world_size=n, **sizes)
+    pairs = [(old, new) for old in SBPS for new in SBPS]
+    layout = {sbp: (sbp, source) for sbp in SBPS}
+    layout.update({f"{old} -> {new}": (new, target) for old, new in pairs})
+    moves = [(("local", []), ("P", source))] + [((old, source), (new, target)) for old, new in pairs]
+    return Case(layout, dict.fromkeys(layout, x), moves=moves, parts={"P": parts})
+
+
+# x, w -> out in equal sizes, and where x is three times larger or w: what OneFlow moves depends on it.
+SIGNATURES = {
+    "equal": [["B", "S(1)", "S(1)", "P"], ["S(0)"] * 4, ["S(0)", "P", "S(1)", "P"], ["P", "P", "S(1)", "P"]],
+    "large x": [["B", "S(1)", "S(1)", "P"], ["S(0)"] * 4, ["S(0)", "P", "P", "P"], ["P", "P", "P", "P"]],
+    "large w": [["B", "S(1)", "S(1)", "P"], *[["S(0)", "P", "S(1)", "P"]] * 2, ["P", "P", "S(1)", "P"]],
+}
+
+
+def signature_sizes(n):
+    larger = {"large x": {"batch": 36}, "large w": {"out_features": 36}}
+    return {"uneven": {"batch": 7, "in_features": 7, "out_features": 7, "seed": 1}, **(larger if n == 2 else {})}
+
+
+@case_of_recipe(signature_sizes)
+def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_features=4, gain=1.0):
+    ranks, pairs = list(range(n)), [(x, w) for x in SBPS for w in SBPS]
+    values = reference.one_layer(seed, batch, in_features, out_features, gain)
+    which = "large x" if batch > out_features else "large w" if batch < out_features else "equal"
+    layout = {f"{name} {sbp}": (sbp, ranks) for name in "xw" for sbp in SBPS}
+    signatures = dict(zip(pairs, sum(SIGNATURES[which], [])))
+    layout.update({f"{x} @ {w}": (out, ranks) for (x, w), out in signatures.items()})
+    return Case(
+        layout,
+        {name: values["out" if "@" in name else name[0]] for name in layout},
+        [(f"x {x}", f"w {w}", f"{x} @ {w}") for x, w in pairs],
+        parts={f"{name} P": [values[name]] + [Value.known(0 * values[name].exact)] * (n - 1) for name in "xw"},
+        summed=tuple(f"{x} @ {w}" for x, w in pairs if "P" in (x, w, signatures[x, w])),
+    )
+
+
+@case_of_recipe({"other": {"batch": 8, "in_features": 12, "out_features": 20, "seed": 1}})
+def two_d_sbp(n, graph=False, gain=1.0, **sizes):
+    mesh = [[0, 1], [2, 3]]
+    values = reference.one_layer(gain=gain, **{"in_features": 4, **sizes})
+    x, out = values["x"], values["out"]
+    halves = [reference.split(x.exact.shape, 0, position, 2)[0] for position in (0, 1)]
+    parts = [(out[half].T @ x[half]).scaled(gain) for half in halves]
+    partial = (out.T @ x).scaled(gain)
+    layout = {"x": "S(0), B", "w": "B, S(1)", "out": "S(0), S(1)", "partial": "P, S(0)", "gathered": "S(0), B"}
+    layout.update({"reduced": "B, S(0)", "scattered": "S(1), S(0)", "swapped": "S(0), B"})
+    moved = {"gathered": "out", "reduced": "partial", "scattered": "partial"}
+    return Case(
+        {name: (sbp, mesh) for name, sbp in layout.items()},
+        {**values, "partial": partial, "gathered": out, "reduced": partial, "scattered": partial, "swapped": x},
+        [("x", "w", "out"), (("S(1), S(0)", mesh, out.exact.shape[::-1]), "x", "partial")],
+        [((layout[old], mesh), (layout[new], mesh)) for new, old in moved.items()],
+        {"partial": parts},
+        summed=("reduced", "scattered"),
+    )
+
+
+@case_of_recipe({"uneven": UNEVEN_TENSOR})
+def global_and_local(n, graph=False, seed=0, rows=4, columns=3):
+    ranks = list(range(n))
+    mine = np.arange(n * rows * columns, dtype=np.float64).reshape(n, rows, columns)
+    sbps = {"rows": "S(0)", "columns": "S(1)", "total": "P", "first": "B", "sliced": "S(0)"}
+    sbps.update({"noise": "B", "blocks": "S(0)"})
+    layout = {"mine": ("local", []), **{name: (sbp, ranks) for name, sbp in sbps.items()}}
+    values = {"rows": np.concatenate(mine), "columns": np.concatenate(mine, axis=1), "total": mine.sum(axis=0)}
+    values.update({"read": values["total"], **dict.fromkeys(("mine", "first", "sliced", "block"), mine[0])})
+    values = {name: Value.known(exact) for name, exact in values.items()}
+    made = [(("local", []), (sbps[name], ranks)) for name in ("rows", "columns", "total", "first")]
+    read = [(("P", ranks), ("P", ranks)), (("P", ranks), ("B", ranks))]  # numpy()
+    return Case(
+        {**layout, "block": ("local", []), "read": ("local", [])},
+        {**values, **dict.fromkeys(("noise", "blocks"), Value.unknown(rows, columns))},
+        moves=[*made, (("B", ranks), ("S(0)", ranks)), *read],
+        parts=dict.fromkeys(("mine", "block", "total"), [Value.known(own) for own in mine]),
+    )

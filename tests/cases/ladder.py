@@ -1,0 +1,133 @@
+"""The proof ladder: what is asserted of one run of a recipe on all its ranks, each rung against numpy."""
+
+import numpy as np
+
+from tests.cases import CASES, ROOT, TRAINED, modes, proven_on, reference, sizes_of
+from tests.cases.reference import Value
+
+OBSERVE = f"{ROOT / 'harness' / 'measure' / 'observe.py'}:observe"
+MAX_RELATIVE_BOUND = 0.03  # of the largest number of a tensor: a tolerance that is wider proves nothing
+SCALE = 2.0  # of each matmul; a power of two rounds nothing
+
+
+class Checks:
+    """Assertions that count themselves, so that the suite can say how many it made."""
+
+    count = 0
+    runs, recipes = 0, set()  # of the ladder
+
+    @classmethod
+    def that(cls, holds, *what):
+        cls.count += 1
+        if not holds:
+            raise AssertionError(" ".join(str(part) for part in what))
+
+    @classmethod
+    def equal(cls, found, wanted, *what):
+        cls.that(found == wanted, *what, "is", found, "and must be", wanted)
+
+
+def shard_of(value, sbp, ranks, rank, parts):
+    """The Value of the shard that a rank must hold; None outside the placement, and where only the sum is known.
+
+    sbp: one SBP for each axis of the placement `ranks`; parts: what each position along the axis of a P holds.
+    """
+    if sbp == "local":
+        return parts[rank] if parts else value
+    where = np.argwhere(np.array(ranks) == rank)
+    if not len(where):
+        return None
+    for one, position in zip(sbp.split(", "), where[0]):
+        if one == "P" or (one == "B" and parts):
+            value = parts and parts[position]
+    for one, position, n in zip(sbp.split(", "), where[0], np.shape(ranks)):
+        if one.startswith("S"):
+            value = value[reference.split(value.exact.shape, int(one[2:-1]), position, n)]
+    return value
+
+
+def assert_close(found, wanted, *what):
+    """Within the rounding that float32 is allowed: nothing at all for inputs."""
+    Checks.equal(found.shape, wanted.exact.shape, *what, "shape")
+    excess = np.abs(found.astype(np.float64) - wanted.exact) - wanted.bound
+    Checks.that((excess <= 0).all(), *what, "differs from numpy by", excess.max(), "more than rounding allows")
+
+
+def prove(pool, path, name, graph, sizes, **facts):
+    """Run the recipe at `path` in a pool and check it against the case `name`; AssertionError or PoolError if it fails.
+
+    sizes: a name of `sizes_of`; facts: what else the case must know, such as the number of nodes.
+    """
+    Checks.runs += 1
+    Checks.recipes.add(name)
+    n = pool.world_size
+    arguments = sizes_of(name, n)[sizes]
+    case = CASES[name](n, graph, **arguments, **facts)
+    mode = {"graph": graph} if len(modes(name)) == 2 else {}
+    seen = pool.call(OBSERVE, path=str(path), **mode, **arguments)
+    check_tensors(case, seen)
+    check_operations(case, graph, seen)
+    if case.matmuls and (n, sizes) == (
+        proven_on(name)[0],
+        "even",
+    ):  # which tensors depend on a matmul does not depend on sizes
+        if name in TRAINED:  # one, as rounding grows with the scale in each
+            arguments = {**arguments, "steps": 1}
+        scaled = pool.call(OBSERVE, path=str(path), gain=SCALE, **mode, **arguments)
+        check_tensors(CASES[name](n, graph, gain=SCALE, **arguments), scaled)
+    return seen
+
+
+def check_tensors(case, seen):
+    """Names, shapes, dtypes, SBP, placements, shards and values on every rank, and the claims of the case."""
+    for rank, result in enumerate(seen):
+        Checks.equal(list(result["tensors"]), list(case.layout), f"rank {rank}: names of the tensors")
+        for tensor, (sbp, ranks) in case.layout.items():
+            found, what = result["tensors"][tensor], (f"rank {rank}: {tensor}:",)
+            wanted, parts = case.values[tensor], case.parts.get(tensor)
+            if sbp == "local" and parts:
+                wanted = parts[rank]
+            Checks.equal(found["shape"], wanted.exact.shape, *what, "global shape")
+            Checks.equal(found["dtype"], wanted.dtype, *what, "dtype")
+            Checks.equal(found["sbp"], sbp, *what, "SBP")
+            Checks.equal((found["device"], found["ranks"]), ("cpu", ranks), *what, "placement")
+            if np.isnan(wanted.exact).all():  # drawn by OneFlow: the ranks must agree, but each may have its own local
+                wanted = Value.known((result if sbp == "local" else seen[0])["tensors"][tensor]["value"], wanted.dtype)
+            narrow = wanted.bound <= MAX_RELATIVE_BOUND * np.abs(wanted.exact).max(initial=0)
+            Checks.that(narrow.all(), *what, "bound too wide")
+            shard = shard_of(wanted, sbp, ranks, rank, parts)
+            holds = sbp == "local" or rank in np.array(ranks)
+            Checks.equal(found["shard"] is not None, holds, *what, "holds something")
+            if shard is not None:
+                Checks.equal(found["shard"].dtype, np.dtype(wanted.dtype), *what, "dtype of the shard")
+                assert_close(found["shard"], shard, *what, "shard")
+            elif found["shard"] is not None:
+                own = [one["tensors"][tensor]["shard"].astype(np.float64) for one in seen[min(ranks) : max(ranks) + 1]]
+                assert_close(sum(own), Value(wanted.exact, len(ranks) * wanted.bound), *what, "sum of the shards")
+            differs = sbp == "local" or (sbp == "B" and parts)
+            assert_close(found["value"], shard if differs else wanted, *what, "value")
+    for words, holds in case.claims([result["tensors"] for result in seen]).items():
+        Checks.that(holds, words)
+
+
+def check_operations(case, graph, seen):
+    """The ranks multiplied and moved what they should: a layer fed by a replicated input gives the right value too."""
+    for rank, result in enumerate(seen):
+        shapes = [[operand(case, name, rank) for name in names] for names in case.matmuls]
+        Checks.equal(result["matmuls"], shapes, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
+        Checks.equal(result["lazy"], [graph] * len(shapes), f"rank {rank}: matmuls run inside a graph")
+        moves = [list(move) for move in case.moves]
+        Checks.equal(result["moves"], moves, f"rank {rank}: moves (SBP, ranks before and after)")
+        Checks.equal(len(result["calls"]), case.graph_calls * graph, f"rank {rank}: number of calls of a graph")
+        Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")
+        Checks.equal(
+            result["without_identity"], [], f"rank {rank}: parameters that micro-batches read without identity"
+        )
+
+
+def operand(case, name, rank):
+    """SBP, ranks and shape of a matmul's operand on a rank; a local one may have a shape for each rank."""
+    if isinstance(name, str):
+        return (*case.layout[name], case.values[name].exact.shape)
+    sbp, ranks, shape = name
+    return (sbp, ranks, shape[rank] if isinstance(shape, list) else shape)

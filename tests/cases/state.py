@@ -1,0 +1,173 @@
+"""The chapter of state: checkpoints, and where loss, outputs and weights are while they pass from rank to rank."""
+
+import numpy as np
+
+from tests.cases import reference
+from tests.cases.case import Case, case_of_recipe, in_steps, layout_by_word
+from tests.cases.training import UNEVEN, reduced, two_matmuls, weights_of
+
+WEIGHTS = {"whole": "B", "rows": "S(0)", "columns": "S(1)"}
+
+
+UNEVEN_LAYER = {"batch": 7, "in_features": 6, "out_features": 5, "steps": 1, "seed": 1}
+
+
+@case_of_recipe({"uneven": UNEVEN_LAYER, "columns": {"weights": "columns"}, "whole": {"weights": "whole"}})
+def checkpoint(n, graph=False, steps=2, weights="rows", batch=64, in_features=64, out_features=64, gain=1.0, seed=0):
+    """Saved after `steps` steps with a whole weight on half of the ranks, loaded on all in another SBP, trained on."""
+    ranks, half, sbp = list(range(n)), list(range(max(1, n // 2))), WEIGHTS[weights]
+    sizes = {"batch": batch, "in_features": in_features, "out_features": out_features, "seed": seed, "gain": gain}
+    saved, end = (reference.trained("momentum", steps=k * steps, layers=1, **sizes) for k in (1, 2))
+    values = {"x": end["x"], "y": end["y"], "w": end["w0"]}
+    layout = {"x": ("S(0)", ranks), "y": ("S(0)", ranks), "w": ("B", ranks)}
+    for name, run, of, where in (
+        ("saved w", saved, "new w0", ("B", half)),
+        ("saved momentum", saved, "w0 momentum_buf", ("B", half)),
+        ("loaded w", saved, "new w0", ("B", [0])),
+        ("new w", end, "new w0", (sbp, ranks)),
+        ("new momentum", end, "w0 momentum_buf", (sbp, ranks)),
+        ("losses", end, "losses", ("B", ranks)),
+    ):
+        values[name], layout[name] = run[of], where
+    shapes = {"S(0)": (batch, in_features), "B": (in_features, out_features)}
+    products = [
+        (*((sbp, where, shape) for sbp, shape in shapes.items()), ("S(0)", where, (batch, out_features)))
+        for where in (half, ranks)
+    ]
+    sends = [reduced(len(here), in_features * out_features) for here in (half, ranks)]
+    return Case(
+        layout,
+        values,
+        [product for product in products for _ in range(1 if graph else steps)],
+        moves_of_checkpoint(ranks, half, sbp, steps, graph),
+        graph_calls=2 * steps,
+        summed=tuple(values),
+        sends=[sends[0] * (rank in half) + sends[1] for rank in ranks],  # a step of each of the two models
+    )
+
+
+def moves_of_checkpoint(ranks, half, sbp, steps, graph):
+    """All moves of two models, first on half of the ranks, as OneFlow's own save and load make them too."""
+
+    def training(layout):
+        return [(layout, ("B", layout[1]))] * (1 if graph else steps)
+
+    def saving(layout):
+        tensors = [layout] * 2 + [("B", [0])] * graph  # a graph also keeps the number of the step, on rank 0
+        return [move for one in tensors for move in ((one, one), (one, ("B", [0])))]
+
+    here, there = ("B", [0]), (sbp, ranks)
+    loading = [(("local", []), here)] * (3 if graph else 2)
+    loading += [(here, here), (here, there)] * (here != there)  # copy_ has nothing to move where both are the same
+    loading += [] if graph else [(here, here), (here, there), (there, there)]
+    first = [(("S(0)", ranks), ("S(0)", half))] * 2 + [(("B", ranks), ("B", half))]
+    first += training(("B", half)) + saving(("B", half))
+    return first + [(("B", ranks), there)] + loading + training(there) + saving(there)
+
+
+LOSSES = {"each": {"loss": "each"}, "uneven each": {"loss": "each", **UNEVEN}}
+LOSSES.update({"other": {"loss": "other"}, "uneven other": {"loss": "other", **UNEVEN}})
+
+
+@case_of_recipe({"uneven": UNEVEN, **LOSSES})
+def loss_placement(n, graph=False, steps=3, loss="first", gain=1.0, **sizes):
+    """The loss on all ranks, on rank 0, or on the last rank, which then is no worker."""
+    ranks = list(range(n - (loss == "other")))
+    rows, there = ("S(0)", ranks), {"each": ("S(0)", ranks), "first": ("B", [0]), "other": ("B", [n - 1])}[loss]
+    values = reference.trained("sgd", steps=steps, gain=gain, **sizes)
+    before = values  # the weights of the last step
+    if steps > 1:
+        earlier = reference.trained("sgd", steps=steps - 1, gain=gain, **sizes)
+        before = {w: earlier[f"new {w}"] for w in ("w0", "w1")}
+    scale = reference.Value.known(gain)
+    out = scale * (reference.relu(scale * (values["x"] @ before["w0"])) @ before["w1"])
+    names = ("x", "y", "w0", "w1", "out", "out at the loss", "w0 grad", "w1 grad", "new w0", "new w1", "losses")
+    where = {"x": rows, "y": there, "at": there, "out": rows, "grad": (("P" if graph else "B"), ranks)}
+    layout = {**layout_by_word(names, where, ("B", ranks)), "out at the loss": there, "losses": ("B", there[1])}
+    share, gathered = out.exact.size / len(ranks), (n - 1) / n * out.exact.size
+    outputs = {  # outputs and their gradients that each rank sends
+        "each": [0] * n,
+        "first": [gathered] + [share] * (n - 1) if graph else [2 * gathered] * n,
+        "other": [share] * (n - 1) + [out.exact.size],
+    }[loss]
+    weights = reduced(len(ranks), weights_of(values))
+    return Case(
+        layout,
+        {**values, "out": out, "out at the loss": out},
+        in_steps(graph, steps, two_matmuls(values, ranks)),
+        in_steps(graph, steps, [(rows, there, "S(0)")], [(("P", ranks) if loss == "each" else there, ("B", there[1]))]),
+        graph_calls=steps,
+        summed=tuple(layout),
+        sends=[sent + weights * (rank in ranks) for rank, sent in enumerate(outputs)],
+    )
+
+
+def letters_of_a_text(batch):
+    """Numbers of letters (0: blank) of a pangram that is repeated, and of those that follow."""
+    text = "the quick brown fox jumps over the lazy dog "
+    text = [ord(letter) - ord("a") + 1 if letter != " " else 0 for letter in text]
+    return np.array([[text[(k + after) % len(text)] for k in range(batch)] for after in (0, 1)])
+
+
+def guessed_letters(steps, seed, batch, hidden, gain):
+    """out = table[x] @ w against one-hot y, trained with SGD on one device; the weights in use in the last step too."""
+    rng, known = np.random.default_rng(seed), reference.Value.known
+    x, following = letters_of_a_text(batch)
+    weights = {"table": reference.Value.drawn(rng, 27, hidden), "w": reference.Value.drawn(rng, hidden, 27)}
+    values, losses, update = {"x": known(x, "int32"), "y": known(np.eye(27)[following])}, [], reference.Optimizer("sgd")
+    values.update(weights)
+    rows = known(np.eye(27)[x])  # table[x] is rows @ table, and what comes back to the table is rows.T @ gradient
+    for _ in range(steps):
+        values.update({"replicated table": weights["table"], "replicated w": weights["w"]})
+        embedded = weights["table"][x]
+        out = known(gain) * (embedded @ weights["w"])
+        error = out - values["y"]
+        losses.append(reference.mean(error * error))
+        error = reference.constant(2 / error.exact.size) * error
+        table_grad = rows.T @ (known(gain) * (error @ weights["w"].T))
+        gradients = {"table": table_grad, "w": known(gain) * (embedded.T @ error)}
+        weights = update.step(weights, gradients)
+    values.update({"scattered x": values["x"], "out": out, "gathered out": out})
+    values.update({f"{name} grad": gradient for name, gradient in gradients.items()})
+    values.update({f"new {name}": weight for name, weight in weights.items()})
+    values["losses"] = reference.stacked(losses)
+    return values
+
+
+UNEVEN_LETTERS = {"batch": 7, "hidden": 5, "steps": 1, "seed": 1}
+LETTERS = {"uneven": UNEVEN_LETTERS, "sbp": {"way": "sbp"}, "uneven sbp": {**UNEVEN_LETTERS, "way": "sbp", "steps": 2}}
+
+
+@case_of_recipe(LETTERS)
+def replicate_scatter_gather(n, graph=False, steps=3, way="steps", seed=0, batch=8, hidden=4, gain=1.0):
+    """Everything at home on rank 0 and moved in each step, or at home where it is used."""
+    ranks, values = list(range(n)), guessed_letters(steps, seed, batch, hidden, gain)
+    split, whole, first = ("S(0)", ranks), ("B", ranks), ("B", [0])
+    by_hand = way == "steps"
+    inputs, home = (first, first) if by_hand else (split, whole)
+    layout = {"x": inputs, "y": inputs, "table": home, "w": home}
+    moves = []
+    if by_hand:
+        layout.update({"scattered x": split, "replicated table": whole, "replicated w": whole, "out": split})
+        layout["gathered out"] = first
+        moves = [(first, split), (first, whole, "P"), (first, whole, "P"), (split, first, "S(0)")]
+    layout.update(dict.fromkeys(("table grad", "w grad"), ("P", home[1]) if graph else home))
+    layout.update(dict.fromkeys(("new table", "new w", "losses"), home))
+    weights, outputs = values["table"].exact.size + values["w"].exact.size, values["y"].exact.size
+    moved = (n - 1) / n * (batch + outputs)
+    children = [sum(child < n for child in (2 * rank + 1, 2 * rank + 2)) for rank in ranks]
+    sends = [reduced(n, weights)] * n
+    if by_hand and graph:
+        sends = [(n - 1) * weights + moved] + [weights + outputs / n] * (n - 1)
+    elif by_hand:
+        sends = [sends[k] + moved + (n - 1) / n * outputs + children[k] * weights for k in ranks]
+    product = (("S(0)", ranks, (batch, hidden)), ("B", ranks, (hidden, 27)), ("S(0)", ranks, (batch, 27)))
+    return Case(
+        layout,
+        {name: values[name] for name in layout},
+        in_steps(graph, steps, [product]),
+        in_steps(graph, steps, moves, [(first if by_hand else ("P", ranks), home)]),
+        graph_calls=steps,
+        summed=tuple(layout),
+        sends=sends,
+    )
