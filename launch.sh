@@ -45,10 +45,12 @@ options
   -h, --help               this text; SCRIPT --help shows a script's own options
                            (- and _ within the name of an option are the same)
 
-The first run makes .venv here (1.8 GB to download, 3.9 GB on disk) with a Python 3.8-3.10 found on this machine, or
-with the one that PYTHON names. Each line of output begins with the number of its rank. The first rank that fails ends
-the job. Each rank is bound to its share of the cores that launch.sh may use; taskset chooses others. Under srun or
-mpirun each task is a node with one rank (-n: more), without another option: see docs/clusters.md.
+The first run makes .venv here by uv (1.8 GB to download, 3.9 GB on disk; the next clone links to uv's cache) with a
+Python 3.8-3.10 found on this machine or fetched, or with the one that PYTHON names. Each line of output begins with the
+number of its rank. The first rank that fails ends the job. Each rank is bound to its share of the cores that launch.sh
+may use; taskset chooses others. Ranks compute with OpenBLAS 0.3.34, and under COOKBOOK_BLAS=builtin with the older one
+inside OneFlow. Under srun or mpirun each task is a node with one rank (-n: more), without another option: see
+docs/clusters.md.
 
 exit code: 0 all ranks ended well; 2 bad input or no environment; 124 time limit; 128 + N ended by signal N;
            else that of the first rank that failed
@@ -69,6 +71,8 @@ list() {
     printf '\n./launch.sh --help shows the options, and how to run a script of yours.\n'
 }
 
+[[ -d /proc/self ]] || { echo "launch.sh: /proc is not mounted, and OneFlow needs it" >&2; exit 2; }
+
 case ${1-} in
     -h | --help) usage; exit 0 ;;
     '') list; exit 0 ;;
@@ -76,5 +80,8 @@ esac
 
 # shellcheck source=harness/start/environment.sh
 source "$here/harness/start/environment.sh"
+addresses=$(ulimit -v) # kB
+[[ $addresses == unlimited || $addresses -ge 5000000 ]] \
+    || refuse "ulimit -v allows $((addresses / 1000)) MB of addresses, and a rank needs 5000: type ulimit -v unlimited"
 ensure_environment
 exec "$venv/bin/python" "$here/harness" "$@"

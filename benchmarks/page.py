@@ -74,7 +74,7 @@ def limit(data):
     return f"""## The limit
 
 Column, then row on 2 ranks. A rank's five matmuls of a step with nothing else to do, in milliseconds, and over those of
-the fastest: what no recipe can change is OneFlow's kernel for them, OpenBLAS's `sgemm`.
+the fastest: what no recipe can change is the kernel for them, OpenBLAS's `sgemm`.
 
 {table(["framework", "matmuls alone, ms", "/ fastest"], rows)}
 Of a step these matmuls are {percent(data["shares"]["eager"])} in eager mode and {percent(data["shares"]["graph"])}
@@ -106,9 +106,11 @@ def levers(rows):
     return f"""## Levers
 
 A step's time without it over that with it, on 2 ranks in eager mode; each is taken away alone from all others, and what
-was tried and is not set is added alone. OneFlow
-0.9.0's OpenBLAS knows CPUs by their model, and takes kernels without AVX for one newer than itself; `launch.sh` goes by
-the CPU's flags.
+was tried and is not set is added alone.
+
+Ranks load OpenBLAS 0.3.34 before OneFlow, which then calls it instead of its own. Its own knows CPUs by their model,
+and takes kernels without AVX for one newer than itself. `COOKBOOK_BLAS=builtin` switches back. Beside another launcher,
+and for processes that a rank starts, type `export LD_PRELOAD=$PWD/.venv/lib/libopenblas.so`.
 
 {table(["lever", "strategy", "gain", "set by"], lines)}"""
 
@@ -262,7 +264,8 @@ def fresh_clone(rows):
     lines = [[row["phase"], f"{row['seconds']:.1f}"] for row in rows]
     return f"""## From a fresh clone to the first result
 
-`git clone`, then `./launch.sh recipes/data_parallel.py`, seconds; the download hangs on the network.
+`git clone`, then `./launch.sh recipes/data_parallel.py`, seconds, with nothing in uv's cache; the download depends on
+the network. Another clone then links to the cache.
 
 {table(["phase", "seconds"], lines)}"""
 

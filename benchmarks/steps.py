@@ -13,7 +13,6 @@ from benchmarks.formulas import BATCH, HIDDEN
 from benchmarks.peers import Peer
 from harness.pool import Pool
 from harness.start import recipe
-from harness.start.ranks import blas_kernels
 
 OURS = f"{Path(__file__).with_name('ours.py')}"
 WIDE = {"batch": 512, "in_features": 1024, "hidden": 4096, "out_features": 1024}
@@ -135,9 +134,9 @@ def limit(turns, say):
 
 
 LEVERS = {  # -> strategy, the ranks' environment without it, the recipe's arguments without it, what sets it
-    f"OpenBLAS told its kernels: `OPENBLAS_CORETYPE={blas_kernels() or ''}`": (
-        *("column, then row", {"variables": {"OPENBLAS_CORETYPE": ""}}, {}),
-        "launch.sh, by the CPU's flags",
+    "OpenBLAS 0.3.34 in place of the one in OneFlow": (
+        *("column, then row", {"variables": {"COOKBOOK_BLAS": "builtin"}}, {}),
+        "launch.sh; elsewhere `LD_PRELOAD`",
     ),
     "each rank bound to its cores": ("data parallel", {"bind": False}, {}, "launch.sh; elsewhere `taskset`"),
     "`zero_grad(set_to_none=True)`, PyTorch's default, in place of OneFlow's": (

@@ -14,7 +14,7 @@ GLYPHS = {"▤": "S(0)", "▥": "S(1)", "■": "B", "▨": "P"}
 PAIRS = {"README": (ENGLISH, CHINESE), "recipes": (GALLERY, CHINESE_GALLERY)}
 PAGES = [*sum(PAIRS.values(), ()), *sorted((ROOT / "docs").glob("*.md"))]
 # What other tests run, and what needs the environment of a shell.
-ELSEWHERE = ("./launch.sh test", "python -m oneflow.distributed.launch", "source ")
+ELSEWHERE = ("./launch.sh test", "python -m oneflow.distributed.launch", "source ", "export ")
 
 
 @pytest.fixture

@@ -1,143 +1,120 @@
 # shellcheck shell=bash disable=SC2154
-# Sourced by launch.sh: makes .venv with everything in requirements.txt, once, and knows when it is broken.
+# Sourced by launch.sh: makes .venv with everything in requirements.txt, once, by uv, and knows when it is broken.
 # Needs $here, the checkout. All it says goes to standard error; what cannot be helped ends with exit code 2.
 
 venv=$here/.venv
-disk_needed_kb=$((6 * 1024 * 1024)) # 3.9 GB installed, and the downloaded wheels while pip unpacks them
+needed_kb=$((4 * 1024 * 1024)) # 3.9 GB, unpacked in uv's cache; .venv's files are links to them
 
 say() { printf 'launch.sh: %s\n' "$*" >&2; }
 refuse() { say "$1"; shift; [[ $# -eq 0 ]] || printf '  %s\n' "$@" >&2; exit 2; }
 
-# The files whose loss breaks an environment: compiled libraries, package entries, and pip's own records.
-vital_files() { (cd "$venv" && find lib/python3*/site-packages \( -name '*.so*' -o -path '*/site-packages/*/__init__.py' \
-    -not -path '*/site-packages/*/*/__init__.py' -o -name RECORD \) -type f -print0 | sort -z); }
+# Runs a command in the background and waits for it: for one in the foreground, bash would not heed a signal.
+heed() { "$@" >&2 & wait $!; }
+heed_into() { "${@:2}" >"$1" 2>&1 & wait $!; }
 
-sizes() { xargs -0 stat -L -c '%s %n' --; }
+# The files whose loss breaks an environment: compiled libraries, package entries, and the records of what is installed.
+vital_files() { (cd "$venv" && find lib \( -name '*.so*' -o -path '*/site-packages/*/__init__.py' \
+    -not -path '*/site-packages/*/*/__init__.py' -o -name RECORD \) -type f -print0 | sort -z); }
+sizes() { (cd "$venv" && xargs -0 stat -L -c '%s %n' -- 2>/dev/null) || true; }
+
+# The file .venv/made is written last of all and holds the requirements' checksum, then a line for each vital file.
+made_from_these() { [[ -f $venv/made && $(head -n 1 "$venv/made") == "$(cksum <"$here/requirements.txt")" ]]; }
+recorded() { tail -n +2 "$venv/made"; }
+sizes_now() { recorded | cut -d ' ' -f 2- | tr '\n' '\0' | sizes; }
 
 # Whether .venv is whole: made from these very requirements, its Python runs, and no vital file is gone or cut short.
-# The file .venv/made is written last of all and holds the requirements' checksum, then a line for each vital file.
 environment_is_whole() {
-    [[ -x $venv/bin/python && -f $venv/made ]] || return 1
-    local recorded
-    recorded=$(<"$venv/made")
-    [[ $recorded == "$(cksum <"$here/requirements.txt")"$'\n'* ]] || return 1
-    "$venv/bin/python" -ISc 'import os, sys; os.chdir("%s/lib/python%d.%d" % (sys.argv[1], *sys.version_info[:2]))' "$venv" \
-        2>/dev/null || return 1
-    recorded=${recorded#*$'\n'}
-    [[ $recorded == "$(cd "$venv" && cut -d ' ' -f 2- <<<"$recorded" | tr '\n' '\0' | sizes 2>/dev/null)" ]]
+    [[ -x $venv/bin/python ]] && made_from_these && [[ $(recorded) == "$(sizes_now)" ]] && "$venv/bin/python" -ISc \
+        'import os, sys; os.chdir("%s/lib/python%d.%d" % (sys.argv[1], *sys.version_info[:2]))' "$venv" 2>/dev/null
 }
 
-# Prints every Python that might do, the most likely first; whether it runs is seen later.
-candidates() {
-    local name root
-    for name in python3.10 python3.9 python3.8 python3 python; do type -ap "$name" || true; done
-    for root in "${PYENV_ROOT:-${HOME-}/.pyenv}"/versions "${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-${HOME-}/.local/share}/uv/python}" \
-        "${HOME-}"/{mini,ana,mini}{conda3,forge3}{,/envs} /opt/{conda,miniconda3,anaconda3}{,/envs} "${CONDA_PREFIX:-/nowhere}"; do
-        for name in "$root"/{,*3.10*/,*3.9*/,*3.8*/,*/}bin/python3; do
-            if [[ -x $name ]]; then printf '%s\n' "$name"; fi
-        done
+# PATH, and behind it where pyenv, uv and conda keep Pythons.
+path_of_pythons() {
+    printf '%s' "$PATH"
+    printf ':%s' "${PYENV_ROOT:-${HOME-}/.pyenv}"/versions/*/bin "${CONDA_PREFIX:-/nowhere}/bin" \
+        "${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-${HOME-}/.local/share}/uv/python}"/*/bin \
+        {"${HOME-}",/opt}/{{mini,ana}conda3,{mini,mamba}forge{,3},conda}/{,envs/*/}bin
+}
+
+# Sets $python to the one that PYTHON names.
+take_named_python() {
+    local what why="name a Python 3.8, 3.9 or 3.10, or unset it"
+    python=$(type -p "$PYTHON") || refuse "PYTHON=$PYTHON: no such program; $why"
+    what=$("$python" -c 'import platform as p; print(p.python_implementation(), p.python_version())' 2>&1) || true
+    [[ $what =~ ^CPython\ 3\.(8|9|10)\. ]] || refuse "PYTHON=$PYTHON is ${what##*$'\n'}; $why"
+}
+
+# Sets $uv: the one on PATH, if it is new enough to know this option, else one of our own, fetched with any Python.
+find_uv() {
+    local any
+    for uv in "$(type -p uv)" "$here/.venv-uv/bin/uv"; do
+        if [[ -n $uv ]] && "$uv" pip install --default-index x --help &>/dev/null; then return; fi
     done
+    while IFS= read -r any; do
+        rm -rf "$here/.venv-uv"
+        if heed "$any" "$here/harness/start/packages.py" fetch "$here/.venv-uv"; then return; fi
+    done < <([[ -z $python ]] || echo "$python"; PATH=$(path_of_pythons) type -ap python3 python)
+    refuse "no Python 3 of this machine could fetch uv: check the network, name a mirror (PIP_INDEX_URL), or install uv"
 }
 
-# Prints "ok VERSION" if the Python $1 can carry OneFlow 0.9.0, else why it cannot. A pyenv shim fails when it is run.
-judge() {
-    timeout 20 "$1" -c '
-import platform, sys
-version = "%d.%d.%d" % sys.version_info[:3]
-if not (3, 8) <= sys.version_info[:2] <= (3, 10) or platform.python_implementation() != "CPython":
-    sys.exit(print("is " + platform.python_implementation() + " " + version))
-if sys.maxsize < 2**32:
-    sys.exit(print("is a 32-bit Python"))
-try:
-    import ctypes, ensurepip, ssl, venv
-except ImportError as error:
-    sys.exit(print("is %s without the module %s (Debian, Ubuntu: apt install python%d.%d-venv)"
-                   % (version, error.name, *sys.version_info[:2])))
-print("ok " + version)' 2>/dev/null </dev/null || printf 'does not run\n'
-}
-
-# Sets $python and $version to the first Python that will do; ends with a list of what was tried when there is none.
+# Sets $python to the first of this machine that uv has run, else to one that uv fetches.
 find_python() {
-    local candidate verdict
-    local -A seen=()
-    local -a tried=()
-    if [[ -n ${PYTHON-} ]]; then
-        python=$(type -p "$PYTHON") || refuse "PYTHON=$PYTHON: no such program; name a Python 3.8, 3.9 or 3.10, or unset it"
-        verdict=$(judge "$python")
-        [[ $verdict == ok* ]] || refuse "PYTHON=$PYTHON $verdict; name a Python 3.8, 3.9 or 3.10, or unset it"
-        version=${verdict#ok }
-        return
-    fi
-    while IFS= read -r candidate; do
-        [[ -z ${seen[$candidate]-} ]] || continue
-        seen[$candidate]=1
-        verdict=$(judge "$candidate")
-        if [[ $verdict == ok* ]]; then
-            python=$candidate version=${verdict#ok }
-            return
-        fi
-        tried+=("tried $candidate: $verdict")
-    done < <(candidates)
-    if [[ -z ${asked_uv-} ]] && type -p uv >/dev/null; then
-        asked_uv=1
-        say "no Python 3.8, 3.9 or 3.10 here; asking uv for one"
-        uv python install 3.10 >&2 && python=$(uv python find --no-project 3.10) && verdict=$(judge "$python") \
-            && [[ $verdict == ok* ]] && version=${verdict#ok } && return
-    fi
-    refuse "no Python 3.8, 3.9 or 3.10 found, and OneFlow 0.9.0 exists for no newer one; install one and run this again:" \
-        "uv:     curl -LsSf https://astral.sh/uv/install.sh | sh; then uv python install 3.10" \
-        "conda:  conda create -y -n py310 python=3.10; conda activate py310" \
-        "pyenv:  pyenv install 3.10" \
-        "Ubuntu: sudo add-apt-repository ppa:deadsnakes/ppa; sudo apt install python3.10-venv" \
-        "or name one: PYTHON=/path/to/python3.10 ./launch.sh ..." \
-        "${tried[@]}"
+    local find=("$uv" python find --no-project --system)
+    ! python=$(PATH=$(path_of_pythons) "${find[@]}" --no-python-downloads 'cpython>=3.8,<3.11' 2>/dev/null) || return 0
+    say "no Python 3.8, 3.9 or 3.10 here; uv fetches one"
+    export UV_PYTHON_INSTALL_BIN=0 # no link to it in ~/.local/bin
+    { heed "$uv" python install 3.10 && python=$("${find[@]}" --managed-python 3.10); } || refuse \
+        "OneFlow 0.9.0 exists for Python 3.8 to 3.10 only, and uv could not fetch one, see above; get one, such as by" \
+        "conda create -y -n py310 python=3.10; conda activate py310" \
+        "pyenv install 3.10" \
+        "sudo add-apt-repository ppa:deadsnakes/ppa; sudo apt install python3.10 (Ubuntu)" \
+        "and run this again, or name one that you have: PYTHON=/path/to/python3.10 ./launch.sh ..."
 }
 
-check_system() {
-    local system
-    system="$(uname -s) $(uname -m)"
-    [[ $system == "Linux x86_64" ]] || refuse "OneFlow 0.9.0 exists for Linux on x86_64 only; this is $system"
-}
+free_kb() { df -Pk "$1" | awk 'NR == 2 {print $4}'; }
 
-# What went wrong while pip ran, from its log, in one line.
-diagnose() {
-    local free
-    free=$(df -Ph "$here" | awk 'NR == 2 {print $4}')
-    if grep -qE 'No space left|Errno 28|ENOSPC' "$1"; then
-        echo "the disk is full: set-up needs 6 GB at $here, and $free are free; make room and run this again"
-    elif grep -qE 'NewConnectionError|ConnectTimeout|Temporary failure|Name or service|ProxyError|Max retries|ReadTimeout|Connection (broken|refused|reset)|Network is unreachable' "$1"; then
-        echo "no package index was reached: check the network, or name a mirror with PIP_INDEX_URL, and run this again"
-    else
-        echo "pip failed: $(grep -o 'ERROR: .*' "$1" | tail -n 1 | cut -c 8-); its output is above"
-    fi
+# Installs everything with the command $@. If all is in uv's cache, neither a network nor room on the disk is needed.
+install_all() {
+    local cache folder where=''
+    ! heed_into /dev/null "$@" --offline || return 0
+    { cache=$("$uv" cache dir) && mkdir -p "$cache"; } || refuse "uv has no cache, see above (UV_CACHE_DIR)"
+    [[ $(stat -c %d "$cache") == "$(stat -c %d "$here")" ]] || where=$here # on another disk: copies instead of links
+    for folder in "$cache" ${where:+"$where"}; do
+        (($(free_kb "$folder") >= needed_kb)) || refuse \
+            "set-up needs 4 GB at $folder, and $(($(free_kb "$folder") / 1024)) MB are free (or set UV_CACHE_DIR)"
+    done
+    say "about 1.8 GB to download into uv's cache, 3.9 GB on disk; other clones then take theirs from there"
+    heed "$@" || refuse "uv failed, see above; set-up needs" \
+        "a package index: PIP_INDEX_URL names a mirror" \
+        "4 GB at $cache, where $(($(free_kb "$cache") / 1024)) MB are free: UV_CACHE_DIR names another folder"
 }
-
-# Runs a command in the background and waits for it: for one in the foreground, bash would not heed a signal.
-heed() { "$@" & wait $!; }
 
 make_environment() {
-    local free log reason
-    check_system
-    find_python
+    local python='' uv settings packages command log=$venv/set-up.log
+    [[ "$(uname -s) $(uname -m)" == "Linux x86_64" ]] \
+        || refuse "OneFlow 0.9.0 exists for Linux on x86_64 only; this is $(uname -s) $(uname -m)"
+    trap 'kill $(jobs -p) 2>/dev/null || :; wait; say "set-up was interrupted; run this again"; exit 130' INT TERM HUP
+    [[ -z ${PYTHON-} ]] || take_named_python
+    find_uv
+    [[ -n $python ]] || find_python
+    command=("$uv" pip install --python "$venv/bin/python" -r "$here/requirements.txt")
+    settings=$("$python" "$here/harness/start/packages.py" settings) || refuse "pip's settings are bad, see above"
+    eval "$settings"
+    say "setting up .venv with $python"
+    # The files of .venv are links to those in uv's cache: one that is cut short here is cut short there.
+    if made_from_these && sizes_now | grep -qvxFf "$venv/made"; then
+        mapfile -t packages < <(sed -n 's/==.*//p' "$here/requirements.txt")
+        heed "$uv" cache clean "${packages[@]}"
+    fi
     rm -rf "$venv"
-    free=$(df -Pk "$here" | awk 'NR == 2 {print $4}')
-    ((free >= disk_needed_kb)) || refuse "set-up needs 6 GB at $here, and only $((free / 1024)) MB are free"
-    say "setting up .venv with $python ($version), once: about 1.8 GB to download, 3.9 GB on disk"
     # shellcheck disable=SC2064 # the path of today
     trap "rm -rf '$venv'" EXIT
-    trap 'kill $(jobs -p) 2>/dev/null || true; wait; say "set-up was interrupted; run this again"; exit 130' INT TERM HUP
-    heed "$python" -m venv "$venv" >&2 || refuse "$python -m venv failed; see above"
-    log=$venv/set-up.log
-    mkdir "$venv/tmp" # pip downloads 1 GB wheels into TMPDIR, and /tmp is often small
-    # pip's own output stays on the terminal, where it draws progress bars; the log is for diagnose
-    if ! TMPDIR=$venv/tmp PIP_DISABLE_PIP_VERSION_CHECK=1 heed "$venv/bin/python" -m pip install \
-        -r "$here/requirements.txt" --log "$log" >&2; then
-        reason=$(diagnose "$log")
-        refuse "$reason"
-    fi
-    rm -rf "$venv/tmp"
-    heed "$venv/bin/python" -c 'import oneflow' >"$log" 2>&1 || refuse "OneFlow does not start: $(tail -n 1 "$log")"
-    { cksum <"$here/requirements.txt" && (cd "$venv" && vital_files | sizes); } >"$venv/made.part"
+    heed "$uv" venv --quiet --no-project --python "$python" "$venv" || refuse "uv venv failed, see above"
+    install_all "${command[@]}"
+    heed_into "$log" "$venv/bin/python" -c 'import oneflow' || refuse "OneFlow does not start: $(tail -n 1 "$log")"
+    heed_into "$log" "$venv/bin/python" "$here/harness/start/blas.py" \
+        || say "ranks will compute with OneFlow's own, older OpenBLAS: $(tail -n 1 "$log")"
+    { cksum <"$here/requirements.txt" && vital_files | sizes; } >"$venv/made.part"
     mv "$venv/made.part" "$venv/made"
     trap - EXIT INT TERM HUP
     say "ready: .venv took $SECONDS s"

@@ -29,6 +29,17 @@ def die_with_parent():
         os._exit(1)
 
 
+def load_blas():
+    """Give OneFlow's matmuls a current OpenBLAS: its calls bind to the functions that were loaded for all before it."""
+    library = os.path.join(sys.prefix, "lib", "libopenblas.so")
+    if os.environ.get("COOKBOOK_BLAS") != "builtin":
+        try:
+            ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            if os.environ["RANK"] == "0":
+                print(f"OneFlow computes with its own, older OpenBLAS: {error}", file=sys.stderr)
+
+
 class WaitForRank0:
     """An import hook: `import oneflow` waits until rank 0 listens on MASTER_ADDR:MASTER_PORT.
 
@@ -90,6 +101,7 @@ def main():
     report, pid = int(os.environ.pop("HARNESS_REPORT", "-1")), os.getpid()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
+    load_blas()
     sys.meta_path.insert(0, WaitForRank0())
     script = sys.argv[1]
     sys.argv = sys.argv[1:]

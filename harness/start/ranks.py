@@ -1,6 +1,7 @@
 """The rank processes of one job on this node: their port, cores and environment, their start and their end."""
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -35,23 +36,13 @@ def reserve_port(port=0):
     except OSError as error:
         reserved.close()
         raise BadInput(f"port {port}: {error.strerror}; leave out --master_port to get a free one") from None
+    with socket.socket() as probe:
+        probe.settimeout(5)
+        error = probe.connect_ex(("127.0.0.1", reserved.getsockname()[1]))
+    if error not in (0, errno.ECONNREFUSED):  # nobody listens there yet
+        reserved.close()
+        raise BadInput(f"ranks cannot meet at 127.0.0.1: {os.strerror(error)}; is the loopback interface up?")
     return reserved
-
-
-def blas_kernels(cpuinfo="/proc/cpuinfo"):
-    """The kernels that OpenBLAS is to take on this CPU, as OPENBLAS_CORETYPE names them; None: those it takes itself.
-
-    The OpenBLAS in OneFlow 0.9.0 knows CPUs by their model. On a newer one than itself it falls back to kernels without
-    AVX: on an AMD EPYC with AVX-512 its matmul ran at 36 GFLOP/s on a core, and at 100 with the kernels for AVX-512.
-    """
-    try:
-        with open(cpuinfo) as lines:
-            flags = next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set())
-    except OSError:
-        return None
-    if flags >= {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}:
-        return "SkylakeX"
-    return "Haswell" if flags >= {"avx2", "fma"} else None
 
 
 def cores_of(rank, world_size, cores=None):
@@ -96,8 +87,6 @@ def environment(i, node, port, base=None):
     if node.local_rank is not None:
         variables["LOCAL_RANK"] = str(node.local_rank + i)
     variables.setdefault("OMP_NUM_THREADS", str(len(node.cores(i))))
-    if blas_kernels():
-        variables.setdefault("OPENBLAS_CORETYPE", blas_kernels())
     variables.setdefault("GLOG_minloglevel", "3")  # without it OneFlow warns of missing GPU drivers
     variables["no_grpc_proxy"] = ","  # matches every address: ranks do not meet through an http_proxy
     return variables

@@ -1,10 +1,13 @@
-"""Set-up of .venv by launch.sh, with real venvs and a real pip, but small stand-ins for the 1.8 GB of packages."""
+"""Set-up of .venv by launch.sh: a real uv, real environments, and small stand-ins for the 1.8 GB of packages."""
 
+import contextlib
+import functools
+import http.server
 import os
 import shutil
 import subprocess
 import sys
-import time
+import threading
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -12,66 +15,122 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from harness.start import packages
 from tests.cases import ROOT
-from tests.jobs import Run
+from tests.jobs import Run, wait_until
 
 NO_NAMESPACE = 77  # exit code
+PYTHON = Path(sys._base_executable).resolve()  # uv takes no environment's Python for one of the machine
 PINS = {"oneflow": "0.9.0", "numpy": "1.24.4"}
 TOOLS = "awk bash cat cksum cut df dirname env find flock grep head mkdir mv readlink rm sed sort stat tail"
 TOOLS += " timeout tr uname xargs"
+NOWHERE = "http://127.0.0.1:9"
 
 
 def wheel(folder, name, version, files):
-    """A wheel of pure Python, which pip installs like any other."""
+    """A wheel of pure Python, which is installed like any other."""
     info = f"{name}-{version}.dist-info"
     files = {
         **files,
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as archive:
-        for path, text in files.items():
-            archive.writestr(path, text)
-        archive.writestr(f"{info}/RECORD", "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"]))
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for inside, text in files.items():
+            entry = zipfile.ZipInfo(inside)
+            entry.external_attr = 0o100755 << 16
+            archive.writestr(entry, text, zipfile.ZIP_DEFLATED)
+        archive.writestr(f"{info}/RECORD", "".join(f"{inside},,\n" for inside in [*files, f"{info}/RECORD"]))
+    return path
 
 
-def make_wheels(folder):
-    for name, version in PINS.items():
-        wheel(folder, name, version, {f"{name}/__init__.py": "", f"{name}/_library.so": "x" * 1000})
-    return folder
+@contextlib.contextmanager
+def index(folder, wheels):
+    """The address of a package index with these wheels."""
+    for path in wheels:
+        page = folder / "simple" / path.name.split("-")[0]
+        page.mkdir(parents=True)
+        shutil.copy(path, page)
+        (page / "index.html").write_text(f'<a href="../{page.name}/{path.name}">{path.name}</a>')
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/simple"
+        finally:
+            server.shutdown()
+
+
+def stand_ins(folder, size=1000):
+    folder.mkdir(exist_ok=True)
+    pins = PINS.items()
+    return [wheel(folder, *pin, {f"{pin[0]}/__init__.py": "", f"{pin[0]}/_library.so": "x" * size}) for pin in pins]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("index")
+    with index(folder / "served", stand_ins(folder)) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def uv(tmp_path_factory):
+    """The uv that made our own .venv, or another one."""
+    found = shutil.which("uv") or shutil.which("uv", path=ROOT / ".venv-uv" / "bin")
+    if not found:
+        packages.fetch(str(tmp_path_factory.mktemp("uv") / "there"))
+        found = next(tmp_path_factory.getbasetemp().glob("uv*/there/bin/uv"))
+    return found
 
 
 class Clone:
-    """A fresh clone with small requirements, whose launch.sh runs on a script that only says hello."""
+    """A fresh clone with small requirements, whose launch.sh runs on a script that only says hello.
 
-    def __init__(self, folder, wheels):
-        self.path = folder / "a clone"
-        self.wheels = wheels
+    uv is on its PATH, in the folder `bin` beside it. Clones in one folder share uv's cache.
+    """
+
+    def __init__(self, folder, uv, address, name="a clone"):
+        self.path, self.folder, self.bin, self.address = folder / name, folder, folder / "bin", address
         shutil.copytree(ROOT / "harness", self.path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "launch.sh", self.path)
         pins = "".join(f"{name}=={version}\n" for name, version in PINS.items())
         (self.path / "requirements.txt").write_text(pins)
         (self.path / "hello.py").write_text("print('hello')\n")
+        if not self.bin.exists():
+            self.bin.mkdir()
+            (self.bin / "uv").symlink_to(uv)
 
     def start(self, command=("./launch.sh", "-n", "1", "hello.py"), **changes):
         """Begin a run; changes are made to the environment, where None takes a variable away."""
-        variables = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels), "PIP_CONFIG_FILE": os.devnull}
-        return Run(*command, cwd=self.path, **{**variables, "PYTHON": sys.executable, **changes})
+        variables = {name: None for name in os.environ if name.startswith(("UV_", "PIP_"))}
+        variables.update(PIP_INDEX_URL=self.address, PIP_CONFIG_FILE=os.devnull)
+        variables.update(UV_CACHE_DIR=str(self.folder / "cache"), UV_HTTP_RETRIES="0", COOKBOOK_BLAS="builtin")
+        variables.update(PYTHON=str(PYTHON), PATH=f"{self.bin}:{os.environ['PATH']}")
+        return Run(*command, cwd=self.path, **{**variables, **changes})
+
+    def only_tools(self):
+        """A PATH with the programs that launch.sh needs, uv and no Python."""
+        for tool in TOOLS.split():
+            (self.bin / tool).symlink_to(shutil.which(tool))
+        return str(self.bin)
+
+    def replace(self, name, text):
+        """Put a bash script in the place of a program on the PATH."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.bin / name).unlink()
+        return program(self.bin / name, text)
+
+    def whole(self):
+        """What launch.sh itself thinks of the clone's .venv."""
+        test = 'here=$1; source "$here/harness/start/environment.sh"; environment_is_whole'
+        return subprocess.run(["bash", "-c", test, "bash", str(self.path)]).returncode == 0
 
 
 @pytest.fixture
-def clone(tmp_path):
-    return Clone(tmp_path, make_wheels(tmp_path))
-
-
-def only_tools(folder, *more):
-    """A PATH with the programs that launch.sh needs, and no Python but those given."""
-    folder.mkdir()
-    for tool in TOOLS.split():
-        (folder / tool).symlink_to(shutil.which(tool))
-    for program in more:
-        shutil.copy(program, folder)
-    return str(folder)
+def clone(tmp_path, uv, address):
+    return Clone(tmp_path, uv, address)
 
 
 def program(path, text):
@@ -80,214 +139,243 @@ def program(path, text):
     return path
 
 
-def whole(clone):
-    """What launch.sh itself thinks of the clone's .venv."""
-    test = 'here=$1; source "$here/harness/start/environment.sh"; environment_is_whole'
-    return subprocess.run(["bash", "-c", test, "bash", str(clone)]).returncode == 0
+def said_hello(job):
+    assert (job.wait().code, job.out.splitlines()[-1:]) == (0, ["hello"]), job.err
+    return job.err
 
 
-def test_half_made_is_begun_anew_then_starts_at_once_and_damage_is_seen(clone):
-    def begun(what):
-        job, deadline = clone.start(), time.monotonic() + 30
-        while not (clone.path / ".venv" / what).exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return job
+def refused(job, text):
+    assert (job.wait().code, job.out) == (2, ""), job.err
+    assert [line for line in job.err.splitlines() if line.startswith("launch.sh: ")][-1].count(text) == 1, job.err
+    assert "Traceback" not in job.err
+    assert job.all_gone()
 
-    for stage in ("bin", "tmp"):  # the venv is made, pip is about to run
-        interrupted = begun(stage)
+
+def test_interrupted_is_begun_anew_then_starts_at_once(clone, uv):
+    begun = clone.folder / "begun"
+    for step in ("venv", "pip install"):
+        waits = f'[[ $* != "{step} "*"--python "* ]] || {{ touch "{begun}"; exec sleep 900; }}'
+        clone.replace("uv", f'{waits}\nexec "{uv}" "$@"')
+        interrupted = clone.start()
+        wait_until(begun.exists, step)
         interrupted.process.terminate()
-        assert interrupted.all_gone(within=30)  # pip's set-up, which venv has begun, ends by itself
+        assert interrupted.all_gone()
         assert interrupted.wait().code == 130 and "set-up was interrupted; run this again" in interrupted.err
         assert not (clone.path / ".venv").exists()
-    killed = begun("bin")
+        begun.unlink()
+    killed = clone.start()
+    wait_until(begun.exists, "pip install")
     killed.kill()
-    killed.wait()
-    assert (clone.path / ".venv").exists() and not whole(clone.path)
-    first = clone.start().wait()
-    assert (first.code, first.out.splitlines()[-1]) == (0, "hello"), first.err
-    assert "setting up .venv with" in first.err and "about 1.8 GB to download" in first.err
-    second = clone.start().wait()
-    assert (second.code, second.out, second.err) == (0, "hello\n", "")
+    assert (clone.path / ".venv").exists() and not clone.whole()
+    clone.replace("uv", f'exec "{uv}" "$@"')
+    first = said_hello(clone.start())
+    assert f"launch.sh: setting up .venv with {PYTHON}\n" in first and "about 1.8 GB to download" in first
+    assert said_hello(clone.start()) == ""
 
+
+def test_damage_is_seen_and_cured(clone):
+    said_hello(clone.start())
     venv = clone.path / ".venv"
     [packages] = venv.glob("lib/python3*/site-packages")
     (packages / "mine.py").write_text("")  # what a user adds is no damage
-    assert whole(clone.path)
+    assert clone.whole()
     damages = {
-        "a library cut short": (packages / "oneflow" / "_library.so", lambda path: path.write_text("x")),
         "a package removed": (packages / "numpy" / "__init__.py", Path.unlink),
-        "pip's record of a version": (next(packages.glob("numpy-*.dist-info")) / "RECORD", Path.unlink),
+        "the record of a version": (next(packages.glob("numpy-*.dist-info")) / "RECORD", Path.unlink),
         "set-up not finished": (venv / "made", Path.unlink),
         "other requirements": (clone.path / "requirements.txt", lambda path: path.write_text("oneflow==0.9.1\n")),
         "a Python that is gone": (venv / "bin" / "python", lambda path: (path.unlink(), path.symlink_to("/gone"))),
         "a Python that fails": (venv / "bin" / "python", lambda path: (path.unlink(), path.symlink_to("/bin/false"))),
     }
     for what, (path, damage) in damages.items():
-        if path.is_symlink():
-            target = os.readlink(path)
-            damage(path)
-            assert not whole(clone.path), what
-            path.unlink()
-            path.symlink_to(target)
-        else:
-            content = path.read_bytes()
-            damage(path)
-            assert not whole(clone.path), what
-            path.write_bytes(content)
-        assert whole(clone.path), what
+        kept = path.with_name("kept")
+        shutil.copy2(path, kept, follow_symlinks=False)
+        damage(path)
+        assert not clone.whole(), what
+        kept.replace(path)
+        assert clone.whole(), what
+    library = packages / "oneflow" / "_library.so"
+    library.write_text("cut short")  # in uv's cache too, of which it is a link
+    assert not clone.whole()
+    said_hello(clone.start())
+    assert library.read_text() == "x" * 1000 and clone.whole()
 
 
-def without_python(folder):
-    """What to change in the environment so that no Python will be found that would do."""
-    newer = program(folder / "python3", "echo is CPython 3.12.1")
-    (folder / "home").mkdir()
-    path = only_tools(folder / "bin", newer)
-    return {"PATH": path, "HOME": str(folder / "home"), "PYTHON": None, "PYENV_ROOT": None, "CONDA_PREFIX": None}
+def test_second_clone_needs_no_network_nor_room(tmp_path, uv):
+    with index(tmp_path / "index", stand_ins(tmp_path / "wheels")) as address:
+        clone = Clone(tmp_path, uv, address)
+        said_hello(clone.start())
+    second = Clone(tmp_path, uv, address, "another clone")
+    second.replace("df", "echo Filesystem 1024-blocks Used Available; echo disk 9000000 1000 1000")
+    assert "to download" not in said_hello(second.start())
+    [one], [other] = (each.path.glob(".venv/lib/python3*/site-packages/numpy/_library.so") for each in (clone, second))
+    assert one.samefile(other)
 
 
-def no_network(folder, wheels):
-    index = "http://127.0.0.1:9/simple"
-    return Clone(folder, wheels).start(PIP_NO_INDEX=None, PIP_FIND_LINKS=None, PIP_INDEX_URL=index, PIP_RETRIES="0")
+def test_two_first_runs_at_once(clone):
+    jobs = [clone.start(), clone.start()]
+    errors = "".join(said_hello(job) for job in jobs)
+    assert errors.count("setting up .venv with") == 1
 
 
-def no_such_package(folder, wheels):
-    clone = Clone(folder, wheels)
+def test_who_comes_meanwhile_waits(clone):
+    held = Run("flock", clone.path / ".venv.lock", "sleep", "900")
+    try:
+        wait_until((clone.path / ".venv.lock").exists, "the lock")
+        job = clone.start()
+        job.until("another launch.sh is setting up .venv; waiting for it", stream="stderr")
+    finally:
+        held.kill()
+    said_hello(job)
+
+
+def test_no_network(clone):
+    refused(clone.start(PIP_INDEX_URL=NOWHERE), "uv failed, see above")
+    assert not (clone.path / ".venv").exists()
+
+
+def test_no_such_package(clone):
     (clone.path / "requirements.txt").write_text("oneflow==0.9.0\nno-such-package==1.0\n")
-    return clone.start()
+    job = clone.start()
+    refused(job, "uv failed, see above")
+    assert "no-such-package" in job.err and not (clone.path / ".venv").exists()
 
 
-def disk_that_fills_up(folder, wheels):
+def test_disk_that_fills_up(clone):
     """A small disk of its own, in a mount namespace, and a df that promises more than there is."""
-    for name, version in PINS.items():
-        wheel(folder, name, version, {f"{name}/__init__.py": "", f"{name}/_library.so": "x" * (90 << 20)})
-    path = only_tools(folder / "bin")
-    promise(folder / "bin", kilobytes=8_000_000)
-    for tool in ("cp", "mount", "unshare"):
-        (folder / "bin" / tool).symlink_to(shutil.which(tool))
-    disk, clone = folder / "disk", Clone(folder, folder)
+    clone.replace("df", "echo Filesystem 1024-blocks Used Available; echo disk 9000000 1000 8000000")
+    disk = clone.folder / "disk"
     disk.mkdir()
     inside = f"""mount -t tmpfs -o size=100m tmpfs "{disk}" || exit {NO_NAMESPACE}
         cp -r "{clone.path}/." "{disk}" && cd "{disk}" || exit 1
         ./launch.sh -n 1 hello.py; code=$?; test ! -e .venv || echo LEFT; exit $code"""
-    unshare = (
-        f"unshare --map-root-user --mount bash -c 'exit 0' && exec unshare --map-root-user --mount bash -c '{inside}'"
-    )
-    return clone.start(["bash", "-c", f"{unshare}; exit {NO_NAMESPACE}"], PATH=path)
-
-
-def promise(folder, kilobytes):
-    """A df that says that so much is free."""
-    (folder / "df").unlink()
-    program(folder / "df", f"echo Filesystem 1024-blocks Used Available; echo disk 9000000 1000 {kilobytes}")
-
-
-def early_jobs(tmp_path_factory):
-    """Set-ups take seconds, on one core each."""
-    wheels = make_wheels(tmp_path_factory.mktemp("wheels"))
-    jobs = {
-        start.__name__: start(tmp_path_factory.mktemp("early"), wheels)
-        for start in (no_network, no_such_package, disk_that_fills_up)
-    }
-    clone = Clone(tmp_path_factory.mktemp("two"), wheels)
-    return {**jobs, "one of two": clone.start(), "the other of two": clone.start()}
-
-
-def found_python(clone, changes):
-    """The Python that launch.sh would take, and what it says meanwhile."""
-    command = 'here=$PWD; source harness/start/environment.sh; find_python; echo "$python"'
-    job = clone.start(["bash", "-euo", "pipefail", "-c", command], **changes).wait()
-    assert job.code == 0, job.err
-    return job.out.strip(), job.err
-
-
-def test_python_behind_one_that_does_not_run(clone, tmp_path):
-    changes = without_python(tmp_path)
-    program(tmp_path / "bin" / "python3.10", "echo 'pyenv: not active' >&2; exit 127")
-    good = tmp_path / "home" / ".pyenv" / "versions" / "3.10.99" / "bin"
-    good.mkdir(parents=True)
-    program(good / "python3", f'exec "{sys.executable}" "$@"')
-    assert found_python(clone, changes) == (str(good / "python3"), "")
-
-
-def test_python_from_uv_where_there_is_none(clone, tmp_path):
-    changes = without_python(tmp_path)
-    program(tmp_path / "bin" / "uv", f'[[ "$1 $2" == "python find" ]] && echo "{sys.executable}"; exit 0')
-    asked = "launch.sh: no Python 3.8, 3.9 or 3.10 here; asking uv for one\n"
-    assert found_python(clone, changes) == (sys.executable, asked)
-
-
-def test_two_first_runs_at_once(early):
-    jobs = [early["one of two"].wait(), early["the other of two"].wait()]
-    errors = "".join(job.err for job in jobs)
-    assert [(job.code, job.out.splitlines()[-1]) for job in jobs] == [(0, "hello")] * 2, errors
-    assert errors.count("setting up .venv with") == 1
-    assert errors.count("another launch.sh is setting up .venv; waiting for it") == 1
-
-
-@pytest.mark.parametrize(
-    "start, text",
-    [
-        ("no_network", "no package index was reached: check the network"),
-        ("no_such_package", "pip failed: No matching distribution found for no-such-package==1.0"),
-        ("disk_that_fills_up", "the disk is full: set-up needs 6 GB at "),
-    ],
-)
-def test_set_up_that_cannot_end_well_leaves_nothing(early, start, text):
-    job = early[start].wait()
+    unshare = "unshare --map-root-user --mount bash -c"
+    command = f"{unshare} 'exit 0' && exec {unshare} '{inside}'; exit {NO_NAMESPACE}"
+    with index(clone.folder / "index", stand_ins(clone.folder / "wheels", size=90 << 20)) as address:
+        job = clone.start(["bash", "-c", command], UV_CACHE_DIR=str(disk / "cache"), PIP_INDEX_URL=address).wait()
     if job.code == NO_NAMESPACE:
         pytest.skip("a disk of its own needs a mount namespace, which this machine does not give")
-    refused(job, text)
-    assert not (early[start].cwd / ".venv").exists()
+    refused(job, "uv failed, see above")
+    assert "No space left on device" in job.err
 
 
-def test_no_python_says_what_to_do(clone, tmp_path):
-    job = clone.start(**without_python(tmp_path)).wait()
-    assert (job.code, job.out) == (2, "")
-    lines = job.err.splitlines()
-    assert lines[0] == (
-        "launch.sh: no Python 3.8, 3.9 or 3.10 found, and OneFlow 0.9.0 exists for no newer one; "
-        "install one and run this again:"
+def test_too_little_room_is_known_before_the_download(clone):
+    clone.replace("df", "echo Filesystem 1024-blocks Used Available; echo disk 9000000 1000 1024000")
+    refused(clone.start(), f"set-up needs 4 GB at {clone.folder}/cache, and 1000 MB are free")
+
+
+def test_configuration_of_pip_holds(clone):
+    configuration = clone.folder / "home" / ".config" / "pip" / "pip.conf"
+    configuration.parent.mkdir(parents=True)
+    configuration.write_text(f"[global]\nindex-url = {clone.address}\n")
+    home = {"HOME": str(clone.folder / "home"), "XDG_CONFIG_HOME": None}
+    said_hello(clone.start(**home, PIP_CONFIG_FILE=None, PIP_INDEX_URL=None))
+
+
+def test_each_setting_of_pip_becomes_one_of_uv(tmp_path, monkeypatch, capsys):
+    for name in [name for name in os.environ if name.startswith(("UV_", "PIP_"))]:
+        monkeypatch.delenv(name)
+    for name in ("ALL_PROXY", "SSL_CERT_FILE", "SSL_CLIENT_CERT"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = https://one/simple\nextra-index-url =\n    https://two/simple\n    https://three/simple\n"
+        "proxy = http://proxy:3128\ncert = /a cert.pem\ntimeout = 7\n[install]\nindex-url = https://four/simple\n"
     )
-    assert any("uv python install 3.10" in line for line in lines)
-    assert any(line.endswith("/bin/python3: is CPython 3.12.1") for line in lines)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_FIND_LINKS", "/one /two")
+    monkeypatch.setenv("PIP_TRUSTED_HOST", "one")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("PIP_NO_INDEX", "true")
+    monkeypatch.setenv("UV_HTTP_TIMEOUT", "9")  # what is set for uv stays
+    packages.settings()
+    assert set(capsys.readouterr().out.splitlines()[1:]) == {
+        "export UV_DEFAULT_INDEX=https://four/simple",
+        "export UV_INDEX='https://two/simple https://three/simple'",
+        "export UV_FIND_LINKS=/one,/two",
+        "export UV_INSECURE_HOST=one",
+        "export ALL_PROXY=http://proxy:3128",
+        "export SSL_CERT_FILE='/a cert.pem'",
+        "export UV_HTTP_RETRIES=1",
+        "command+=(--no-index)",
+    }
 
 
-def refused(job, text):
-    assert (job.code, job.out) == (2, ""), job.err
-    assert [line for line in job.err.splitlines() if line.startswith("launch.sh: ")][-1].count(text) == 1, job.err
-    assert "Traceback" not in job.err
-    assert job.all_gone(within=1)
+def wheel_of_uv(folder, uv):
+    """A stand-in for uv's wheel, whose program calls the real one."""
+    script = f'#!/bin/bash\nexec "{uv}" "$@"\n'
+    return wheel(folder, "uv", packages.UV, {f"uv-{packages.UV}.data/scripts/uv": script})
 
 
-def test_named_python_that_will_not_do(clone, tmp_path):
-    newer = program(tmp_path / "python3.12", "echo is CPython 3.12.1")
-    refused(clone.start(PYTHON=str(newer)).wait(), f"PYTHON={newer} is CPython 3.12.1; name a Python 3.8, 3.9 or 3.10")
-    refused(clone.start(PYTHON="/no/such").wait(), "PYTHON=/no/such: no such program")
+def test_uv_comes_by_pip_where_there_is_none(clone, uv):
+    clone.replace("uv", "exit 127")  # on PATH, but it does not run
+    stand_ins(clone.folder / "wheels")
+    wheel_of_uv(clone.folder / "wheels", uv)
+    said_hello(clone.start(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(clone.folder / "wheels")))
+    assert (clone.path / ".venv-uv" / "bin" / "uv").exists()
 
 
-def test_judgement_of_the_newer_pythons_of_this_machine():
-    judge = 'source "$1/harness/start/environment.sh"; judge "$2"'
-    for version in ("3.11", "3.12", "3.13"):
-        for python in [
-            *Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"),
-            Path(f"/usr/bin/python{version}"),
-        ]:
-            if python.exists():
-                verdict = subprocess.check_output(["bash", "-c", judge, "bash", ROOT, python], text=True)
-                assert verdict.startswith(f"is CPython {version}."), python
+@pytest.mark.parametrize("known", [True, False])
+def test_uv_comes_from_the_index_if_it_is_the_one_known(tmp_path, monkeypatch, uv, known):
+    made = wheel_of_uv(tmp_path, uv).rename(tmp_path / packages.WHEEL)
+    if known:
+        monkeypatch.setattr(packages, "SHA256", packages.hashlib.sha256(made.read_bytes()).hexdigest())
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_NO_INDEX", raising=False)
+    with index(tmp_path / "index", [made]) as address:
+        monkeypatch.setenv("PIP_INDEX_URL", address)
+        if known:
+            packages.from_index(str(tmp_path / "there"))
+            there = [tmp_path / "there" / "bin" / "uv", "--version"]
+            assert subprocess.check_output(there) == subprocess.check_output([uv, "--version"])
+        else:
+            with pytest.raises(ValueError, match="is not the one known here"):
+                packages.from_index(str(tmp_path / "there"))
 
 
-def test_other_system(clone, tmp_path):
-    path = only_tools(tmp_path / "bin")
-    (tmp_path / "bin" / "uname").unlink()
-    program(tmp_path / "bin" / "uname", "[[ $1 == -s ]] && echo Darwin || echo arm64")
-    refused(clone.start(PATH=path).wait(), "OneFlow 0.9.0 exists for Linux on x86_64 only; this is Darwin arm64")
+def without_python(clone):
+    """What to change in the environment so that no Python will be found that would do."""
+    clone.replace("python3", "echo 'pyenv: not active' >&2; exit 127")
+    (clone.folder / "home").mkdir()
+    changes = {"PATH": clone.only_tools(), "HOME": str(clone.folder / "home")}
+    return {**changes, **dict.fromkeys(("PYTHON", "PYENV_ROOT", "CONDA_PREFIX", "XDG_DATA_HOME"))}
 
 
-def test_too_little_room_is_known_before_the_download(clone, tmp_path):
-    path = only_tools(tmp_path / "bin")
-    promise(tmp_path / "bin", kilobytes=1_024_000)
-    refused(clone.start(PATH=path).wait(), "set-up needs 6 GB at ")
+def test_python_behind_one_that_does_not_run(clone):
+    changes = without_python(clone)
+    good = clone.folder / "home" / ".pyenv" / "versions" / "3.10.99" / "bin"
+    good.mkdir(parents=True)
+    (good / "python3").symlink_to(PYTHON)
+    assert f"setting up .venv with {good}/python3\n" in said_hello(clone.start(**changes))
+
+
+def test_python_that_uv_fetches(clone, uv):
+    changes = without_python(clone)
+    clone.replace(
+        "uv",
+        f"""case $* in
+            "python install 3.10") : >"{clone.folder}/fetched"; exit ;;
+            "python find "*) [[ -e "{clone.folder}/fetched" ]] && echo "{PYTHON}"; exit ;;
+        esac
+        exec "{uv}" "$@" """,
+    )
+    assert "launch.sh: no Python 3.8, 3.9 or 3.10 here; uv fetches one\n" in said_hello(clone.start(**changes))
+
+
+def test_no_python_says_what_to_do(clone):
+    job = clone.start(**without_python(clone), UV_PYTHON_INSTALL_MIRROR=NOWHERE)
+    refused(job, "OneFlow 0.9.0 exists for Python 3.8 to 3.10 only, and uv could not fetch one, see above")
+    assert "\n  pyenv install 3.10\n" in job.err
+
+
+def test_named_python_that_will_not_do(clone):
+    newer = program(clone.folder / "python3.12", "echo CPython 3.12.1")
+    refused(clone.start(PYTHON=str(newer)), f"PYTHON={newer} is CPython 3.12.1; name a Python 3.8, 3.9 or 3.10")
+    refused(clone.start(PYTHON="/no/such"), "PYTHON=/no/such: no such program")
+
+
+def test_other_system(clone):
+    clone.replace("uname", "[[ $1 == -s ]] && echo Darwin || echo arm64")
+    refused(clone.start(), "OneFlow 0.9.0 exists for Linux on x86_64 only; this is Darwin arm64")
 
 
 def test_requirements_pin_everything_that_is_installed_with_them():

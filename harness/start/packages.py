@@ -1,0 +1,108 @@
+"""What environment.sh needs to use uv: pip's settings, which uv does not read, and uv itself where there is none.
+
+    python packages.py settings      prints them as commands for bash
+    python packages.py fetch FOLDER  puts uv into FOLDER/bin
+
+Any Python 3 that runs will do, one without pip too, such as that of a bare Debian.
+"""
+
+import configparser
+import hashlib
+import html
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import urllib.parse
+import urllib.request
+import zipfile
+
+UV = "0.13.9"
+WHEEL = f"uv-{UV}-py3-none-manylinux_2_17_x86_64.manylinux2014_x86_64.whl"
+SHA256 = "d7f459fe4fd247d830351c75686d3996ace3c6f3f728eb0e85a30b7ada0cef19"
+NAMES = {  # as pip calls a setting -> as uv does, in the environment
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "trusted-host": "UV_INSECURE_HOST",
+    "proxy": "ALL_PROXY",
+    "cert": "SSL_CERT_FILE",
+    "client-cert": "SSL_CLIENT_CERT",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+    "retries": "UV_HTTP_RETRIES",
+}
+
+
+def of_pip():
+    """The settings of pip: name -> value; those of the environment win, then those for `pip install`."""
+    environment, home = os.environ, os.path.expanduser("~")
+    machine, user = (
+        environment.get("XDG_CONFIG_DIRS", "/etc/xdg"),
+        environment.get("XDG_CONFIG_HOME", home + "/.config"),
+    )
+    files = [*(folder + "/pip/pip.conf" for folder in machine.split(":")), "/etc/pip.conf"]
+    files += [home + "/.pip/pip.conf", user + "/pip/pip.conf", sys.prefix + "/pip.conf"]
+    named = environment.get("PIP_CONFIG_FILE", "")
+    parser = configparser.RawConfigParser()
+    parser.read([*files, named] if named != os.devnull else [])
+    found = {}
+    for section in ("global", "install"):
+        if parser.has_section(section):
+            found.update(parser.items(section))
+    for name in (*NAMES, "no-index"):
+        value = os.environ.get("PIP_" + name.upper().replace("-", "_"))
+        if value:
+            found[name] = value
+    return found
+
+
+def settings():
+    """Commands for bash, which has the command that will install everything in an array."""
+    print("export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}")  # the best of all indexes, as pip does
+    found = of_pip()
+    for name, variable in NAMES.items():
+        if name in found and variable not in os.environ:
+            values = found[name].split()
+            value = (",".join if name == "find-links" else " ".join)(values)
+            print(f"export {variable}={shlex.quote(value)}")
+    if found.get("no-index", "").lower() in ("1", "yes", "true", "on"):
+        print("command+=(--no-index)")
+
+
+def from_index(folder):
+    """Take uv out of its wheel, in a second; pip needs five."""
+    found = of_pip()
+    if "no-index" in found:
+        raise ValueError("pip is told to use no index")
+    index = found.get("index-url", "https://pypi.org/simple").rstrip("/") + "/uv/"
+    page = urllib.request.urlopen(index, timeout=60).read().decode()
+    link = re.search(f'href="([^"#]*/{re.escape(WHEEL)}[^"]*)"', page)
+    if not link:
+        raise ValueError(f"{index} has no {WHEEL}")
+    wheel = urllib.request.urlopen(urllib.parse.urljoin(index, html.unescape(link.group(1))), timeout=60).read()
+    if hashlib.sha256(wheel).hexdigest() != SHA256:
+        raise ValueError(f"{WHEEL} at {index} is not the one known here")
+    os.makedirs(folder + "/bin")
+    with open(folder + "/bin/uv", "wb") as file:
+        file.write(zipfile.ZipFile(io.BytesIO(wheel)).read(f"uv-{UV}.data/scripts/uv"))
+    os.chmod(folder + "/bin/uv", 0o755)
+
+
+def fetch(folder):
+    """From the index that pip would use, or by pip itself: it knows of passwords and certificates."""
+    try:
+        from_index(folder)
+    except Exception as error:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", folder]
+        if subprocess.call([*pip, "uv==" + UV]):
+            sys.exit(f"launch.sh: no uv: {error}; nor did pip install it")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "settings":
+        settings()
+    else:
+        fetch(sys.argv[2])

@@ -1,0 +1,65 @@
+"""Ranks compute with the OpenBLAS that set-up has put beside OneFlow, see harness/start/blas.py, if they are to."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.start import rank
+from harness.start.blas import TAKEN_OVER, exported
+from tests.jobs import ended, launch, official
+
+LIBRARY = Path(sys.prefix, "lib", "libopenblas.so")
+
+# The second product is made with a sgemm whose first instruction is `ret`, so that it writes nothing.
+SCRIPT = """
+import ctypes
+import numpy as np
+import oneflow as flow
+
+def right():
+    x, w = np.random.rand(6, 5).astype("float32"), np.random.rand(5, 4).astype("float32")
+    return np.allclose(flow.matmul(flow.tensor(x), flow.tensor(w)).numpy(), x @ w)
+
+found = [right()]
+mapped = [line.split()[-1] for line in open("/proc/self/maps") if line.endswith("/libopenblas.so\\n")]
+if mapped:
+    library = ctypes.CDLL(mapped[0])
+    found.append(library.cookbook_scipy_openblas_get_num_threads())
+    address = ctypes.cast(library.cblas_sgemm, ctypes.c_void_p).value
+    ctypes.CDLL(None).mprotect(ctypes.c_void_p(address & -4096), ctypes.c_size_t(4096), 7)
+    ctypes.memset(address, 0xC3, 1)
+    found.append(right())
+print(*found)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "products.py").write_text(SCRIPT)
+    return tmp_path / "products.py"
+
+
+@pytest.mark.parametrize("blas, found", [(None, "True 1 False"), ("builtin", "True")])
+def test_matmul_calls_it_on_every_rank_unless_switched_off(script, blas, found):
+    job = launch("-n", "2", script, COOKBOOK_BLAS=blas, OMP_NUM_THREADS="1")
+    assert (job.code, sorted(job.out.splitlines()), job.err) == (0, [f"[0] {found}", f"[1] {found}"], "")
+
+
+def test_beside_another_launcher_by_preloading(script):
+    [job] = ended([official(2, script, LD_PRELOAD=str(LIBRARY), OMP_NUM_THREADS="1", GLOG_minloglevel="3")])
+    assert (job.code, job.out) == (0, "True 1 False\n" * 2), job.err
+
+
+@pytest.mark.parametrize("number, lines", [("0", 1), ("1", 0)])
+def test_one_that_cannot_be_loaded_is_told_once(tmp_path, monkeypatch, capsys, number, lines):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("RANK", number)
+    monkeypatch.delenv("COOKBOOK_BLAS", raising=False)
+    rank.load_blas()
+    assert capsys.readouterr().err.count("OneFlow computes with its own, older OpenBLAS: ") == lines
+
+
+def test_no_name_is_that_of_another_openblas():
+    names = set(exported(LIBRARY))
+    assert {name for name in names if not name.startswith("cookbook_")} == {f"cblas_{name}" for name in TAKEN_OVER}
