@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import io
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 
 import oneflow as flow
 
+from harness.measure.graph import FunctionGraph
 from harness.measure.observe import recorded
 from harness.start import recipe
 
@@ -98,3 +100,15 @@ def crash(mark, times):
         os.kill(os.getpid(), signal.SIGSEGV)
     flow.comm.barrier()
     return "well"
+
+
+def run_graph():
+    """Call a graph that nothing here keeps; returns its id."""
+    graph = FunctionGraph(lambda x: x * 2.0)
+    graph(flow.ones(64, 64, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)))
+    return id(graph)
+
+
+def lives(number):
+    """Whether an object with this id is a graph."""
+    return any(id(one) == number and isinstance(one, flow.nn.Graph) for one in gc.get_objects())

@@ -50,6 +50,12 @@ def test_ranks_live_on_between_calls(pool):
     assert works(pool) and works(pool) and pool.starts == starts
 
 
+def test_graph_of_an_earlier_call_is_kept(pool):
+    """OneFlow 0.9.0 hangs, or aborts, where a graph is freed while another one is built."""
+    for rank, number in enumerate(pool.call(f"{ON_RANK}:run_graph")):
+        assert pool.call(f"{ON_RANK}:lives", number=number)[rank]
+
+
 def test_missing_function_is_an_error_of_the_call(pool):
     with pytest.raises(PoolError, match="no_such_function"):
         pool.call(f"{ON_RANK}:no_such_function")
