@@ -11,6 +11,22 @@ from harness.report.terminal import bytes_in_words
 SIDES = ("eager", "graph", "PyTorch", "JAX")
 INTRODUCTION = """# Performance
 
+[README](../README.md) · [all pages](README.md) · next: [clusters](clusters.md)
+
+What follows for you:
+
+- On a slow link take the strategy that sends least at your sizes: the bytes stand under Bytes and memory.
+
+- Neither a graph nor eager mode is always faster. A pipeline is faster in a graph: only there its stages overlap.
+
+- Start at most one rank for each core: with more, ranks take time from each other.
+
+- `launch.sh` sets what costs most to forget: a core for each rank, a current OpenBLAS, as many threads as cores.
+
+- On GPUs the bytes and the memory of each rank are the same. Times are not: measure them there.
+
+The times below were measured with OneFlow's own OpenBLAS, before ranks loaded a newer one.
+
 Made by `./launch.sh bench` from runs on {cores} cores of {model}, Linux {kernel}, with {versions}; parts that were
 measured elsewhere are named at the end. Times belong to a machine; what counts are ratios, medians of turns in one run,
 in which the sides alternate on the same cores. OneFlow's and PyTorch's ranks are bound to their cores. Where there are
