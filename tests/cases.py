@@ -19,6 +19,7 @@ CHAPTERS = (
 CASES = {name: case for chapter in CHAPTERS for name, case in chapter.CASES.items()}
 SIZES = {name: sizes for chapter in CHAPTERS for name, sizes in chapter.SIZES.items()}
 GRAPH_ONLY = {name for chapter in CHAPTERS for name in chapter.GRAPH_ONLY}
+WITHOUT_CASE = ("gpt",)  # a whole model on any mesh: test_gpt.py
 TRAINED = [name for name in CASES if "steps" in entry(path_of(name))]
 UNEVEN = {"batch": 7, "in_features": 6, "out_features": 9, "seed": 1}
 PAIRS = {  # placements that are not the two halves, by world size

@@ -327,7 +327,8 @@ def on_own_pools(part):
 
 def recipe_runs(pools):
     """The ledger of every recipe on its own number of ranks, by name and mode."""
-    sizes = {path: recipe.world_sizes(path)[0] for path in recipe.all_paths()}
+    paths = [path for path in recipe.all_paths() if path.stem != "gpt"]  # a whole model fits into no picture
+    sizes = {path: recipe.world_sizes(path)[0] for path in paths}
     return {
         path.stem: {mode: recipe_run(pools(n), path, mode) for mode in drawn_modes(path)} for path, n in sizes.items()
     }
