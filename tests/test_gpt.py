@@ -1,6 +1,8 @@
 """The GPT on meshes of data x tensor x pipeline: layouts, gradients, losses, letters, all as in numpy."""
 
 import functools
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tests.gpt import check, mesh_of
 
 GPT = str(path_of("gpt"))
 HERE = str(ROOT / "tests" / "on_rank_gpt.py")
+MAIN = str(ROOT / "tests" / "on_rank.py")
 SIZES = {"batch": 8, "length": 8, "layers": 2, "width": 16, "heads": 4}
 RUNS = [  # data, tensor, pipeline, and what else
     ((2, 1, 1), {"shard_weights": True}),
@@ -69,6 +72,7 @@ def test_weight_without_identity_is_seen_under_accumulation(pools):
     "arguments, line",
     [
         ({"data": 2}, "data 2 x tensor 1 x pipeline 1 must be the number of ranks, 1"),
+        ({"tensor": 4}, "data 1 x tensor 4 x pipeline 1 must be the number of ranks, 1"),
         ({"batch": 6, "micro_batches": 4}, "--micro-batches 4 does not divide the 6 rows of a batch on each rank; "),
     ],
 )
@@ -105,3 +109,14 @@ def test_sizes_that_do_not_divide_but_fit_train_as_numpy(pools, wanted):
     assert len(reference_gpt.text()[0]) % 6
     found = pools(2).call(f"{HERE}:trained", path=GPT, steps=2, sample=9, data=1, tensor=2, micro_batches=3, **sizes)
     check(found, wanted(steps=2, sample=9, **sizes), (1, 2, 1), 1)
+
+
+@pytest.mark.parametrize("arguments", [["--tensor", "2", "--sequence-parallel"], ["--pipeline", "2", "--graph"]])
+def test_main_of_a_copy_says_that_it_is_right(pools, tmp_path, arguments):
+    path = shutil.copy(GPT, tmp_path)
+    arguments = [*arguments, "--steps", "2", "--sample", "9", "--folder", str(tmp_path / "saved")]
+    (code, out, err), other = pools(2).call(f"{MAIN}:main_of", path=path, arguments=arguments)
+    assert (code, err, other) == (0, "", (0, "", "")) and (tmp_path / "saved" / "2").is_dir()
+    progress, *letters, last = out.splitlines()
+    assert re.fullmatch(r"step 2  loss \d\.\d+  \d+ tokens/s  0 s left", progress)
+    assert len("\n".join(letters)) == 9 and last.endswith("is that of the same weights on a single rank")

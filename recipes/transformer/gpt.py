@@ -43,15 +43,14 @@ SHARDED = {"vocabulary": (S(1), S(0)), "column": (S(0), S(1)), "row": (S(1), S(0
 class Part(flow.nn.Module):
     def __init__(self, stage, mesh, layout, at_rest, heads, rng, **weights):
         super().__init__()
-        self.stage, self.mesh, self.layout, self.heads = stage, mesh, layout, heads
-        self.kinds = {name: kind for name, (kind, *_) in weights.items()}
+        self.stage, self.mesh, self.layout, self.heads, self.weights = stage, mesh, layout, heads, weights
         for name, (kind, *shape) in weights.items():
             array = 0.05 * rng.standard_normal(shape, dtype=np.float32) if shape[1:] else np.ones(shape, np.float32)
             setattr(self, name, flow.nn.Parameter(flow.tensor(array, placement=mesh, sbp=at_rest[kind])))
 
     def weight(self, name):
         # without identity a graph that gathers a parameter aborts, and one with micro-batches may update it wrongly
-        weight, sbp = flow._C.identity(getattr(self, name)), self.layout[self.kinds[name]]
+        weight, sbp = flow._C.identity(getattr(self, name)), self.layout[self.weights[name][0]]
         return weight if weight.sbp == sbp else weight.to_global(sbp=sbp, grad_sbp=weight.sbp)
 
     def normed(self, x, name):
@@ -75,7 +74,8 @@ class Block(Part):
         length, batch, width = x.shape  # in a graph, of a micro-batch
         qkv = flow.matmul(self.normed(x, "norm"), self.weight("qkv"))  # columns head by head: nothing moves
         q, k, v = qkv.reshape(length, batch, self.heads, 3 * width // self.heads).permute(1, 2, 0, 3).chunk(3, -1)
-        future = flow.full((length, length), -1e9, placement=self.mesh, sbp=self.layout["whole"]).triu(1)
+        sbp = self.layout["whole"]
+        future = flow._C.global_constant((length, length), -1e9, dtype=x.dtype, placement=self.mesh, sbp=sbp).triu(1)
         scores = flow.matmul(q, k.transpose(2, 3)) * (width // self.heads) ** -0.5 + future  # where() would gather
         values = flow.matmul(scores.softmax(-1), v).permute(2, 0, 1, 3).reshape(length, batch, width)
         x = x + self.summed(flow.matmul(values, self.weight("project")))
@@ -141,7 +141,7 @@ def run(
 ):  # fmt: skip
     """Train up to a step, from the last checkpoint on; returns weights, losses (also of the next batch), letters."""
     n, rank = flow.env.get_world_size(), flow.env.get_rank()
-    data = data or n // (tensor * pipeline)
+    data = data or max(1, n // (tensor * pipeline))
     if data * tensor * pipeline != n:
         raise SystemExit(f"data {data} x tensor {tensor} x pipeline {pipeline} must be the number of ranks, {n}")
     for option, parts, what, size in (

@@ -16,6 +16,7 @@ from tests.ladder import Checks
 GPT = str(path_of("gpt"))
 HERE = str(ROOT / "tests" / "on_rank_gpt.py")
 SIZES = {"batch": 16, "length": 8, "layers": 4, "width": 16, "heads": 4}
+SMALL = {**SIZES, "layers": 2}
 MESHES = [
     (data, tensor, pipeline)
     for data in (1, 2, 4)
@@ -51,7 +52,7 @@ def test_mesh_trains_as_numpy_in_every_way(mesh, graph):
 def test_training_goes_on_on_another_mesh(tmp_path, saved, loaded, graph):
     def losses(mesh, steps, folder, **more):
         with Pool(int(np.prod(mesh)), timeout=300, repeat=True) as pool:
-            given = {"steps": steps, "folder": str(folder), "graph": graph, **mesh_of(mesh), **more, **SIZES}
+            given = {"steps": steps, "folder": str(folder), "graph": graph, **mesh_of(mesh), **more, **SMALL}
             return np.array(pool.call(f"{HERE}:losses_and_letters", path=GPT, **given)[0][0])
 
     unbroken = losses(saved, 20, tmp_path / "unbroken")
@@ -60,21 +61,21 @@ def test_training_goes_on_on_another_mesh(tmp_path, saved, loaded, graph):
     Checks.equal(len(went_on), 11, "steps done after the checkpoint, and the next loss")
     off = np.abs(went_on - unbroken[10:]).max()
     Checks.that(off <= 1e-5, "losses differ from those of the unbroken run by", off)
-    off = np.abs(unbroken - wanted(steps=20, **SIZES)["losses"]).max()
+    off = np.abs(unbroken - wanted(steps=20, **SMALL)["losses"]).max()
     Checks.that(off <= 1e-4, "losses of the unbroken run are off by", off)
 
 
 @MODES
 @pytest.mark.parametrize("moment", ["in training", "not all files", "not named"])
 def test_death_loses_at_most_one_interval(tmp_path, moment, graph):
-    given = {"path": GPT, "folder": str(tmp_path), "steps": 6, "every": 2, "graph": graph, "data": 2, **SIZES}
+    given = {"path": GPT, "folder": str(tmp_path), "steps": 6, "every": 2, "graph": graph, "data": 2, **SMALL}
     with Pool(2, timeout=300) as pool:
         with pytest.raises(PoolError, match="died .exit code 9"):
             pool.call(f"{HERE}:die", moment=moment, step=4, **given)
         assert "2" in os.listdir(tmp_path) and "4" not in os.listdir(tmp_path)
         losses, _ = pool.call(f"{HERE}:losses_and_letters", **given)[0]
     assert {"2", "4", "6"} <= set(os.listdir(tmp_path))
-    off = np.abs(np.array(losses) - wanted(steps=6, **SIZES)["losses"][2:]).max()
+    off = np.abs(np.array(losses) - wanted(steps=6, **SMALL)["losses"][2:]).max()
     Checks.that(len(losses) == 5 and off <= 1e-4, "losses of steps 3 to 7 are off by", off)
 
 
@@ -84,7 +85,7 @@ def test_table_by_ids_has_a_wrong_gradient(tmp_path):
     assert source.count(cure) == 1
     (tmp_path / "gpt.py").write_text(source.replace(cure, "table[ids.transpose(0, 1)]"))
     with Pool(2, timeout=120) as pool:
-        found = pool.call(f"{HERE}:trained", path=str(tmp_path / "gpt.py"), steps=1, data=2, **SIZES)
-    gradient = wanted(steps=1, sample=0, clip=0.0, **SIZES)["first"]["embedding.tokens"]
+        found = pool.call(f"{HERE}:trained", path=str(tmp_path / "gpt.py"), steps=1, data=2, **SMALL)
+    gradient = wanted(steps=1, sample=0, clip=0.0, **SMALL)["first"]["embedding.tokens"]
     for result in found:
         assert np.abs(result["moments"]["embedding.tokens"] / 0.1 - gradient).max() > 0.1 * np.abs(gradient).max()
