@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from harness.start.recipe import entry, path_of, world_sizes
-from tests.chapters import byhand, data, forward, memory, starting, state, training
+from tests.chapters import byhand, data, forward, memory, starting, state, training, transformer
 
 ROOT = Path(__file__).resolve().parent.parent
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
@@ -15,6 +15,7 @@ CHAPTERS = (
     data,
     state,
     starting,
+    transformer,
 )  # each with CASES, SIZES where they are its own, and GRAPH_ONLY
 CASES = {name: case for chapter in CHAPTERS for name, case in chapter.CASES.items()}
 SIZES = {name: sizes for chapter in CHAPTERS for name, sizes in chapter.SIZES.items()}
@@ -38,7 +39,11 @@ def sizes_of(name, n):
     if name == "cross_placement":
         pairs = {pair: {"source": source, "target": target} for pair, (source, target) in PAIRS[n].items()}
         sizes = {**sizes, **pairs}
-    everywhere = {*forward.CASES, "loss_placement"}  # the others: all sizes on the first world size, odd ones elsewhere
+    everywhere = {
+        *forward.CASES,
+        "loss_placement",
+        "context_parallel",
+    }  # the others: all sizes on the first world size, odd ones elsewhere
     if name not in everywhere and n != world_sizes(path_of(name))[0]:
         odd = [which for which in sizes if which != "even"]
         sizes = {which: sizes[which] for which in odd[:1] or ["even"]}

@@ -40,10 +40,10 @@ def shard_of(value, sbp, ranks, rank, parts):
     where = np.argwhere(np.array(ranks) == rank)
     if not len(where):
         return None
-    for one, position in zip(sbp.split(", "), where[0]):
-        if one == "P" or (one == "B" and parts):
-            value = parts and parts[position]
-    for one, position, n in zip(sbp.split(", "), where[0], np.shape(ranks)):
+    axes = sbp.split(", ")
+    if "P" in axes or (parts and set(axes) == {"B"}):
+        value = parts and parts[where[0][axes.index("P") if "P" in axes else 0]]
+    for one, position, n in zip(axes, where[0], np.shape(ranks)):
         if one.startswith("S"):
             value = value[reference.split(value.exact.shape, int(one[2:-1]), position, n)]
     return value
@@ -108,7 +108,7 @@ def check_tensors(case, graph, seen):
                     one["tensors"][tensor]["shard"].astype(np.float64) for one in seen[min(ranks) : max(ranks) + 1]
                 )
                 close(total, Value(wanted.exact, len(ranks) * wanted.bound), 1, *what, "sum of the ranks' shards")
-            own = sbp == "local" or (sbp == "B" and parts)
+            own = sbp == "local" or (parts and set(sbp.split(", ")) == {"B"})
             close(found["value"], shard if own else wanted, 1, *what, "value")
     for words, holds in case.claims.items():
         Checks.that(holds([result["tensors"] for result in seen]), words)

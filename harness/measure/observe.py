@@ -104,7 +104,8 @@ def traced(gain=1.0):
 
     def recording_to_global(tensor, *arguments, **named):
         moved = to_global(tensor, *arguments, **named)
-        back = [label([named["grad_sbp"]])] if "grad_sbp" in named else []  # what the gradient becomes in front of it
+        back = named.get("grad_sbp", ())  # what the gradient becomes in front of it
+        back = [label(back if isinstance(back, (list, tuple)) else [back])] if back else []
         seen["moves"].append([where(one)[::2] for one in (tensor, moved)] + back)
         return moved
 

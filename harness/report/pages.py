@@ -37,8 +37,16 @@ SIZES = {  # of what is drawn
 }
 TRAINING_SIZES = {"batch": 384, "in_features": 384, "hidden": 768, "out_features": 384}  # of what is measured by step
 TRAINED_ON = (2, 4)  # ranks
+TRANSFORMER_SIZES = {  # of what is drawn, and of what is measured by step
+    "transformer_block": {"samples": 8, "sequence": 192, "heads": 12, "head_size": 16},
+    "sequence_parallel": {"samples": 8, "sequence": 192, "heads": 12, "head_size": 16},
+    "context_parallel": {"sequence": 480, "heads": 12, "head_size": 64},
+    "mixture_of_experts": {"tokens": 2048, "features": 64, "hidden_features": 96, "capacity": 1024},
+    "vocab_parallel": {"tokens": 9600, "vocabulary": 500, "features": 32},
+}
 OTHER_SIZES = {
     "auto_parallel": {"batch": 96},  # at more it chooses otherwise
+    **TRANSFORMER_SIZES,
     "elastic_training": {"every": 4},  # no checkpoint in 3 steps: what goes to disk would count as sent
 }
 TWICE = ("checkpoint", "elastic_training")  # they save in between, and so have no step that is like the others
@@ -346,6 +354,7 @@ def drawn_modes(path):
 def recipe_run(pool, path, mode):
     """The ledger of one recipe at sizes that are worth measuring, by rank."""
     given = {name: SIZES[name] for name in recipe.entry(path) if name in SIZES}
+    given.update(TRANSFORMER_SIZES.get(path.stem, {}))
     if path.stem == "matmul_signatures":
         given = dict.fromkeys(given, SIZES["in_features"])  # x and w of one size
     if mode != "only":
@@ -364,7 +373,7 @@ def made(found, runs, steps):
 def drawn(results):
     """What is drawn of a recipe; of one that trains without what looks as the weights do."""
     items = picture.drawing(next(iter(results.values())))
-    again = re.compile(r"new w|.* exp_avg_sq$|losses$|ages$")
+    again = re.compile(r"new (w|norm|table|head|router)|.* exp_avg_sq$|losses$|ages$")
     return [item for item in items if not (isinstance(item, picture.Tensor) and again.match(item.name))]
 
 
