@@ -64,7 +64,10 @@ def test_weight_without_identity_is_seen_under_accumulation(pools):
     bare = ["tokens", "positions", "norm", "qkv", "project", "norm_mlp", "up", "down"]
     [found] = pools(1).call(f"{HERE}:trained", path=GPT, bare=bare, graph=True, micro_batches=2, steps=1, **SIZES)
     names = [name for name in found["tensors"] if "." in name]
-    assert found["without_identity"] == sorted(f"module.{name}" for name in names) and len(names) == 3 + 6 * SIZES["layers"]
+    assert (
+        found["without_identity"] == sorted(f"module.{name}" for name in names)
+        and len(names) == 3 + 6 * SIZES["layers"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,13 @@ def test_readme_lists_every_recipe_with_its_first_line():
         )
 
 
+def test_readme_is_short():
+    text = ENGLISH.read_text()
+    shown = re.sub(r"```.*?```|<[^>]*>|]\([^)]*\)", " ", text, flags=re.DOTALL)  # without code blocks, tags and URLs
+    words = [word for word in shown.split() if re.search(r"\w", word)]
+    assert len(text.splitlines()) <= 130 and len(words) <= 1000
+
+
 def test_gallery_shows_the_layouts_of_the_cases():
     rows = {re.search(r"\[(\w+)\.py]", row[0]).group(1): row for row in tables(GALLERY) if row[0].startswith("**[")}
     assert sorted(rows) == sorted([*CASES, *WITHOUT_CASE])

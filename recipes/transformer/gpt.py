@@ -1,4 +1,4 @@
-"""GPT: one model, and the layout is a table: data, tensor, sequence, pipeline parallel and fully sharded.
+"""GPT: one model whose layout is a table: data, tensor, sequence, pipeline parallel, fully sharded.
 
     kind of tensor       shape                      along data    along tensor
     ids                  (batch, length)            S(0)          B

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from harness.start.recipe import RECIPES, entry, path_of, world_sizes
-from tests.cases import byhand, data, forward, memory, starting, state, training  # noqa: F401
+from tests.cases import byhand, data, forward, memory, starting, state, training, transformer  # noqa: F401
 from tests.cases.case import CASES, GRAPH_ONLY, SIZES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -34,7 +34,7 @@ def modes(name):
 def sizes_of(name, n):
     """name -> arguments: those with which a recipe is proven on n ranks."""
     sizes = SIZES[name](n)
-    if name in ONE_LAYER or name == "loss_placement" or n == proven_on(name)[0]:
+    if name in (*ONE_LAYER, "loss_placement", "context_parallel") or n == proven_on(name)[0]:
         return sizes
     which = list(sizes)[:2][-1]  # elsewhere the uneven ones
     return {which: sizes[which]}
