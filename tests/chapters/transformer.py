@@ -12,6 +12,11 @@ def computed(values, *inputs):
     return tuple(name for name in values if name not in inputs)
 
 
+def causal(sequence):
+    """What is added to scores, so that no token sees a later one."""
+    return Value.known(np.triu(np.full((sequence, sequence), -1e9), k=1))
+
+
 def transformer_block(n, steps=1, tensor=None, samples=None, sequence=4, heads=None, head_size=4, gain=1.0, seed=0):
     tensor = tensor or (2 if n % 2 == 0 else n)
     data = n // tensor
@@ -56,6 +61,7 @@ def sequence_parallel(n, steps=1, split=True, samples=2, sequence=None, heads=No
     returned = ("gathered0", "scores", "attention", "mixed", "residual", "gathered1", "hidden", "out")
     sizes = (samples, sequence, heads, head_size)
     values, _ = reference.trained_block(returned, seed, steps, *sizes, gain=gain, sequence_first=True)
+    values = {"x": values.pop("x"), "y": values.pop("y"), "mask": causal(sequence), **values}
     sbps = {"w_qkv": "S(1)", "w_up": "S(1)", "w_out": "S(0)", "w_down": "S(0)", "mixed": "S(1)", "hidden": "S(1)"}
     sbps.update({"scores": "S(1)", "attention": "S(1)"})
     sbps.update(dict.fromkeys(("x", "y", "residual", "out"), "S(0)" if split else "B"))
@@ -76,7 +82,7 @@ def sequence_parallel(n, steps=1, split=True, samples=2, sequence=None, heads=No
         moves=[gather, scatter, gather, scatter],
         moves_each_step=[(("P" if split else "B", ranks), ("B", ranks))],
         steps=steps,
-        added=computed(values, "x", "y", "norm0", "norm1", "w_qkv", "w_out", "w_up", "w_down"),
+        added=computed(values, "x", "y", "mask", "norm0", "norm1", "w_qkv", "w_out", "w_up", "w_down"),
         drawn=("x", "gathered0", "w_qkv", "w_out", "residual", "w_up", "w_down", "out"),
         sends=[(n - 1) / n * (8 * tokens * features + 2 * norms)] * n,
     )
@@ -115,7 +121,7 @@ def vocab_parallel(n, steps=1, tensor=None, tokens=None, vocabulary=61, features
 def context_parallel(n, steps=1, way="gather", sequence=None, heads=None, head_size=4, gain=1.0, seed=0):
     ranks, sequence, heads = list(range(n)), sequence or 4 * n, heads or 2 * n
     whole = reference.context_parallel(seed, steps, sequence, heads, head_size, gain)
-    mask = Value.known(np.triu(np.full((sequence, sequence), -1e9), k=1))
+    mask = causal(sequence)
     rows = [slice(part[0], part[-1] + 1) for part in np.array_split(np.arange(sequence), n)]
     order = ("q", "k", "v", "y", "mask", "scores", "out", "q grad", "k grad", "v grad", "losses")
     values = {name: mask if name == "mask" else whole[name] for name in order}
@@ -133,7 +139,7 @@ def context_parallel(n, steps=1, way="gather", sequence=None, heads=None, head_s
             for rank in range(step, n):
                 block, here = rank - step, ("B", [rank])
                 q, k = ((values[f"{name}{r}"].exact.shape[0]) for name, r in (("q", rank), ("k", block)))
-                matmuls.append(((*here, (heads, q, head_size)), (*here, (heads, head_size, k)), (*here, (heads, q, k))))
+                matmuls.append(((*here, (heads, q, head_size)), (*here, (heads, k, head_size)), (*here, (heads, q, k))))
                 matmuls.append(((*here, (heads, q, k)), (*here, (heads, k, head_size)), (*here, (heads, q, head_size))))
                 moves += [(("B", [max(rank - 1, block)]), here)] * 2
         moves += [(("B", [rank]), ("B", [0])) for rank in ranks]
@@ -149,8 +155,7 @@ def context_parallel(n, steps=1, way="gather", sequence=None, heads=None, head_s
         others = "B" if way == "gather" else inside
         turned = {"S(0)": "S(1)", "S(1)": "S(0)", "B": "B"}  # heads first
         q, v = ((turned[sbp], ranks, (heads, sequence, head_size)) for sbp in (inside, others))
-        k = (turned[others], ranks, (heads, head_size, sequence))
-        matmuls = [(q, k, "scores"), ((*layout["scores"], scores), v, q)]
+        matmuls = [(q, v, "scores"), ((*layout["scores"], scores), v, q)]
         moves = [(("S(0)", ranks), (sbp, ranks), "S(0)") for sbp in (inside, others, others)]
         moves += [((inside, ranks), ("S(0)", ranks), inside), (("P", ranks), ("B", [0]))]
         size = whole["q"].exact.size
@@ -173,7 +178,9 @@ def context_parallel(n, steps=1, way="gather", sequence=None, heads=None, head_s
 def mixture_of_experts(n, steps=1, tokens=8, features=4, hidden_features=8, capacity=3, gain=1.0, seed=0):
     ranks, slots = list(range(n)), n * capacity
     values = reference.mixture_of_experts(n, seed, steps, tokens, features, hidden_features, capacity, gain)
-    whole = ("router", "new router", "router grad", "losses")
+    numbers = Value.known(np.arange(1, capacity + 1))
+    values = {"x": values.pop("x"), "y": values.pop("y"), "slots": numbers, **values}
+    whole = ("slots", "router", "new router", "router grad", "losses")
     layout = {name: ("B" if name in whole else "S(1)" if name == "arrived" else "S(0)", ranks) for name in values}
     split = [("S(0)", ranks, shape) for shape in ((n, slots, tokens), (n, tokens, features), (n, slots, features))]
     dispatched, rows, own = split
@@ -189,7 +196,7 @@ def mixture_of_experts(n, steps=1, tokens=8, features=4, hidden_features=8, capa
         moves=[(("S(0)", ranks), ("S(1)", ranks), "S(0)"), (("S(1)", ranks), ("S(0)", ranks), "S(1)")],
         moves_each_step=[(("P", ranks), ("B", ranks))],
         steps=steps,
-        added=computed(values, "x", "y", "router", "w_up", "w_down"),
+        added=computed(values, "x", "y", "slots", "router", "w_up", "w_down"),
         drawn=("x", "router", "w_up", "w_down", "out"),
         sends=[4 * moved + 2 * (n - 1) * (tokens + features)] * n,  # tokens: for cumsum
     )
