@@ -25,12 +25,13 @@ WORLD_SIZES = range(2, 65)
 
 def attend(q, k, v, mask, before=None):
     """Softmax over the keys so far: the largest score, the sum of powers, the values by these weights; the scores."""
-    scores = flow.matmul(q.permute(1, 0, 2), k.permute(1, 2, 0)) * q.shape[-1] ** -0.5
-    masked = scores + mask
-    top = masked.amax(dim=-1, keepdim=True)
+    q, k, v = (one.permute(1, 0, 2) for one in (q, k, v))
+    # k.permute(1, 2, 0) would do, but OneFlow 0.9.0 on CPU rounds some small tensors where it permutes them so
+    scores = flow.matmul(q, k, transpose_b=True) * q.shape[-1] ** -0.5
+    top = (scores + mask).amax(dim=-1, keepdim=True)
     top = flow.maximum(top, before[0]) if before else top
-    powers = flow.exp(masked - top)
-    total, mixed = powers.sum(dim=-1, keepdim=True), flow.matmul(powers, v.permute(1, 0, 2))
+    powers = flow.exp(scores + mask - top)
+    total, mixed = powers.sum(dim=-1, keepdim=True), flow.matmul(powers, v)
     if before:
         fade = flow.exp(before[0] - top)
         total, mixed = total + fade * before[1], mixed + fade * before[2]

@@ -105,7 +105,7 @@ def run(graph=False, device="cpu", seed=0, steps=1, tokens=8, features=4, hidden
             gradients = {"x": x.grad, **{name: w.grad for name, w in module.named_parameters()}}
         losses.append(loss.to_global(sbp=flow.sbp.broadcast))
 
-    tensors = {"x": x, "y": y, "router": router, "w_up": w_up, "w_down": w_down, **made}
+    tensors = {"x": x, "y": y, "slots": module.slots, "router": router, "w_up": w_up, "w_down": w_down, **made}
     tensors.update({f"{name} grad": grad for name, grad in gradients.items()})
     tensors.update({f"new {name}": w for name, w in module.named_parameters()})
     return {**tensors, "losses": flow.stack(losses)}

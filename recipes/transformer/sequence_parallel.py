@@ -74,8 +74,7 @@ def run(graph=False, device="cpu", seed=0, steps=1, split=True, samples=2, seque
     shapes = {"norm0": (features,), "w_qkv": (features, 3 * features), "w_out": (features, features)}
     shapes.update({"norm1": (features,), "w_up": (features, 4 * features), "w_down": (4 * features, features)})
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal((samples * sequence, features), dtype=np.float32)
-    y = rng.standard_normal((samples * sequence, features), dtype=np.float32)
+    x, y = rng.standard_normal((2, samples * sequence, features), dtype=np.float32)
     weights = {name: rng.standard_normal(shape, dtype=np.float32) / 4 for name, shape in shapes.items()}
     mask = np.triu(np.full((sequence, sequence), -1e9, dtype=np.float32), k=1)  # no token sees a later one
 
@@ -102,7 +101,8 @@ def run(graph=False, device="cpu", seed=0, steps=1, split=True, samples=2, seque
             gradients = {name: w.grad for name, w in module.named_parameters()}
         losses.append(loss.to_global(sbp=flow.sbp.broadcast))
 
-    tensors = {"x": x, "y": y, **weights, **made, **{f"{name} grad": grad for name, grad in gradients.items()}}
+    tensors = {"x": x, "y": y, "mask": module.mask, **weights, **made}
+    tensors.update({f"{name} grad": grad for name, grad in gradients.items()})
     tensors.update({f"new {name}": w for name, w in module.named_parameters()})
     return {**tensors, "losses": flow.stack(losses)}
 
@@ -116,9 +116,9 @@ def main():
     for split in (False, True):
         tensors = run(split=split, **options)
         size, held = 4 * tensors["out"].numel(), [4 * tensors[name].to_local().numel() for name in kept]
-        moves = "8 all-gathers and reduce-scatters" if split else "4 all-reduces"
         if flow.env.get_rank() == 0:
             print("sequence" if split else "tensor", "parallel: bytes of", *kept, "on each rank:", *held)
+            moves = "8 all-gathers and reduce-scatters" if split else "4 all-reduces"
             print(f"    {moves} of {size} bytes: each rank sends {8 * (n - 1) * size // n}, by formula")
 
     values = {name: tensor.numpy().astype(np.float64) for name, tensor in tensors.items()}  # collective: all ranks call

@@ -50,10 +50,15 @@ def runs():
 
 
 def is_default(run):
-    """Whether a run is in the default suite: on the first world size the even and the uneven sizes, then the uneven."""
+    """Whether a run is in the default suite: on the first world size the even and the uneven sizes, then the uneven.
+
+    Transformers, which take long, are in it on the first world size alone.
+    """
     name, n, _, which = run
     even, *uneven = list(SIZES[name](n))[:2]
-    return which in ([even, *uneven] if n == proven_on(name)[0] else uneven or [even])
+    if n == proven_on(name)[0]:
+        return which in (even, *uneven)
+    return path_of(name).parent != RECIPES / "transformer" and which in (uneven or [even])
 
 
 def run_id(run):

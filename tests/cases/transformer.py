@@ -13,6 +13,11 @@ def computed(values, *inputs):
     return tuple(name for name in values if name not in inputs)
 
 
+def causal(sequence):
+    """What is added to scores, so that no token sees a later one."""
+    return Value.known(np.triu(np.full((sequence, sequence), -1e9), k=1))
+
+
 @case_of_recipe(
     {
         "other": {"samples": 4, "sequence": 5, "heads": 12, "head_size": 2, "steps": 3, "seed": 1},
@@ -69,6 +74,7 @@ def sequence_parallel(
     returned = ("gathered0", "scores", "attention", "mixed", "residual", "gathered1", "hidden", "out")
     sizes = (samples, sequence, heads, head_size)
     values, _ = reference.trained_block(returned, seed, steps, *sizes, gain=gain, sequence_first=True)
+    values = {"x": values.pop("x"), "y": values.pop("y"), "mask": causal(sequence), **values}
     sbps = {"w_qkv": "S(1)", "w_up": "S(1)", "w_out": "S(0)", "w_down": "S(0)", "mixed": "S(1)", "hidden": "S(1)"}
     sbps.update({"scores": "S(1)", "attention": "S(1)"})
     sbps.update(dict.fromkeys(("x", "y", "residual", "out"), "S(0)" if split else "B"))
@@ -88,7 +94,7 @@ def sequence_parallel(
         in_steps(graph, steps, matmuls),
         in_steps(graph, steps, [gather, scatter, gather, scatter], [(("P" if split else "B", ranks), ("B", ranks))]),
         graph_calls=steps,
-        summed=computed(values, "x", "y", "norm0", "norm1", "w_qkv", "w_out", "w_up", "w_down"),
+        summed=computed(values, "x", "y", "mask", "norm0", "norm1", "w_qkv", "w_out", "w_up", "w_down"),
         sends=[(n - 1) / n * (8 * tokens * features + 2 * norms)] * n,
     )
 
@@ -142,7 +148,7 @@ def vocab_parallel(n, graph=False, steps=1, tensor=None, tokens=None, vocabulary
 def context_parallel(n, graph=False, steps=1, way="gather", sequence=None, heads=None, head_size=4, gain=1.0, seed=0):
     ranks, sequence, heads = list(range(n)), sequence or 4 * n, heads or 2 * n
     whole = reference.context_parallel(seed, steps, sequence, heads, head_size, gain)
-    mask = Value.known(np.triu(np.full((sequence, sequence), -1e9), k=1))
+    mask = causal(sequence)
     rows = [slice(part[0], part[-1] + 1) for part in np.array_split(np.arange(sequence), n)]
     order = ("q", "k", "v", "y", "mask", "scores", "out", "q grad", "k grad", "v grad", "losses")
     values = {name: mask if name == "mask" else whole[name] for name in order}
@@ -160,7 +166,7 @@ def context_parallel(n, graph=False, steps=1, way="gather", sequence=None, heads
             for rank in range(step, n):
                 block, here = rank - step, ("B", [rank])
                 q, k = ((values[f"{name}{r}"].exact.shape[0]) for name, r in (("q", rank), ("k", block)))
-                matmuls.append(((*here, (heads, q, head_size)), (*here, (heads, head_size, k)), (*here, (heads, q, k))))
+                matmuls.append(((*here, (heads, q, head_size)), (*here, (heads, k, head_size)), (*here, (heads, q, k))))
                 matmuls.append(((*here, (heads, q, k)), (*here, (heads, k, head_size)), (*here, (heads, q, head_size))))
                 moves += [(("B", [max(rank - 1, block)]), here)] * 2
         moves += [(("B", [rank]), ("B", [0])) for rank in ranks]
@@ -175,8 +181,7 @@ def context_parallel(n, graph=False, steps=1, way="gather", sequence=None, heads
         others = "B" if way == "gather" else inside
         turned = {"S(0)": "S(1)", "S(1)": "S(0)", "B": "B"}  # heads first
         q, v = ((turned[sbp], ranks, (heads, sequence, head_size)) for sbp in (inside, others))
-        k = (turned[others], ranks, (heads, head_size, sequence))
-        matmuls = [(q, k, "scores"), ((*layout["scores"], scores), v, q)]
+        matmuls = [(q, v, "scores"), ((*layout["scores"], scores), v, q)]
         moves = [(("S(0)", ranks), (sbp, ranks), "S(0)") for sbp in (inside, others, others)]
         moves += [((inside, ranks), ("S(0)", ranks), inside), (("P", ranks), ("B", [0]))]
         size = whole["q"].exact.size
@@ -202,7 +207,9 @@ def context_parallel(n, graph=False, steps=1, way="gather", sequence=None, heads
 def mixture_of_experts(n, graph=False, steps=1, tokens=8, features=4, hidden_features=8, capacity=3, gain=1.0, seed=0):
     ranks, slots = list(range(n)), n * capacity
     values = reference.mixture_of_experts(n, seed, steps, tokens, features, hidden_features, capacity, gain)
-    whole = ("router", "new router", "router grad", "losses")
+    numbers = Value.known(np.arange(1, capacity + 1))
+    values = {"x": values.pop("x"), "y": values.pop("y"), "slots": numbers, **values}
+    whole = ("slots", "router", "new router", "router grad", "losses")
     layout = {name: ("B" if name in whole else "S(1)" if name == "arrived" else "S(0)", ranks) for name in values}
     if graph:
         layout["router grad"] = ("P", ranks)
@@ -218,6 +225,6 @@ def mixture_of_experts(n, graph=False, steps=1, tokens=8, features=4, hidden_fea
         in_steps(graph, steps, matmuls),
         in_steps(graph, steps, [there, back], [(("P", ranks), ("B", ranks))]),
         graph_calls=steps,
-        summed=computed(values, "x", "y", "router", "w_up", "w_down"),
+        summed=computed(values, "x", "y", "slots", "router", "w_up", "w_down"),
         sends=[4 * moved + 2 * (n - 1) * (tokens + features)] * n,  # tokens: for cumsum
     )

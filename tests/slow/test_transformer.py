@@ -23,7 +23,6 @@ ABORTS = [  # recipe, cure, what one would write without it
     ("transformer_block", "(scores + self.mask)", WHERE),
     ("vocab_parallel", LOSS, ENTROPY),
     ("vocab_parallel", ", grad_sbp=whole", ""),
-    ("sequence_parallel", ", grad_sbp=x.sbp", ""),
     ("context_parallel", "flow._C.identity(self.k)", "self.k"),
 ]
 
