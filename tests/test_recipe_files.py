@@ -11,7 +11,7 @@ from harness.measure import theory
 from harness.measure.sbp import NAMES, Layout
 from harness.report import atlas
 from harness.start.recipe import RECIPES, path_of, world_sizes
-from tests.cases import CASES, ROOT, WITHOUT_CASE, modes
+from tests.cases import CASES, ROOT, TRANSFORMERS, WITHOUT_CASE, modes
 from tests.cases.forward import SIGNATURES
 from tests.cases.reference import split
 
@@ -87,7 +87,7 @@ def test_drawing_in_the_docstring_is_the_layout(name):
     rows = list(drawing(name))
     drawn = [tensor for tensor, _, _ in rows]
     in_order = [tensor for tensor in case.layout if tensor in drawn]
-    in_part = path_of(name).parent.name == "transformer"  # in the order of forward, without norms and masks
+    in_part = name in TRANSFORMERS  # in the order of forward, without norms and masks
     assert sorted(drawn) == sorted(in_order) if in_part else drawn == in_order
     if not in_part and name != "cross_placement":  # it has a table of its own for what has moved
         shown = [case.layout[tensor] for tensor in drawn]

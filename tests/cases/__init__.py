@@ -13,6 +13,7 @@ from tests.cases.case import CASES, GRAPH_ONLY, SIZES
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
 ONE_LAYER = [name for name in CASES if path_of(name).parent in (RECIPES, RECIPES / "layouts")]
+TRANSFORMERS = [name for name in CASES if path_of(name).parent == RECIPES / "transformer"]
 WITHOUT_CASE = ("gpt",)  # a whole model on any mesh: test_gpt.py
 TRAINED = [name for name in CASES if "steps" in entry(path_of(name))]
 
@@ -58,7 +59,7 @@ def is_default(run):
     even, *uneven = list(SIZES[name](n))[:2]
     if n == proven_on(name)[0]:
         return which in (even, *uneven)
-    return path_of(name).parent != RECIPES / "transformer" and which in (uneven or [even])
+    return name not in TRANSFORMERS and which in (uneven or [even])
 
 
 def run_id(run):
