@@ -109,7 +109,7 @@ class GPT(flow.nn.Module):
         logits = self.head(x, table)
         if targets is None:
             return logits  # (length, batch, letters)
-        return flow._C.sparse_softmax_cross_entropy(logits, targets.transpose(0, 1)).mean()
+        return flow._C.sparse_softmax_cross_entropy(logits.transpose(0, 1), targets).mean()  # batch first: S(0)
 
 
 class TrainingGraph(flow.nn.Graph):
