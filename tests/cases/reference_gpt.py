@@ -149,7 +149,7 @@ def clipped(gradients, most):
     )
 
 
-def trained(steps, batch=16, length=64, layers=4, width=128, heads=4, clip=0.0, seed=0, sample=0):
+def trained(steps, batch=16, length=8, layers=4, width=16, heads=4, clip=0.0, seed=0, sample=0):
     """AdamW: the losses, that of the next batch included; the first gradients; the weights; the letters drawn."""
     letters, numbers = text()
     w = new_weights(-(-len(letters) // heads) * heads, length, layers, width, seed)

@@ -88,3 +88,20 @@ def test_table_by_ids_has_a_wrong_gradient(tmp_path):
     gradient = wanted(steps=1, sample=0, clip=0.0, **SMALL)["first"]["embedding.tokens"]
     for result in found:
         assert np.abs(result["moments"]["embedding.tokens"] / 0.1 - gradient).max() > 0.1 * np.abs(gradient).max()
+
+
+def test_gradient_of_the_normed_input_needs_its_sbp(tmp_path):
+    """Why the recipe gives grad_sbp: without it eager mode sends more than twice as much for tensor parallel."""
+    source, cure = path_of("gpt").read_text(), ', grad_sbp=self.layout["residual"])'
+    assert source.count(cure) == 1
+    (tmp_path / "gpt.py").write_text(source.replace(cure, ")"))
+    sizes = {"batch": 8, "length": 32, "layers": 2, "width": 64, "heads": 4}
+    with Pool(2, timeout=120, repeat=True) as pool:
+        with_it, without = (
+            sum(pool.call(f"{HERE}:sent_in_a_step", path=str(path), data=1, tensor=2, **sizes))
+            for path in (GPT, tmp_path / "gpt.py")
+        )
+    all_reduces, activation = 4 * sizes["layers"] + 2, 4 * sizes["batch"] * sizes["length"] * sizes["width"]
+    formula = all_reduces * 2 * activation  # of both ranks together; the loss, its input's maxima and ids come on top
+    Checks.that(formula <= with_it <= 1.1 * formula, with_it / formula, "x Megatron's formula")
+    Checks.that(without >= 1.5 * with_it, without / with_it, "x without grad_sbp")
