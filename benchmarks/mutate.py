@@ -55,6 +55,7 @@ EQUIVALENT = {
     r"\(\[[^,\]]+\]\)\[(:1|-1:)\]\)$": "the first and the last of one rank are that rank",
     r"flow\.tensor\(\[\[.*\]\]\[::-1\]\.copy\(\)": "one row in reverse order is that row",
     r", sbp=flow.sbp.broadcast((?:, grad_sbp=\S+)?)\) -> \w+\.to_global\(placement=[\w.[\]]+\1\)$": WHOLE,
+    r"to_global\(sbp=x.sbp, grad_sbp=x.sbp\) -> .*\.to_global\(grad_sbp=x.sbp\)$": "it keeps its SBP either way",
     r"spawn.py: .* -> flow.matmul\(x, self.w.to_global\(sbp=flow.sbp.broadcast\)\)$": "the weight is B already",
     rf"spawn.py: .* -> (\(flow.matmul.* \* 0.5|{BY_NUMPY})$": "the ranks that it starts tell nobody how they multiply",
     r"spawn.py: rank == 0 -> (True|False)$": "it only says how long a rank waits for rank 0",

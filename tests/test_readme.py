@@ -6,7 +6,7 @@ import re
 import pytest
 
 from harness.start.recipe import all_paths, path_of
-from tests.cases import CASES, ONE_LAYER, ROOT
+from tests.cases import CASES, ONE_LAYER, ROOT, WITHOUT_CASE
 from tests.jobs import LAUNCH, Run
 from tests.markdown import CHINESE, CHINESE_GALLERY, COMMANDS, ENGLISH, GALLERY, blocks, slug, tables
 
@@ -46,7 +46,7 @@ def test_official_command_is_the_one_that_is_tested():
 
 def test_readme_lists_every_recipe_with_its_first_line():
     rows = {re.match(r"\[(\w+)]", row[0]).group(1): row for row in tables(ENGLISH) if "](recipes/" in row[0]}
-    assert set(rows) == set(CASES) and len(rows) == len(all_paths())
+    assert set(rows) == {*CASES, *WITHOUT_CASE} and len(rows) == len(all_paths())
     for name, (link, words) in rows.items():
         assert link == f"[{name}]({path_of(name).relative_to(ROOT)})"
         assert (
@@ -55,10 +55,17 @@ def test_readme_lists_every_recipe_with_its_first_line():
         )
 
 
+def test_readme_is_short():
+    text = ENGLISH.read_text()
+    shown = re.sub(r"```.*?```|<[^>]*>|]\([^)]*\)", " ", text, flags=re.DOTALL)  # without code blocks, tags and URLs
+    words = [word for word in shown.split() if re.search(r"\w", word)]
+    assert len(text.splitlines()) <= 130 and len(words) <= 1000
+
+
 def test_gallery_shows_the_layouts_of_the_cases():
     rows = {re.search(r"\[(\w+)\.py]", row[0]).group(1): row for row in tables(GALLERY) if row[0].startswith("**[")}
-    assert sorted(rows) == sorted(CASES)
-    for name, (link, layouts) in rows.items():
+    assert sorted(rows) == sorted([*CASES, *WITHOUT_CASE])
+    for name, (link, layouts) in ((name, rows[name]) for name in CASES):
         [_, use], [what, moves] = link.split("<br>"), layouts.split("<br>")
         case = CASES[name](4)
         shown = {
@@ -86,7 +93,7 @@ def test_every_topic_of_training_is_found_by_its_name_in_pytorch():
         assert any(usual in topic for topic in rows), usual
     linked = {link for links in rows.values() for link in links}
     own_ways = {"auto_parallel.py"}  # PyTorch has no such thing
-    assert {f"{name}.py" for name in CASES if name not in ONE_LAYER} - own_ways <= linked
+    assert {f"{name}.py" for name in {*CASES, *WITHOUT_CASE} - set(ONE_LAYER)} - own_ways <= linked
 
 
 @pytest.mark.parametrize("page", PAIRS)

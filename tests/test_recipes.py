@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 
 from harness.start.recipe import all_paths, path_of
-from tests.cases import CASES, ROOT, is_default, modes, proven_on, run_id, runs, sizes_of
+from tests.cases import CASES, ROOT, TRANSFORMERS, WITHOUT_CASE, is_default, modes, proven_on, run_id, runs, sizes_of
 from tests.cases.ladder import OBSERVE, Checks, prove
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 RUNS = [pytest.param(run, id=run_id(run), marks=() if is_default(run) else pytest.mark.slow) for run in runs()]
 IN_BOTH_MODES = [param for param in RUNS if param.values[0][2] and len(modes(param.values[0][0])) == 2]
-MODES = [(name, graph) for name in CASES for graph in modes(name)]
+MODES = [
+    pytest.param(name, graph, marks=pytest.mark.slow if graph and name in TRANSFORMERS else ())
+    for name in CASES
+    for graph in modes(name)
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,4 +69,4 @@ def test_main_sees_a_wrong_product(pools, name):
 
 
 def test_every_recipe_has_a_case():
-    assert [path.stem for path in all_paths()] == sorted(CASES)
+    assert [path.stem for path in all_paths()] == sorted([*CASES, *WITHOUT_CASE])

@@ -12,6 +12,11 @@ TRAINED_ON = (2, 4)  # ranks
 OTHER_SIZES = {
     "auto_parallel": {"batch": 96},  # at more it chooses otherwise
     "elastic_training": {"every": 4},  # no checkpoint in 3 steps: what goes to disk would count as sent
+    "transformer_block": {"samples": 8, "sequence": 192, "heads": 12, "head_size": 16},
+    "sequence_parallel": {"samples": 8, "sequence": 192, "heads": 12, "head_size": 16},
+    "context_parallel": {"sequence": 480, "heads": 12, "head_size": 64},
+    "mixture_of_experts": {"tokens": 2048, "features": 64, "hidden_features": 96, "capacity": 1024},
+    "vocab_parallel": {"tokens": 9600, "vocabulary": 500, "features": 32},
 }
 SAVING = ("checkpoint", "elastic_training")  # they save between steps, so no step is like the others
 

@@ -1,4 +1,4 @@
-"""Replicate, scatter, gather: nn.DataParallel step by step, and the same with an SBP for each tensor.
+"""Replicate, scatter, gather: nn.DataParallel step by step, and the same by SBP.
 
     --way steps                    rank 0      rank 1      SBP
     x                   (8,)       whole       nothing     B

@@ -1,4 +1,4 @@
-"""Conversions between placements: from some ranks to others, in every pair of SBPs.
+"""Conversions between placements: every pair of SBPs, from some ranks to others.
 
     x = sum(parts)       rank 0         rank 1         rank 2         rank 3         SBP
     B       (4, 6)       whole          whole          nothing        nothing        B

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep the input of each block, and compute the rest again in backward.
+"""Activation checkpointing: keep each block's input, compute the rest again in backward.
 
     loss = mean((block(block(x)) - y)^2)    rank 0      rank 1      SBP
     x     (8, 4)                            rows 0-3    rows 4-7    S(0)

@@ -1,4 +1,4 @@
-"""Auto parallel: nn.Graph weighs the costs and chooses the SBP of each weight.
+"""Auto parallel: nn.Graph chooses the SBP of each weight by its costs.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0           rank 1              SBP
     x         (8, 256)                        rows 0-3         rows 4-7            S(0)

@@ -1,4 +1,4 @@
-"""Spawn: one Python program starts its ranks by multiprocessing and gets their results back.
+"""Spawn: a Python program starts its ranks by multiprocessing and gets their results.
 
     in the program      rank 0
     x        (4, 5)     whole, a local tensor

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: local tensors on each rank, and one line that averages the gradients.
+"""DistributedDataParallel: local tensors, and one line that averages their gradients.
 
     w0 grad = mean over ranks    rank 0                   rank 1                   SBP
     x           (4, 4)           whole, a local tensor    whole, a local tensor

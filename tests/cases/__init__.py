@@ -7,12 +7,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from harness.start.recipe import RECIPES, entry, path_of, world_sizes
-from tests.cases import byhand, data, forward, memory, starting, state, training  # noqa: F401
+from tests.cases import byhand, data, forward, memory, starting, state, training, transformer  # noqa: F401
 from tests.cases.case import CASES, GRAPH_ONLY, SIZES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
 ONE_LAYER = [name for name in CASES if path_of(name).parent in (RECIPES, RECIPES / "layouts")]
+TRANSFORMERS = [name for name in CASES if path_of(name).parent == RECIPES / "transformer"]
+WITHOUT_CASE = ("gpt",)  # a whole model on any mesh: test_gpt.py
 TRAINED = [name for name in CASES if "steps" in entry(path_of(name))]
 
 
@@ -33,7 +35,7 @@ def modes(name):
 def sizes_of(name, n):
     """name -> arguments: those with which a recipe is proven on n ranks."""
     sizes = SIZES[name](n)
-    if name in ONE_LAYER or name == "loss_placement" or n == proven_on(name)[0]:
+    if name in (*ONE_LAYER, "loss_placement", "context_parallel") or n == proven_on(name)[0]:
         return sizes
     which = list(sizes)[:2][-1]  # elsewhere the uneven ones
     return {which: sizes[which]}
@@ -49,10 +51,15 @@ def runs():
 
 
 def is_default(run):
-    """Whether a run is in the default suite: on the first world size the even and the uneven sizes, then the uneven."""
+    """Whether a run is in the default suite: on the first world size the even and the uneven sizes, then the uneven.
+
+    Transformers, which take long, are in it on the first world size alone.
+    """
     name, n, _, which = run
     even, *uneven = list(SIZES[name](n))[:2]
-    return which in ([even, *uneven] if n == proven_on(name)[0] else uneven or [even])
+    if n == proven_on(name)[0]:
+        return which in (even, *uneven)
+    return name not in TRANSFORMERS and which in (uneven or [even])
 
 
 def run_id(run):

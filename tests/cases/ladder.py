@@ -37,10 +37,10 @@ def shard_of(value, sbp, ranks, rank, parts):
     where = np.argwhere(np.array(ranks) == rank)
     if not len(where):
         return None
-    for one, position in zip(sbp.split(", "), where[0]):
-        if one == "P" or (one == "B" and parts):
-            value = parts and parts[position]
-    for one, position, n in zip(sbp.split(", "), where[0], np.shape(ranks)):
+    axes = sbp.split(", ")
+    if "P" in axes or (parts and set(axes) == {"B"}):
+        value = parts and parts[where[0][axes.index("P") if "P" in axes else 0]]
+    for one, position, n in zip(axes, where[0], np.shape(ranks)):
         if one.startswith("S"):
             value = value[reference.split(value.exact.shape, int(one[2:-1]), position, n)]
     return value
@@ -104,7 +104,7 @@ def check_tensors(case, seen):
             elif found["shard"] is not None:
                 own = [one["tensors"][tensor]["shard"].astype(np.float64) for one in seen[min(ranks) : max(ranks) + 1]]
                 assert_close(sum(own), Value(wanted.exact, len(ranks) * wanted.bound), *what, "sum of the shards")
-            differs = sbp == "local" or (sbp == "B" and parts)
+            differs = sbp == "local" or (parts and set(sbp.split(", ")) == {"B"})
             assert_close(found["value"], shard if differs else wanted, *what, "value")
     for words, holds in case.claims([result["tensors"] for result in seen]).items():
         Checks.that(holds, words)

@@ -13,6 +13,8 @@ VARIANTS = {  # what else than the default sends something else
     "train_data_tensor": [{"hidden": 8}],  # little weight: what is left runs along axis 1
     "train_pipeline": [{"micro_batches": 8}],
     "loss_placement": [{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
+    "sequence_parallel": [{"split": False}],
+    "context_parallel": [{"way": "all-to-all"}, {"way": "ring"}],
     "replicate_scatter_gather": [{"batch": 8192, "hidden": 8}, {"way": "sbp"}],  # large outputs, little weight
 }
 RUNS = [

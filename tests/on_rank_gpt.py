@@ -1,0 +1,74 @@
+"""What the tests of gpt.py call on the ranks of a pool."""
+
+import os
+import pathlib
+
+import oneflow as flow
+
+from harness.measure.observe import recorded, replaced
+from harness.measure.tensors import snapshot
+from harness.start import recipe
+
+
+def moment(state, i, name):
+    """AdamW's first moment of the i-th weight, from a state of eager mode or of a graph."""
+    return state["optimizer"]["state"][i]["exp_avg"] if "optimizer" in state else state[f"module.{name}-m"]
+
+
+def trained(path, bare=(), folder="", **arguments):
+    """Run gpt.py; what `run` returned, as a `snapshot` of each; AdamW's first moments after the first step, by name.
+
+    And what its graph read without identity. bare: names of weights that it reads so on purpose.
+    """
+    module, moments = recipe.load(path), {}
+    weight, save = module.Part.weight, module.save
+
+    def without_identity(part, name):
+        return getattr(part, name) if name in bare else weight(part, name)
+
+    def look(state, where, step):
+        if not moments:
+            names = state["module"]
+            moments.update({name: moment(state, i, name).numpy() for i, name in enumerate(names)})  # collective
+        if folder:
+            save(state, where, step)
+
+    module.save = look
+    with replaced({(module.Part, "weight"): without_identity}), recorded() as seen:
+        tensors = module.run(folder=folder or "nowhere", every=1, **arguments)
+    held = {name: snapshot(tensor) for name, tensor in tensors.items()}
+    return {"tensors": held, "moments": moments, "without_identity": seen["without_identity"]}
+
+
+def losses_and_letters(path, **arguments):
+    """The losses of a run of gpt.py, and the letters that it drew."""
+    module = recipe.load(path)
+    tensors = module.run(**arguments)
+    return tensors["losses"].numpy().tolist(), tensors["drawn"].numpy().tolist()
+
+
+def refused(path, **arguments):
+    """What gpt.py says before it ends."""
+    try:
+        recipe.load(path).run(**arguments)
+    except SystemExit as error:
+        return str(error)
+
+
+def die(path, moment, step, **arguments):
+    """Run gpt.py; rank 0 dies in this step: before it saves, with not all files written, or before it is named."""
+    module = recipe.load(path)
+    save = module.save
+
+    def dying(state, folder, now):
+        if now < step:
+            return save(state, folder, now)
+        if moment == "in training":
+            os._exit(9)
+        places = {"not all files": (pathlib.Path, "write_bytes"), "not named": (os, "replace")}
+        with replaced({places[moment]: lambda *_: os._exit(9)}):
+            save(state, folder, now)
+
+    if flow.env.get_rank() == 0:
+        module.save = dying
+    module.run(**arguments)

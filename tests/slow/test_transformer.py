@@ -1,0 +1,57 @@
+"""The traps of the transformer recipes: without its cure, a recipe sends more, is wrong, or aborts."""
+
+import pytest
+
+from harness.pool import Pool, PoolError
+from harness.report.runs import PER_STEP, training_sizes
+from harness.start.recipe import path_of
+from tests.cases import CASES
+from tests.cases.ladder import Checks, prove
+
+WHERE = "flow.where(self.mask == 0, scores, flow.full_like(scores, -1e9))"
+LOSS = "flow._C.sparse_softmax_cross_entropy(logits + self.unused, targets)"
+GATHER = "flow._C.gather(self.table, ids, axis=0)"
+ENTROPY = "flow.nn.functional.cross_entropy(logits + self.unused, targets)"
+TRAPS = [  # recipe, cure, what one would write without it, graph or not, how many times as much it sends at least
+    ("transformer_block", ", grad_sbp=x.sbp", "", False, 2.5),
+    ("transformer_block", ", grad_sbp=x.sbp", "", True, 1.3),
+    ("transformer_block", "(scores + self.mask)", WHERE, False, 4.0),
+    ("sequence_parallel", ", grad_sbp=x.sbp", "", False, 1.2),
+    ("vocab_parallel", LOSS, ENTROPY, False, 5.0),
+]
+ABORTS = [  # recipe, cure, what one would write without it
+    ("transformer_block", "(scores + self.mask)", WHERE),
+    ("vocab_parallel", LOSS, ENTROPY),
+    ("vocab_parallel", ", grad_sbp=whole", ""),
+    ("context_parallel", "flow._C.identity(self.k)", "self.k"),
+]
+
+
+def without(tmp_path, name, cure, other):
+    """The path of a copy of a recipe without its cure."""
+    source = path_of(name).read_text()
+    assert cure in source
+    path = tmp_path / f"{name}.py"
+    path.write_text(source.replace(cure, other))
+    return str(path)
+
+
+@pytest.mark.parametrize("name, cure, other, graph, times", TRAPS)
+def test_recipe_without_its_cure_sends_more(pools, tmp_path, name, cure, other, graph, times):
+    given = training_sizes(name)
+    found = pools(4).call(PER_STEP, path=without(tmp_path, name, cure, other), graph=graph, **given)
+    sent, wanted = found[0]["sent"], 4 * CASES[name](4, graph, **given).sends[0]
+    Checks.that(sent >= times * wanted, name, "sends", sent / wanted, "times as much")
+
+
+@pytest.mark.parametrize("name, cure, other", ABORTS)
+def test_graph_without_its_cure_aborts(tmp_path, name, cure, other):
+    with Pool(4) as pool, pytest.raises(PoolError, match="register.cpp:75\\] Check failed"):
+        pool.call(PER_STEP, path=without(tmp_path, name, cure, other), graph=True, **training_sizes(name))
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_indexing_a_table_by_split_ids_is_refused_by_the_ladder(pools, tmp_path, graph):
+    """Its gradient is that of one rank's ids; a graph aborts."""
+    with pytest.raises((AssertionError, PoolError), match="table grad|register.cpp:75"):
+        prove(pools(4), without(tmp_path, "vocab_parallel", GATHER, "self.table[ids]"), "vocab_parallel", graph, "even")
