@@ -26,7 +26,7 @@ WORLD_SIZES = range(2, 65)
 def attend(q, k, v, mask, before=None):
     """Softmax over the keys so far: the largest score, the sum of powers, the values by these weights; the scores."""
     q, k, v = (one.permute(1, 0, 2) for one in (q, k, v))
-    # k.permute(1, 2, 0) would do, but OneFlow 0.9.0 on CPU rounds some small tensors where it permutes them so
+    # no k.permute(1, 2, 0): OneFlow 0.9.0 on CPU rounds a global tensor where that comes to an 8 x 8 transpose
     scores = flow.matmul(q, k, transpose_b=True) * q.shape[-1] ** -0.5
     top = (scores + mask).amax(dim=-1, keepdim=True)
     top = flow.maximum(top, before[0]) if before else top

@@ -1,5 +1,6 @@
 """The traps of the transformer recipes: without its cure, a recipe sends more, is wrong, or aborts."""
 
+import numpy as np
 import pytest
 
 from harness.pool import Pool, PoolError
@@ -55,3 +56,22 @@ def test_indexing_a_table_by_split_ids_is_refused_by_the_ladder(pools, tmp_path,
     """Its gradient is that of one rank's ids; a graph aborts."""
     with pytest.raises((AssertionError, PoolError), match="table grad|register.cpp:75"):
         prove(pools(4), without(tmp_path, "vocab_parallel", GATHER, "self.table[ids]"), "vocab_parallel", graph, "even")
+
+
+def rounding():
+    """On a rank: by how much permute changes numbers of global tensors on CPU, by shape."""
+    import oneflow as flow
+
+    found = {}
+    for shape in ((8, 8), (8, 2, 4), (7, 8), (8, 16), (16, 16)):
+        x = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+        held = flow.tensor(x, placement=flow.placement("cpu", [0]), sbp=flow.sbp.broadcast)
+        order = (*range(1, len(shape)), 0)
+        found[shape] = np.abs(held.permute(*order).numpy() - x.transpose(order)).max()
+    return found
+
+
+def test_permute_of_8_by_8_rounds(pools):
+    """So context_parallel.py transposes keys within the matmul."""
+    [found] = pools(1).call(f"{__file__}:rounding")
+    assert {shape for shape, off in found.items() if off > 0} == {(8, 8), (8, 2, 4)} and max(found.values()) < 1e-4
