@@ -34,6 +34,13 @@ more ranks than cores, ranks share them.
 """
 
 
+def plot(name, words):
+    """A plot, light or dark as the page is."""
+    path = f"pictures/performance-{name}"
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{path}-dark.svg">'
+    return f'<picture>\n{dark}\n<img align="top" alt="{words}" src="{path}.svg">\n</picture>'
+
+
 def ms(seconds):
     """Seconds in milliseconds, three digits."""
     return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
@@ -43,7 +50,7 @@ def laid_out(text):
     """The same text with its paragraphs filled, so that numbers of any length fit in."""
     blocks = re.split(r"\n{2,}", text.strip())
     return "\n\n".join(
-        block if block[0] in "|!#" else textwrap.fill(block, 120, break_on_hyphens=False) for block in blocks
+        block if block[0] in "|!#<" else textwrap.fill(block, 120, break_on_hyphens=False) for block in blocks
     )
 
 
@@ -161,7 +168,7 @@ Milliseconds, and in parentheses the time on 1 rank over it: ideal is the number
 ranks share them: then more ranks cannot be faster in strong scaling, and need as many times the time as share a core in
 weak scaling. The dashed line is that ideal.
 
-![step time against ranks](pictures/performance-scaling.svg)
+{plot("scaling", "milliseconds of a step against the number of ranks")}
 
 {table(["scaling", "strategy", "side", "1 rank", "2 ranks", "4 ranks"], lines)}"""
 
@@ -187,9 +194,10 @@ def sizes(data, cores):
 Milliseconds of a step with a batch of {BATCH}, {FEATURES} features in and out, by hidden
 size; on 2 ranks the three strategies do the same work. The formula adds up, with rates measured in the same run,
 matmuls at {rates["flops"] / 1e9:.0f} GFLOP/s, the update at {1e9 * rates["update"]:.2f} ns a parameter, and bytes at
-{rates["bytes"] / 1e9:.2f} GB/s, those of an all-reduce of 16 MB.
+{rates["bytes"] / 1e9:.2f} GB/s, those of an all-reduce of 16 MB. Dotted lines: where data parallel and column, then row
+take the same time, by the formula and in eager mode.
 
-![step time against hidden size](pictures/performance-sizes.svg)
+{plot("sizes", "milliseconds of a step against the hidden size")}
 
 {table(["strategy", "ranks", "side", *HIDDEN], lines)}
 The hidden size from {HIDDEN[0]} to {HIDDEN[-1]} at which one of two strategies becomes the better one: in bytes that
@@ -232,7 +240,7 @@ def collectives(data):
 `to_global` from one SBP to another in eager mode, milliseconds, and in parentheses the ratio to gloo's collective of as
 many bytes; the size is that of the whole tensor. The last row is what copying as much in memory reaches.
 
-![bytes a second against size](pictures/performance-collectives.svg)
+{plot("collectives", "bytes a second of each collective against the tensor's size")}
 
 {table(["collective", "SBP", "ranks", *map(size_in_words, sizes)], lines)}"""
 

@@ -1,4 +1,7 @@
-"""The plots of docs/performance.md, by matplotlib in the environment of the peers: plots.py FOUND.json FOLDER."""
+"""The plots of docs/performance.md, by matplotlib in the environment of the peers: plots.py FOUND.json FOLDER.
+
+One axis below the other, as wide as a phone shows a picture, for light and for dark pages.
+"""
 
 import hashlib
 import json
@@ -10,11 +13,17 @@ import matplotlib
 
 matplotlib.use("svg")
 matplotlib.rcParams.update(
-    {"svg.fonttype": "none", "svg.hashsalt": "cookbook", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+    {"svg.fonttype": "none", "svg.hashsalt": "cookbook", "font.size": 11, "axes.titlesize": 12, "axes.grid": True}
+)
+matplotlib.rcParams.update(
+    {"grid.alpha": 0.3, "legend.fontsize": 11, "savefig.transparent": True, "legend.frameon": False}
 )
 
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.ticker import EngFormatter  # noqa: E402
 
+WIDTH, HEIGHT = 358 / 72, 2.9  # inches; an SVG has 72 px an inch
+THEMES = {"": ("#1f2328", "C0"), "-dark": ("#e6edf3", "#79b8ff")}  # letters and lines; our own line
 STYLES = {
     "eager": {"color": "C0", "marker": "o", "label": "OneFlow, eager"},
     "ours": {"color": "C0", "marker": "o", "label": "OneFlow, eager"},
@@ -28,7 +37,7 @@ STYLES = {
 
 def scaling(rows, cores):
     ways = list(dict.fromkeys((row["kind"], row["strategy"]) for row in rows))
-    figure, axes = plt.subplots(1, len(ways), figsize=(3 * len(ways), 3), layout="constrained")
+    figure, axes = stacked(len(ways))
     for axis, (kind, strategy) in zip(axes, ways):
         own = [row for row in rows if (row["kind"], row["strategy"]) == (kind, strategy)]
         ranks = [row["ranks"] for row in own]
@@ -38,16 +47,14 @@ def scaling(rows, cores):
         ideal = [first * (1 / min(n, cores) if kind == "strong" else max(1, n / cores)) for n in ranks]
         axis.plot(ranks, ideal, **{**STYLES["ideal"], "label": f"ideal on {cores} cores"})
         axis.set(title=f"{kind}: {strategy}", xlabel="ranks, each on one core", xticks=ranks, ylim=(0, None))
-    axes[0].set_ylabel("ms a step")
+        axis.set_ylabel("ms a step")
     axes[0].legend()
     return figure
 
 
 def sizes(data, cores):
     strategies = list(dict.fromkeys((row["strategy"], row["ranks"]) for row in data["steps"]))
-    figure, axes = plt.subplots(
-        1, len(strategies), figsize=(3 * len(strategies), 3.2), layout="constrained", sharey=True
-    )
+    figure, axes = stacked(len(strategies))
     crossed = formulas.crossings(data, cores)
     for axis, (strategy, ranks) in zip(axes, strategies):
         rows = [row for row in data["steps"] if row["strategy"] == strategy]
@@ -58,52 +65,64 @@ def sizes(data, cores):
         times = [1e3 * formulas.step_time(strategy, ranks, one, data["per_rank"], cores) for one in fine]
         axis.plot(fine, times, **STYLES["formula"])
         for one, other, where in crossed:
-            for kind, height in (("formula", 0.5), ("eager", 0.02)):
+            for kind in ("formula", "eager"):
                 if strategy in (one, other) and where[kind]:
                     axis.axvline(where[kind], color=STYLES[kind]["color"], linewidth=0.8, linestyle=":")
-                    words = f" = {other if strategy == one else one} ({kind})"
-                    place = {"rotation": 90, "fontsize": 6, "transform": axis.get_xaxis_transform()}
-                    axis.text(where[kind], height, words, **place)
         axis.set(title=f"{strategy}, {ranks} ranks", xlabel="hidden size", xscale="log", yscale="log")
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.set_xticks(hidden, [str(one) for one in hidden])
         axis.minorticks_off()
-    axes[0].set_ylabel("ms a step")
+        axis.set_ylabel("ms a step")
     axes[0].legend()
     return figure
 
 
 def collectives(data, _):
-    names, all_ranks = (list(dict.fromkeys(row[key] for row in data["moves"])) for key in ("collective", "ranks"))
-    shape = (len(all_ranks), len(names))
-    figure, axes = plt.subplots(
-        *shape, figsize=(3 * shape[1], 2.6 * shape[0]), layout="constrained", sharex=True, sharey=True
-    )
-    for line, ranks in zip(axes, all_ranks):
-        for axis, name in zip(line, names):
-            rows = [row for row in data["moves"] if (row["collective"], row["ranks"]) == (name, ranks)]
-            for side in ("ours", "gloo"):
-                rates = [row["sends"] / row["seconds"][side] / 1e9 for row in rows]
-                axis.plot([row["bytes"] for row in rows], rates, **STYLES[side])
-            copies = [(row["bytes"], row["bytes"] / row["seconds"] / 1e9) for row in data["copies"]]
-            axis.plot(*zip(*copies), **STYLES["copy"])
-            axis.set(title=f"{name}, {ranks} ranks", xscale="log", yscale="log")
-            axis.minorticks_off()
-        line[0].set_ylabel("GB/s that a rank sends")
-    for axis in axes[-1]:
-        axis.set_xlabel("bytes of the tensor")
-    axes[0][0].legend()
+    ways = list(dict.fromkeys((row["collective"], row["ranks"]) for row in data["moves"]))
+    figure, axes = stacked(len(ways))
+    for axis, (name, ranks) in zip(axes, ways):
+        rows = [row for row in data["moves"] if (row["collective"], row["ranks"]) == (name, ranks)]
+        for side in ("ours", "gloo"):
+            rates = [row["sends"] / row["seconds"][side] / 1e9 for row in rows]
+            axis.plot([row["bytes"] for row in rows], rates, **STYLES[side])
+        copies = [(row["bytes"], row["bytes"] / row["seconds"] / 1e9) for row in data["copies"]]
+        axis.plot(*zip(*copies), **STYLES["copy"])
+        axis.set(title=f"{name}, {ranks} ranks", xscale="log", yscale="log", xlabel="bytes of the tensor")
+        axis.set_ylabel("GB/s that a rank sends")
+        axis.xaxis.set_major_formatter(EngFormatter())
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
+    axes[0].legend()
     return figure
+
+
+def stacked(count):
+    """A figure and its axes, one below the other."""
+    return plt.subplots(count, 1, figsize=(WIDTH, HEIGHT * count), layout="constrained")
+
+
+def use(theme):
+    """Take the colours of a theme for what is drawn next."""
+    letters, own = THEMES[theme]
+    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
+    matplotlib.rcParams.update(dict.fromkeys(names, letters))
+    for name in ("eager", "ours"):
+        STYLES[name]["color"] = own
+    for name in ("formula", "ideal", "copy"):
+        STYLES[name]["color"] = letters
 
 
 def main():
     found, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for plot in (scaling, sizes, collectives):
         part = found.get(plot.__name__)
-        if part:
+        for theme in THEMES if part else ():
+            use(theme)
             figure = plot(part["data"], part["machine"]["cores"])
             mark = hashlib.sha256(json.dumps(part["data"], sort_keys=True).encode()).hexdigest()
             metadata = {"Description": mark, "Date": None, "Creator": None}
-            figure.savefig(folder / f"performance-{plot.__name__}.svg", metadata=metadata)
+            figure.savefig(folder / f"performance-{plot.__name__}{theme}.svg", metadata=metadata)
+            plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 
 import pytest
 
@@ -59,11 +60,14 @@ def test_the_page_has_what_was_found_and_nothing_else():
     assert list(FOUND) in (list(bench.PARTS), list(bench.PARTS)[:-1])  # the last is the time of this suite itself
 
 
+@pytest.mark.parametrize("theme", ["", "-dark"])
 @pytest.mark.parametrize("name", ["scaling", "sizes", "collectives"])
-def test_a_plot_is_of_what_was_found(name):
+def test_a_plot_is_of_what_was_found_and_legible_on_a_phone(name, theme):
     mark = hashlib.sha256(json.dumps(FOUND[name]["data"], sort_keys=True).encode()).hexdigest()
-    plot = (bench.DOCS / "pictures" / f"performance-{name}.svg").read_text()
-    assert mark in plot and f"(pictures/performance-{name}.svg)" in bench.PAGE.read_text()
+    plot = (bench.DOCS / "pictures" / f"performance-{name}{theme}.svg").read_text()
+    assert mark in plot and f"pictures/performance-{name}{theme}.svg" in bench.PAGE.read_text()
+    assert float(re.search(r'viewBox="0 0 ([\d.]+)', plot).group(1)) <= 358  # px of a phone's page
+    assert min(float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", plot)) >= 11
 
 
 def test_a_page_of_a_part_alone():
