@@ -1,5 +1,6 @@
 """What the tests of gpt.py call on the ranks of a pool."""
 
+import argparse
 import os
 import pathlib
 
@@ -49,11 +50,16 @@ def losses_and_letters(path, **arguments):
 
 
 def refused(path, **arguments):
-    """What gpt.py says before it ends."""
-    try:
-        recipe.load(path).run(**arguments)
-    except SystemExit as error:
-        return str(error)
+    """What gpt.py says, as of a bad option, before it ends with exit code 2."""
+
+    def say(parser, message):
+        raise ValueError(message)
+
+    with replaced({(argparse.ArgumentParser, "error"): say}):
+        try:
+            recipe.load(path).run(**arguments)
+        except ValueError as error:
+            return str(error)
 
 
 def die(path, moment, step, **arguments):

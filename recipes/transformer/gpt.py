@@ -140,10 +140,10 @@ def run(
     batch=16, length=48, layers=4, width=96, heads=4
 ):  # fmt: skip
     """Train up to a step, from the last checkpoint on; returns weights, losses (also of the next batch), letters."""
-    n, rank = flow.env.get_world_size(), flow.env.get_rank()
+    n, rank, refuse = flow.env.get_world_size(), flow.env.get_rank(), argparse.ArgumentParser().error  # exit code 2
     data = data or max(1, n // (tensor * pipeline))
     if data * tensor * pipeline != n:
-        raise SystemExit(f"data {data} x tensor {tensor} x pipeline {pipeline} must be the number of ranks, {n}")
+        refuse(f"data {data} x tensor {tensor} x pipeline {pipeline} must be the number of ranks, {n}")
     for option, parts, what, size in (
         ("--data", data, "rows of a batch", batch),
         ("--micro-batches", micro_batches, "rows of a batch on each rank", batch // data),
@@ -154,7 +154,7 @@ def run(
     ):
         if size % parts:  # each rank ends with this line, before it waits for another
             fit = ", ".join(str(part) for part in range(1, size + 1) if size % part == 0)
-            raise SystemExit(f"{option} {parts} does not divide the {size} {what}; these do: {fit}")
+            refuse(f"{option} {parts} does not divide the {size} {what}; these do: {fit}")
 
     letters, text = np.unique(list("".join(pydoc_data.topics.topics.values())), return_inverse=True)
     sizes = (-(-len(letters) // heads) * heads, length, layers, width, heads, seed)  # letters that --tensor divides
