@@ -20,7 +20,8 @@ def moment(state, i, name):
 def trained(path, bare=(), folder="", **arguments):
     """Run gpt.py; what `run` returned, as a `snapshot` of each; AdamW's first moments after the first step, by name.
 
-    And what its graph read without identity. bare: names of weights that it reads so on purpose.
+    And the SBPs of matmuls and moves, and what its graph read without identity.
+    bare: names of weights that it reads so on purpose.
     """
     module, moments = recipe.load(path), {}
     weight, save = module.Part.weight, module.save
@@ -39,7 +40,10 @@ def trained(path, bare=(), folder="", **arguments):
     with replaced({(module.Part, "weight"): without_identity}), recorded() as seen:
         tensors = module.run(folder=folder or "nowhere", every=1, **arguments)
     held = {name: snapshot(tensor) for name, tensor in tensors.items()}
-    return {"tensors": held, "moments": moments, "without_identity": seen["without_identity"]}
+    matmuls = {tuple(sbp for sbp, *_ in operands) for operands in seen["matmuls"]}
+    moves = {(old[0], new[0], *grad_sbp) for old, new, *grad_sbp in seen["moves"]}
+    facts = {"matmuls": matmuls, "moves": moves, "without_identity": seen["without_identity"]}
+    return {"tensors": held, "moments": moments, **facts}
 
 
 def losses_and_letters(path, **arguments):

@@ -7,6 +7,11 @@ from tests.cases.ladder import Checks
 
 KINDS = {"tokens": "vocabulary", "qkv": "column", "project": "row", "up": "column", "down": "row"}
 SBPS = {"vocabulary": ("B", "S(0)"), "column": ("B", "S(1)"), "row": ("B", "S(0)"), "whole": ("B", "B")}
+MATMULS = {  # the SBPs of x, of w and of the product, on each mesh: columns, attention by heads, rows
+    ("S(1), B", "B, S(1)", "S(1), S(2)"),
+    ("S(0), S(1)", "S(0), S(1)", "S(0), S(1)"),
+    ("S(1), S(2)", "B, S(0)", "S(1), P"),
+}
 SHARDED = {"vocabulary": ("S(1)", "S(0)"), "column": ("S(0)", "S(1)"), "row": ("S(1)", "S(0)"), "whole": ("B", "B")}
 
 
@@ -36,7 +41,26 @@ def check_layout(name, found, sbps, ranks, rank):
         Checks.that((found["shard"] == value).all(), rank, name, "shard")
 
 
-def check(seen, wanted, mesh, layers, *what, shard_weights=False, **_):
+def moves_of(sequence_parallel, shard_weights):
+    """(SBP before, after, that of the gradient) of moves that must be made: of the residual, and of sharded weights."""
+    residual = "S(1), S(0)" if sequence_parallel else "S(1), B"
+    moves = {(residual, "S(1), B", residual), ("S(1), P", residual, "S(1), B")}
+    for kind in ("column", "row") if shard_weights else ():
+        at_rest, in_use = ", ".join(SHARDED[kind]), ", ".join(SBPS[kind])
+        moves.add((at_rest, in_use, at_rest))
+    return moves
+
+
+def by_axis(found, mesh):
+    """The same tuples of SBPs, with B along an axis of one rank: there OneFlow may call a split B, or a B split."""
+    sizes = mesh[:2]
+    return {
+        tuple(", ".join("B" if n == 1 else one for one, n in zip(sbp.split(", "), sizes)) for sbp in sbps)
+        for sbps in found
+    }
+
+
+def check(seen, wanted, mesh, layers, *what, shard_weights=False, sequence_parallel=False, **_):
     """What all ranks saw of a run on a mesh, against what numpy found."""
     for rank, result in enumerate(seen):
         tensors, told = result["tensors"], (*what, "rank", rank)
@@ -49,4 +73,7 @@ def check(seen, wanted, mesh, layers, *what, shard_weights=False, **_):
         off = abs(tensors["loss alone"]["value"] - wanted["losses"][-1])
         Checks.that(off <= 1e-4, *told, "the loss by rank 0 alone is off by", off)
         Checks.equal(tensors["drawn"]["value"].tolist(), wanted["drawn"], *told, "letters")
+        Checks.equal(by_axis(result["matmuls"], mesh), by_axis(MATMULS, mesh), *told, "SBPs of the matmuls")
+        missing = by_axis(moves_of(sequence_parallel, shard_weights), mesh) - by_axis(result["moves"], mesh)
+        Checks.equal(missing, set(), *told, "moves that are missing")
         Checks.equal(result["without_identity"], [], *told, "weights that micro-batches read without identity")
