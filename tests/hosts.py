@@ -27,8 +27,9 @@ class Hosts:
     `real` is False where Linux does not let us make them, as in most containers: then all are this host.
     """
 
-    def __init__(self, count=2):
-        for user in (["--user", "--map-root-user"], []):
+    def __init__(self, count=2, as_root=False):
+        """as_root: whether root makes them without a user namespace, in which sshd cannot set the groups of a user."""
+        for user in [[]] if as_root else (["--user", "--map-root-user"], []):
             self.user = user[:1]
             command = ["unshare", *user, "--mount", "--net", "bash", "-euc", SET_UP, "hosts", str(count)]
             self.keeper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.cases import ROOT
 
 LAUNCH = str(ROOT / "launch.sh")
-LONG, MINUTE = 300, 60  # seconds for what takes few: only what hangs, or is left behind, takes longer
+LONG = 300  # seconds for what takes few: only what hangs, or is left behind, takes longer
 # The first lines of a script: ranks that have met, and ranks without OneFlow, where it makes no difference.
 MET = "import os, signal, sys, time\nimport oneflow as flow\nrank = flow.env.get_rank()\nflow.comm.barrier()\n"
 PLAIN = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
@@ -36,6 +36,16 @@ def wait_until(there, what, seconds=LONG, pause=0.02):
         time.sleep(pause)
 
 
+def marked(mark, command=b""):
+    """The processes (no zombies) that have this in their environment, and these bytes in their command."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended in between
+            if mark.encode() in (entry / "environ").read_bytes() and command in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
 class Run:
     """A job in a session of its own; every process of it carries a mark in its environment, by which it is found.
 
@@ -46,7 +56,6 @@ class Run:
         self.mark = uuid.uuid4().hex
         self.cwd = Path(cwd)
         environment = {**CLEAN, MARK: self.mark, **variables}
-        self.begin = time.monotonic()
         self.read = {"stdout": b"", "stderr": b""}  # by until()
         self.process = subprocess.Popen(
             [str(part) for part in command],
@@ -60,7 +69,7 @@ class Run:
         )
 
     def wait(self, timeout=LONG):
-        """Wait for the end; set out, err, waited, code, seconds; return self. AssertionError, all killed, if it hangs.
+        """Wait for the end; set out, err, waited, code; return self. AssertionError, all killed, if it hangs.
 
         err is without the line that OneFlow writes on a host which has no libibverbs; launch.sh leaves it out itself.
         And without those by which a launcher says for whom it waits, where that takes long: these are in waited.
@@ -76,7 +85,7 @@ class Run:
         self.out, err = self._text("stdout") + out, self._text("stderr") + err
         self.waited = "".join(WAITS.findall(err))
         self.err = re.sub(f"^{NO_LIBIBVERBS}\n", "", WAITS.sub("", err), flags=re.MULTILINE)
-        self.code, self.seconds = self.process.returncode, time.monotonic() - self.begin
+        self.code = self.process.returncode
         return self
 
     def _text(self, stream):
@@ -99,27 +108,13 @@ class Run:
         self.process.send_signal(number)
         return self
 
-    def alive(self):
-        """The processes of this job that run (a zombie does not)."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-        return found
+    def alive(self, command=b""):
+        """The processes of this job that run, with these bytes in their command."""
+        return marked(f"{MARK}={self.mark}", command)
 
     def ranks(self):
         """Those of them that are ranks."""
-        return self.running(b"harness/start/rank.py")
-
-    def running(self, command):
-        """Those of them with these bytes in their command."""
-        found = []
-        for pid in self.alive():
-            with contextlib.suppress(OSError):  # it has ended in between
-                if command in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
+        return self.alive(b"harness/start/rank.py")
 
     def kill(self):
         """Kill all that is left, those too that are started meanwhile."""
@@ -130,7 +125,7 @@ class Run:
             if self.all_gone(within=0.1):
                 break
 
-    def all_gone(self, within=MINUTE):
+    def all_gone(self, within=60):
         """Whether no process of the job is left after at most `within` seconds."""
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not self.alive(), "the end of all processes", within)
@@ -139,6 +134,7 @@ class Run:
 
 def ended(runs):
     """All of them, at their end, with nothing left."""
+    runs = list(runs)
     for run in runs:
         run.wait()
     assert all(run.all_gone() for run in runs)

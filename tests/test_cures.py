@@ -1,36 +1,13 @@
 """Cures of traps whose harm is too rare to wait for, or shows only after a crash: the cure itself is looked for."""
 
-import gc
 import multiprocessing
 import os
 import signal
-import weakref
 from pathlib import Path
 
 import pytest
 
 from harness.start.recipe import load, path_of
-
-
-def graph_lives():
-    """On a rank: whether a graph that was called outlives its last name."""
-    import oneflow as flow
-
-    class Twice(flow.nn.Graph):
-        def build(self, x):
-            return x + x
-
-    graph = Twice()
-    graph(flow.ones(2, placement=flow.placement("cpu", [0, 1]), sbp=flow.sbp.broadcast))
-    there = weakref.ref(graph)
-    del graph
-    gc.collect()
-    return there() is not None
-
-
-def test_pool_keeps_each_graph_that_is_called(pools):
-    """OneFlow 0.9.0 aborts or hangs now and then where one is freed."""
-    assert pools(2).call(f"{__file__}:graph_lives") == [True, True]
 
 
 def saving(path, **arguments):

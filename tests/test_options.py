@@ -21,9 +21,7 @@ DATA, HYBRID = "recipes/data_parallel.py", "recipes/hybrid_parallel.py"
 BAD_INPUT = {
     f"-n 1 {DATA}": "data_parallel.py runs on 2 to 64 ranks, not on 1: type -n 2",
     f"-n 3 {HYBRID}": "hybrid_parallel.py runs on 4 ranks, not on 3: type -n 4",
-    f"-n 5 {HYBRID}": "hybrid_parallel.py runs on 4 ranks, not on 5: type -n 4",
     "-n 2 recipes/single_device.py": "single_device.py runs on 1 ranks, not on 2: type -n 1",
-    f"-n 0 {DATA}": "-n must be 1 or more, got 0",
     f"-n two {DATA}": "argument -n/--nproc_per_node: invalid int value: 'two'",
     f"--nproc 2 {DATA}": "unrecognized arguments: --nproc; see ./launch.sh --help",
     "-n 2": "name a Python script, such as recipes/data_parallel.py",
@@ -33,7 +31,6 @@ BAD_INPUT = {
     "recipes/data_paralel.py": "recipes/data_paralel.py: no such file and no recipe: ./launch.sh lists the recipes",
     "recipes": "recipes: no such file and no recipe: ./launch.sh lists the recipes",
     "launch.sh": "launch.sh: not a Python script: line",
-    f"--nnodes 0 {HYBRID}": "--nnodes must be 1 or more, got 0",
     f"--nnodes 2 --node_rank 2 {HYBRID}": "--node_rank must be from 0 to 1 with --nnodes 2, got 2",
     f"--nnodes 2 {HYBRID}": "--nnodes needs node 0's address, the same on each node: --master_addr HOST --master_port",
     f"--nnodes 3 --master_addr 127.0.0.1 --master_port 29500 {HYBRID}": "on 4 ranks, not on 3 (1 on each of 3 nodes)",

@@ -1,5 +1,6 @@
 """The pictures of the docs, as a reader meets them: letters large enough, colours that stand out, nothing cut off."""
 
+import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -11,17 +12,12 @@ from tests.cases import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 SHOWN = (830, 358)  # pixels of a page's text on a screen, and on a phone that is 390 wide
-NAMES = [f"{name}{theme}" for name in pictures.NAMES for theme in svg.THEMES]
+SVG = "{http://www.w3.org/2000/svg}"
+DRAWN = pytest.mark.parametrize("name, theme", itertools.product(pictures.NAMES, svg.THEMES))
 
 
-def elements(name):
-    """(tag without its namespace, element) of everything in a picture, and its root."""
-    root = ElementTree.parse(pictures.PICTURES / f"{name}.svg").getroot()
-    return root, [(one.tag.split("}")[1], one) for one in root.iter()]
-
-
-def theme_of(name):
-    return "-dark" if name.endswith("-dark") else ""
+def picture(name, theme=""):
+    return ElementTree.parse(pictures.PICTURES / f"{name}{theme}.svg").getroot()
 
 
 def luminance(colour):
@@ -40,8 +36,9 @@ def numbers(text):
     return [float(number) for number in re.findall(r"-?\d+(?:\.\d+)?", text)]
 
 
-def box(tag, one):
+def box(one):
     """(left, top, right, bottom) of an element; of a text about, in a narrow font. None: it draws nothing itself."""
+    tag = one.tag.replace(SVG, "")
     if tag == "rect":
         x, y, width, height = (float(one.get(key)) for key in ("x", "y", "width", "height"))
         return x, y, x + width, y + height
@@ -62,45 +59,37 @@ def box(tag, one):
     return x - before, y - 0.7 * size, x - before + long, y
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_letters_are_large_enough_on_a_screen_and_on_a_phone(name):
-    root, found = elements(name)
+@DRAWN
+def test_letters_are_large_enough_on_a_screen_and_on_a_phone(name, theme):
+    root = picture(name, theme)
     natural = float(root.get("width"))
-    letters = [float(one.get("font-size")) for tag, one in found if tag == "text"]
+    letters = [float(text.get("font-size")) for text in root.iter(f"{SVG}text")]
     for page in SHOWN:  # a page never shows a picture larger than it is
         assert min(letters) * min(natural, page) / natural >= 11
     assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_cut_off_and_no_text_covers_another(name):
-    root, found = elements(name)
-    boxes = [(tag, one, box(tag, one)) for tag, one in found if one.get("id") is None and not inside_pattern(root, one)]
+@DRAWN
+def test_nothing_is_cut_off_and_no_text_covers_another(name, theme):
+    root = picture(name, theme)
     width, height = float(root.get("width")), float(root.get("height"))
-    texts = []
-    for tag, one, place in ((tag, one, place) for tag, one, place in boxes if place):
-        left, top, right, bottom = place
-        assert left >= -0.5 and top >= -0.5 and right <= width + 0.5 and bottom <= height + 0.5, (tag, one.attrib)
-        if tag == "text":
-            words = "".join(one.itertext())
-            for other, there in texts:
-                apart = right <= there[0] or there[2] <= left or bottom <= there[1] or there[3] <= top
-                assert apart, (words, other)
-            texts.append((words, place))
+    in_patterns = [one for pattern in root.iter(f"{SVG}pattern") for one in pattern]
+    boxes = {one: box(one) for one in root.iter() if one.get("id") is None and one not in in_patterns and box(one)}
+    for one, (left, top, right, bottom) in boxes.items():
+        assert left >= -0.5 and top >= -0.5 and right <= width + 0.5 and bottom <= height + 0.5, one.attrib
+    for one, other in itertools.combinations([one for one in boxes if one.tag == f"{SVG}text"], 2):
+        (left, top, right, bottom), there = boxes[one], boxes[other]
+        apart = right <= there[0] or there[2] <= left or bottom <= there[1] or there[3] <= top
+        assert apart, ("".join(one.itertext()), "".join(other.itertext()))
 
 
-def inside_pattern(root, one):
-    return any(one in list(pattern) for pattern in root.iter("{http://www.w3.org/2000/svg}pattern"))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_colours_stand_out_from_the_page(name):
-    _, found = elements(name)
-    ground = svg.GROUNDS[theme_of(name)]
-    for tag, one in found:
+@DRAWN
+def test_colours_stand_out_from_the_page(name, theme):
+    for one in picture(name, theme).iter():
         for colour in (one.get("fill"), one.get("stroke")):
             if colour and colour.startswith("#"):
-                assert contrast(colour, ground) >= (4.5 if tag in ("text", "tspan") else 3), (tag, colour)
+                least = 4.5 if one.tag in (f"{SVG}text", f"{SVG}tspan") else 3
+                assert contrast(colour, svg.GROUNDS[theme]) >= least, (one.tag, colour)
 
 
 @pytest.mark.parametrize("name", pictures.NAMES)
@@ -110,11 +99,9 @@ def test_light_and_dark_differ_in_colours_only(name):
 
 
 def test_each_rank_of_the_first_picture_has_the_cells_that_it_holds():
-    _, found = elements("data_parallel")
     cells = {}
-    for tag, one in found:
-        if tag == "path":
-            cells.setdefault(one.get("fill"), []).append(one.get("d").count("M"))
+    for path in picture("data_parallel").iter(f"{SVG}path"):
+        cells.setdefault(path.get("fill"), []).append(path.get("d").count("M"))
     colours = svg.THEMES[""]
     rows = [len(part) for part in np.array_split(range(4), 2)]
     assert cells == {

@@ -18,7 +18,6 @@ from tests.cases.reference import split
 MOST_LINES = {"": 85, "layouts": 110, "training": 130, "memory": 130}  # by chapter; 150 in the others
 LONGER = {"hybrid_parallel": 100, "gpt": 250}
 RECIPE_NAMES = [*CASES, *WITHOUT_CASE]
-MOST_LINES_TOGETHER = 5000
 STANDARD_LIBRARY = {  # what a lesson may need of it, besides argparse
     *("contextlib", "hashlib", "io", "json", "multiprocessing", "os", "pathlib", "pydoc_data", "shutil", "signal"),
     *("socket", "sys", "tempfile", "time", "unittest"),
@@ -207,10 +206,6 @@ def test_recipe_imports_nothing_of_ours(name):
 def test_recipe_is_a_page(name):
     chapter = path_of(name).parent.relative_to(RECIPES).name
     assert len(source(name).splitlines()) <= LONGER.get(name, MOST_LINES.get(chapter, 150))
-
-
-def test_recipes_together_stay_short():
-    assert sum(len(source(name).splitlines()) for name in CASES) <= MOST_LINES_TOGETHER
 
 
 def test_neighbours_differ_by_what_they_teach():

@@ -70,12 +70,6 @@ def test_a_plot_is_of_what_was_found_and_legible_on_a_phone(name, theme):
     assert min(float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", plot)) >= 11
 
 
-def test_a_page_of_a_part_alone():
-    text = page.page({"launches": FOUND["launches"]})
-    assert "## Launch" in text and "## Levers" not in text
-    assert max(map(len, text.splitlines())) <= 120
-
-
 @pytest.mark.parametrize(
     "strategy, name, n, more",
     [

@@ -34,20 +34,21 @@ print(*found)
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    (tmp_path / "products.py").write_text(SCRIPT)
-    return tmp_path / "products.py"
+def early_jobs(tmp_path_factory):
+    """OneFlow's own launcher may sleep for 10 s at the start."""
+    script = tmp_path_factory.mktemp("blas") / "products.py"
+    script.write_text(SCRIPT)
+    return {"preloaded": official(2, script, LD_PRELOAD=str(LIBRARY), OMP_NUM_THREADS="1", GLOG_minloglevel="3")}
 
 
 @pytest.mark.parametrize("blas, found", [(None, "True 1 False"), ("builtin", "True")])
 def test_matmul_calls_it_on_every_rank_unless_switched_off(script, blas, found):
-    job = launch("-n", "2", script, COOKBOOK_BLAS=blas, OMP_NUM_THREADS="1")
+    job = launch("-n", 2, script(SCRIPT, head=""), COOKBOOK_BLAS=blas, OMP_NUM_THREADS="1")
     assert (job.code, sorted(job.out.splitlines()), job.err) == (0, [f"[0] {found}", f"[1] {found}"], "")
 
 
-def test_beside_another_launcher_by_preloading(script):
-    [job] = ended([official(2, script, LD_PRELOAD=str(LIBRARY), OMP_NUM_THREADS="1", GLOG_minloglevel="3")])
+def test_beside_another_launcher_by_preloading(early):
+    [job] = ended([early["preloaded"]])
     assert (job.code, job.out) == (0, "True 1 False\n" * 2), job.err
 
 

@@ -28,7 +28,7 @@ import pytest
 
 from harness.pool import Pool
 from tests.cases import ROOT
-from tests.jobs import LAUNCH, NO_LIBIBVERBS, Run, free_port
+from tests.jobs import LAUNCH, NO_LIBIBVERBS, Run, free_port, wait_until
 from tests.markdown import slug
 
 INDEX = ROOT / "docs" / "diagnosing.md"
@@ -38,7 +38,7 @@ TEXT = "\n".join(PAGES.values())
 BLOCK = re.compile(r"(?:<!-- (?P<mark>.+?) -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"(shell|\d ranks?): (raises|wrong|works|fails|waits)((?:, [\w ]+)*)")
 PORT = "29500"  # on the page; each job gets a free one
-TOOLS = "## It hangs"  # a chapter of commands, not of messages with cures
+TOOLS = "It hangs"  # a chapter of commands, not of messages with cures
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 AT_ONCE = 5  # jobs; most of them wait
 LONGER = (1, 4, 12)  # times that a job is given in turn, where a busy machine was too slow for the sleeps of the page
@@ -74,34 +74,31 @@ class Block:
         return f"{self.number} {'-'.join(words)}-{self.end}"
 
 
-def read_page():
+def read_pages():
     """The headings, the blocks that run, the files by name, and what is neither."""
-    entries, blocks, files, unread, place = [""], [], {}, [], 0
-    chapter, cures = "", False
-    for found in BLOCK.finditer(TEXT):
-        for line in TEXT[place : found.start()].splitlines():
-            if line.startswith("## "):
-                chapter = line
-            elif line.startswith("### "):
-                entries.append(line[4:])
-                cures = False
-            cures = cures or line.startswith("Cure: ")
-        place = found.end()
-        mark, language, code = found.group("mark", "language", "code")
-        how = re.fullmatch(MARK, mark or "")
-        if language == "text" and not mark and blocks and blocks[-1].entry == entries[-1]:
-            blocks[-1].shown += code.splitlines()
-        elif mark and mark.startswith("file ") and language == "python":
-            files[mark[5:]] = code
-        elif how:
-            options = tuple(how[3].split(", ")[1:])
-            blocks.append(Block(entries[-1], chapter, len(blocks) + 1, how[1], how[2], options, code, cures))
+    entries, blocks, files, unread, chapter = [], [], {}, [], ""
+    parts = re.split(r"^(###?) (.+)\n", TEXT, flags=re.MULTILINE)
+    for level, title, body in zip(parts[1::3], parts[2::3], parts[3::3]):
+        if level == "##":
+            chapter = title
         else:
-            unread.append(found.group())
-    return entries[1:], blocks, files, unread
+            entries.append(title)
+        for found in BLOCK.finditer(body):
+            mark, language, code = found.group("mark", "language", "code")
+            how = re.fullmatch(MARK, mark or "")
+            if language == "text" and not mark and blocks and blocks[-1].entry == entries[-1]:
+                blocks[-1].shown += code.splitlines()
+            elif mark and mark.startswith("file "):
+                files[mark[5:]] = code
+            elif how:
+                options, cures = tuple(how[3].split(", ")[1:]), "\nCure: " in body[: found.start()]
+                blocks.append(Block(entries[-1], chapter, len(blocks) + 1, how[1], how[2], options, code, cures))
+            else:
+                unread.append(found.group())
+    return entries, blocks, files, unread
 
 
-ENTRIES, BLOCKS, FILES, UNREAD = read_page()
+ENTRIES, BLOCKS, FILES, UNREAD = read_pages()
 
 
 def messages(entry):
@@ -161,14 +158,15 @@ def attempt(block, folder, longer):
         (folder / "block.py").write_text(block.code)
         command = [LAUNCH, "-n", block.ranks, "--timeout", longer * (5 if block.end == "waits" else 40), "block.py"]
     job = Run("bash", "-c", 'exec "$@" > output 2>&1', "bash", *command, cwd=folder, PATH=PATH, CUDA_VISIBLE_DEVICES="")
-    deadline = job.begin + (300 if "network" in block.options else 60 * longer)
+    begin = time.monotonic()
+    deadline = begin + (300 if "network" in block.options else 60 * longer)
     while job.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
         if block.how == "shell" and block.end == "waits" and output.exists():
             printed = plain(output.read_text(errors="replace"), folder, port)
             if not missing(block, printed):  # and it must go on waiting
                 deadline = min(deadline, time.monotonic() + 2)
-    code, seconds = job.process.poll(), time.monotonic() - job.begin
+    code, seconds = job.process.poll(), time.monotonic() - begin
     job.kill()
     job.process.communicate()
     assert job.all_gone()
@@ -217,32 +215,26 @@ print(own.to_global(flow.placement.all("cpu"), flow.sbp.split(0)).numpy().tolist
 """
 
 
-def wait_for_listener(port, seconds=120):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"rank 0 did not listen on port {port} within {seconds} s")
+def listens(port):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+        return True
+    return False
 
 
 def jobs_on_one_port(folder):
-    """Start rank 0 of each of two jobs of two ranks with rank 1 of the other, all on one port; what each got, by job.
+    """Start rank 0 of each of two jobs of two ranks with rank 1 of the other, all on one port; returns what they print.
 
     Where all four start at once, who meets whom is the kernel's choice, and chance: one pair after the other is not.
     """
     (folder / "job.py").write_text(PORT_JOB)
-    port, got = free_port(), {"1": {}, "2": {}}
+    port, printed = free_port(), []
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    for pair in ("12", "21"):
-        runs = []
-        for rank, job in enumerate(pair):
-            runs.append(Run(sys.executable, "job.py", job, cwd=folder, RANK=str(rank), **where))
-            wait_for_listener(port)
-        for rank, (job, run) in enumerate(zip(pair, runs)):
-            run.wait(timeout=120)
-            got[job][rank] = (run.code, run.out.strip())
-    return got
+    for first, second in ("12", "21"):
+        rank_0 = Run(sys.executable, "job.py", first, cwd=folder, RANK="0", **where)
+        wait_until(lambda: listens(port), "rank 0")
+        rank_1 = Run(sys.executable, "job.py", second, cwd=folder, RANK="1", **where)
+        printed.append([run.wait().out.strip() for run in (rank_0, rank_1)])
+    return printed
 
 
 @pytest.fixture(scope="module")
@@ -288,8 +280,7 @@ def test_block_on_ranks_of_a_pool(block, own_pools, tmp_path):
 
 
 def test_two_jobs_on_one_port_exchange_ranks(jobs):
-    as_one, as_other = (0, "[1.0, 2.0]"), (0, "[2.0, 1.0]")  # [1.0, 1.0] and [2.0, 2.0], had each met its own
-    assert jobs["port"].result() == {"1": {0: as_one, 1: as_other}, "2": {0: as_other, 1: as_one}}
+    assert jobs["port"].result() == [["[1.0, 2.0]"] * 2, ["[2.0, 1.0]"] * 2]  # not [1.0, 1.0] and [2.0, 2.0]
 
 
 def test_what_only_tests_read_stands_in_the_text_too():

@@ -9,12 +9,9 @@ from benchmarks import faults
 from tests.hosts import NO_HOSTS
 from tests.markdown import CLUSTERS
 
-SAMPLE = [  # (fault, number of hosts, whether in a graph)
+SAMPLE = [  # (fault, number of hosts, whether in a graph); test_starting.py has others
     ("a rank is killed, signal 9", 2, True),
-    ("a rank raises an exception", 1, False),
-    ("a host dies", 2, False),
     ("the disk is full at a checkpoint", 1, True),
-    ("a checkpoint is damaged", 1, False),
 ]
 
 

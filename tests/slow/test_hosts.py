@@ -11,6 +11,7 @@ from tests.cases import CASES, ROOT, modes, sizes_of
 from tests.cases.ladder import Checks, prove
 from tests.hosts import NO_HOSTS
 from tests.jobs import LONG
+from tests.markdown import CLUSTERS, tables
 
 HERE = str(ROOT / "tests" / "on_rank_hosts.py")
 SIZE = 1024  # rows and columns of what is moved between hosts: 4 MB
@@ -51,8 +52,7 @@ def test_proof_ladder_on_two_hosts(hosts, pools, name, n, graph):
 def crossings():
     """The rows of the table in docs/clusters.md: (source, target, old SBP, new SBP, graph or not, times the tensor)."""
     found = []
-    for line in (ROOT / "docs" / "clusters.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
+    for cells in tables(CLUSTERS):
         if len(cells) == 5 and " → " in cells[0] and cells[1].startswith("0"):
             ranks = [[int(rank) for rank in side.split(", ")] for side in cells[1].split(" → ")]
             for graph, cell in ((False, cells[2]), (True, cells[3])):

@@ -13,33 +13,25 @@ COMMANDS = (
     "shellcheck --external-sources launch.sh .ci/run",
     "check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/tests.yml",
 )
-BAD_WORKFLOWS = {  # what is wrong -> the text and what stands in its place
-    "unknown key": ("timeout-minutes:", "timeout_minutes:"),
-    "job without a machine": ("    runs-on: ubuntu-22.04\n", ""),
-    "step that does nothing": ("run: ./launch.sh test\n", "ran: ./launch.sh test\n"),
-}
 
 
-def lint(command, **options):
+def lint(command):
     name, *arguments = command.split()
-    return subprocess.run(
-        [linter(name), *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
-    )
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run([linter(name), *arguments], cwd=ROOT, timeout=300, **output)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_linter_has_nothing_to_say(command):
-    done = lint(command, timeout=300)
+    done = lint(command)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("what", BAD_WORKFLOWS)
-def test_linter_refuses_a_bad_workflow(what, tmp_path):
+def test_linter_refuses_a_bad_workflow(tmp_path):
     right = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
-    good, bad = BAD_WORKFLOWS[what]
-    assert good in right
-    (tmp_path / "tests.yml").write_text(right.replace(good, bad))
-    done = lint(f"{COMMANDS[-1].rpartition(' ')[0]} {tmp_path / 'tests.yml'}", timeout=300)
+    assert "timeout-minutes:" in right
+    (tmp_path / "tests.yml").write_text(right.replace("timeout-minutes:", "timeout_minutes:"))
+    done = lint(f"{COMMANDS[-1].rpartition(' ')[0]} {tmp_path / 'tests.yml'}")
     assert done.returncode, "the linter found nothing"
 
 

@@ -19,7 +19,6 @@ from harness.start import packages
 from tests.cases import ROOT
 from tests.jobs import Run, wait_until
 
-NO_NAMESPACE = 77  # exit code
 PYTHON = Path(sys._base_executable).resolve()  # uv takes no environment's Python for one of the machine
 PINS = {"oneflow": "0.9.0", "numpy": "1.24.4"}
 TOOLS = "awk bash cat cksum cut df dirname env find flock grep head mkdir mv readlink rm sed sort stat tail"
@@ -62,10 +61,10 @@ def index(folder, wheels):
             server.shutdown()
 
 
-def stand_ins(folder, size=1000):
+def stand_ins(folder):
     folder.mkdir(exist_ok=True)
     pins = PINS.items()
-    return [wheel(folder, *pin, {f"{pin[0]}/__init__.py": "", f"{pin[0]}/_library.so": "x" * size}) for pin in pins]
+    return [wheel(folder, *pin, {f"{pin[0]}/__init__.py": "", f"{pin[0]}/_library.so": "x" * 1000}) for pin in pins]
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +117,11 @@ class Clone:
 
     def replace(self, name, text):
         """Put a bash script in the place of a program on the PATH."""
-        with contextlib.suppress(FileNotFoundError):
-            (self.bin / name).unlink()
-        return program(self.bin / name, text)
+        path = self.bin / name
+        if path.is_symlink():
+            path.unlink()
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
 
     def whole(self):
         """What launch.sh itself thinks of the clone's .venv."""
@@ -131,12 +132,6 @@ class Clone:
 @pytest.fixture
 def clone(tmp_path, uv, address):
     return Clone(tmp_path, uv, address)
-
-
-def program(path, text):
-    path.write_text(f"#!/bin/bash\n{text}\n")
-    path.chmod(0o755)
-    return path
 
 
 def said_hello(job):
@@ -201,75 +196,57 @@ def test_damage_is_seen_and_cured(clone):
     assert library.read_text() == "x" * 1000 and clone.whole()
 
 
-def test_second_clone_needs_no_network_nor_room(tmp_path, uv):
-    with index(tmp_path / "index", stand_ins(tmp_path / "wheels")) as address:
-        clone = Clone(tmp_path, uv, address)
-        said_hello(clone.start())
+def test_second_clone_needs_no_network_nor_room(clone, tmp_path, uv, address):
+    said_hello(clone.start())
     second = Clone(tmp_path, uv, address, "another clone")
-    second.replace("df", "echo Filesystem 1024-blocks Used Available; echo disk 9000000 1000 1000")
+    second.replace("df", disk_with(1))
     assert "to download" not in said_hello(second.start())
     [one], [other] = (each.path.glob(".venv/lib/python3*/site-packages/numpy/_library.so") for each in (clone, second))
     assert one.samefile(other)
 
 
-def test_two_first_runs_at_once(clone):
-    jobs = [clone.start(), clone.start()]
+def test_first_runs_that_come_meanwhile_wait(clone):
+    held = Run("flock", clone.path / ".venv.lock", "sleep", "900")
+    try:
+        wait_until((clone.path / ".venv.lock").exists, "the lock")
+        jobs = [clone.start(), clone.start()]
+        for job in jobs:
+            job.until("another launch.sh is setting up .venv; waiting for it", stream="stderr")
+    finally:
+        held.kill()
     errors = "".join(said_hello(job) for job in jobs)
     assert errors.count("setting up .venv with") == 1
 
 
-def test_who_comes_meanwhile_waits(clone):
-    held = Run("flock", clone.path / ".venv.lock", "sleep", "900")
-    try:
-        wait_until((clone.path / ".venv.lock").exists, "the lock")
-        job = clone.start()
-        job.until("another launch.sh is setting up .venv; waiting for it", stream="stderr")
-    finally:
-        held.kill()
-    said_hello(job)
+def disk_with(megabytes):
+    return f"echo Filesystem 1024-blocks Used Available; echo disk 9000000 1000 {megabytes * 1024}"
 
 
-def test_no_network(clone):
-    refused(clone.start(PIP_INDEX_URL=NOWHERE), "uv failed, see above")
+# Why there is no environment -> the programs that are others then, what is changed in the environment, what is said.
+REFUSED = {
+    "no network": ({}, {"PIP_INDEX_URL": NOWHERE}, "uv failed, see above"),
+    "no room": ({"df": disk_with(1000)}, {}, "set-up needs 4 GB at {folder}/cache, and 1000 MB are free"),
+    "another system": (
+        {"uname": "[[ $1 == -s ]] && echo Darwin || echo arm64"},
+        {},
+        "OneFlow 0.9.0 exists for Linux on x86_64 only; this is Darwin arm64",
+    ),
+    "too new a Python": (
+        {"python3.12": "echo CPython 3.12.1"},
+        {"PYTHON": "python3.12"},
+        "PYTHON=python3.12 is CPython 3.12.1; name a Python 3.8, 3.9 or 3.10",
+    ),
+    "no such Python": ({}, {"PYTHON": "/no/such"}, "PYTHON=/no/such: no such program"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_set_up_that_cannot_be_is_refused(clone, why):
+    programs, variables, text = REFUSED[why]
+    for name, script in programs.items():
+        clone.replace(name, script)
+    refused(clone.start(**variables), text.format(folder=clone.folder))
     assert not (clone.path / ".venv").exists()
-
-
-def test_no_such_package(clone):
-    (clone.path / "requirements.txt").write_text("oneflow==0.9.0\nno-such-package==1.0\n")
-    job = clone.start()
-    refused(job, "uv failed, see above")
-    assert "no-such-package" in job.err and not (clone.path / ".venv").exists()
-
-
-def test_disk_that_fills_up(clone):
-    """A small disk of its own, in a mount namespace, and a df that promises more than there is."""
-    clone.replace("df", "echo Filesystem 1024-blocks Used Available; echo disk 9000000 1000 8000000")
-    disk = clone.folder / "disk"
-    disk.mkdir()
-    inside = f"""mount -t tmpfs -o size=100m tmpfs "{disk}" || exit {NO_NAMESPACE}
-        cp -r "{clone.path}/." "{disk}" && cd "{disk}" || exit 1
-        ./launch.sh -n 1 hello.py; code=$?; test ! -e .venv || echo LEFT; exit $code"""
-    unshare = "unshare --map-root-user --mount bash -c"
-    command = f"{unshare} 'exit 0' && exec {unshare} '{inside}'; exit {NO_NAMESPACE}"
-    with index(clone.folder / "index", stand_ins(clone.folder / "wheels", size=90 << 20)) as address:
-        job = clone.start(["bash", "-c", command], UV_CACHE_DIR=str(disk / "cache"), PIP_INDEX_URL=address).wait()
-    if job.code == NO_NAMESPACE:
-        pytest.skip("a disk of its own needs a mount namespace, which this machine does not give")
-    refused(job, "uv failed, see above")
-    assert "No space left on device" in job.err
-
-
-def test_too_little_room_is_known_before_the_download(clone):
-    clone.replace("df", "echo Filesystem 1024-blocks Used Available; echo disk 9000000 1000 1024000")
-    refused(clone.start(), f"set-up needs 4 GB at {clone.folder}/cache, and 1000 MB are free")
-
-
-def test_configuration_of_pip_holds(clone):
-    configuration = clone.folder / "home" / ".config" / "pip" / "pip.conf"
-    configuration.parent.mkdir(parents=True)
-    configuration.write_text(f"[global]\nindex-url = {clone.address}\n")
-    home = {"HOME": str(clone.folder / "home"), "XDG_CONFIG_HOME": None}
-    said_hello(clone.start(**home, PIP_CONFIG_FILE=None, PIP_INDEX_URL=None))
 
 
 def test_each_setting_of_pip_becomes_one_of_uv(tmp_path, monkeypatch, capsys):
@@ -365,17 +342,6 @@ def test_no_python_says_what_to_do(clone):
     job = clone.start(**without_python(clone), UV_PYTHON_INSTALL_MIRROR=NOWHERE)
     refused(job, "OneFlow 0.9.0 exists for Python 3.8 to 3.10 only, and uv could not fetch one, see above")
     assert "\n  pyenv install 3.10\n" in job.err
-
-
-def test_named_python_that_will_not_do(clone):
-    newer = program(clone.folder / "python3.12", "echo CPython 3.12.1")
-    refused(clone.start(PYTHON=str(newer)), f"PYTHON={newer} is CPython 3.12.1; name a Python 3.8, 3.9 or 3.10")
-    refused(clone.start(PYTHON="/no/such"), "PYTHON=/no/such: no such program")
-
-
-def test_other_system(clone):
-    clone.replace("uname", "[[ $1 == -s ]] && echo Darwin || echo arm64")
-    refused(clone.start(), "OneFlow 0.9.0 exists for Linux on x86_64 only; this is Darwin arm64")
 
 
 def test_requirements_pin_everything_that_is_installed_with_them():

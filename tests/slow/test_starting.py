@@ -9,13 +9,12 @@ import pytest
 
 from tests.cases import ROOT
 from tests.hosts import NO_HOSTS
-from tests.jobs import LAUNCH, Run, ended, free_port, official, repeated, wait_until
+from tests.jobs import LAUNCH, Run, ended, free_port, repeated, wait_until
 from tests.markdown import BY_HAND, CLUSTERS, blocks
 
 HELLO, RENDEZVOUS, SPAWN, ELASTIC = (
     f"recipes/starting/{name}.py" for name in ("hello_ranks", "rendezvous", "spawn", "elastic_training")
 )
-MODES = pytest.mark.parametrize("more", [(), ("--graph",)], ids=["eager", "graph"])
 BARE = {name: None for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")}
 WITH_A_WAY_OUT = ["bash", "-c", 'ip route replace default dev eth0 && exec "$0" "$@"']  # as a host has; ours have none
 
@@ -58,9 +57,7 @@ def test_rank_that_waits_in_vain_for_the_file_says_so(hosts, tmp_path):
     assert (run.code, run.err) == (1, f"rank 1 waited 60 seconds for rank 0 to write {tmp_path}/job\n")
 
 
-@pytest.mark.parametrize(
-    "where", [(0, 0, 1, 1), (0, 1, 0, 1), (1, 0, 0, 1)], ids=["in order", "in turns", "inside out"]
-)
+@pytest.mark.parametrize("where", [(0, 1, 0, 1), (1, 0, 0, 1)], ids=["in turns", "inside out"])
 def test_hello_tells_hosts_apart(hosts, where):
     """Hosts are counted by their first rank; the local ranks are those that OneFlow goes by."""
     if not hosts.real:
@@ -88,13 +85,6 @@ def test_program_that_spawns_sends_large_arguments(tmp_path, command):
     assert run.out == f"{held}out equals x @ w on a single device\n"
 
 
-def test_spawned_rank_that_raises_ends_the_program(tmp_path):
-    raises = ("    out = model(x)\n", "    out = model(x)\n    1 / (flow.env.get_rank() - 1)\n")
-    [run] = ended([Run(sys.executable, changed(SPAWN, tmp_path, raises), "--ranks", 3, **BARE)])
-    assert run.code == 1 and "RuntimeError: rank 1 of 3 died" in run.err, run.err
-    assert run.err.count("ZeroDivisionError: division by zero") == 1
-
-
 def test_spawned_rank_that_dies_in_its_import_ends_the_program(tmp_path):
     """The others wait for it in theirs, and do not read their large arguments. A program for each rank that dies."""
     dies = "if __name__ == '__mp_main__' and os.environ['RANK'] == os.environ['DIES']:\n    os._exit(1)\n"
@@ -104,7 +94,7 @@ def test_spawned_rank_that_dies_in_its_import_ends_the_program(tmp_path):
         assert run.code == 1 and f"RuntimeError: rank {rank} of 3 died" in run.err, run.err
 
 
-@pytest.mark.parametrize("there", [1, 2, 3])
+@pytest.mark.parametrize("there", [1, 3])
 def test_program_that_is_terminated_leaves_no_rank(there):
     """When it has started so many of them."""
     run = Run(sys.executable, SPAWN, "--ranks", 3, **BARE)
@@ -171,29 +161,8 @@ def test_weights_after_a_death_are_those_of_an_undisturbed_run_bit_by_bit(reques
     assert saved(tmp_path) == last_two(request.getfixturevalue(mode))
 
 
-def under_oneflows_launcher(folder, *more):
-    return official(2, ELASTIC, "--folder", folder, "--steps", 6, "--graph", *more)
-
-
-def early_jobs(tmp_path_factory):
-    """Those of OneFlow's launcher, which may sleep for 10 s at the start: "undisturbed" and "died" -> (folder, run)."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("undisturbed", "died")}
-    more = {"undisturbed": (), "died": ("--die", 5)}
-    return {name: (folder, under_oneflows_launcher(folder, *more[name])) for name, folder in folders.items()}
-
-
-def test_weights_after_a_death_under_oneflows_launcher_are_the_same(early):
-    """It does not choose the kernels of matmuls as launch.sh does, so bits are compared with those of its own job."""
-    (wanted, whole), (folder, died) = early["undisturbed"], early["died"]
-    ended([whole, died])
-    assert whole.code == 0 and died.code != 0 and sorted(saved(folder)) == [2, 4], whole.err + died.err
-    [again] = ended([under_oneflows_launcher(folder)])
-    assert again.code == 0 and "went on after step 4, from its checkpoint\n" in again.out, again.err
-    assert saved(folder) == saved(wanted) and sorted(saved(wanted)) == [4, 6]
-
-
 # Checkpoints are written and read in the same way in either mode, so eager mode is enough from here on.
-LINES_OF_SAVE = ("        with open(folder", "            file.flush(", "        os.replace(", "        for older in")
+LINES_OF_SAVE = ("            file.flush(", "        os.replace(", "        for older in")
 
 
 @pytest.mark.parametrize("place", LINES_OF_SAVE)
@@ -214,11 +183,9 @@ def flipped(data):
 
 # What happens to some checkpoints -> those that are there then, and what the job says.
 DAMAGES = {
-    "none": (lambda c: {2: c[2], 4: c[4]}, "went on after step 4, from its checkpoint"),
     "trained to the end": (lambda c: {4: c[4], 6: c[6]}, "went on after step 4, from its checkpoint"),
     "cut": (lambda c: {2: c[2], 4: c[4][:-1]}, "went on after step 2, from its checkpoint"),
     "flipped": (lambda c: {2: c[2], 4: flipped(c[4])}, "went on after step 2, from its checkpoint"),
-    "removed": (lambda c: {2: c[2]}, "went on after step 2, from its checkpoint"),
     "all cut": (lambda c: {2: c[2][:-1], 4: c[4][:-1]}, "began with step 1: no checkpoint"),
 }
 
@@ -231,12 +198,11 @@ def test_job_goes_on_from_the_last_checkpoint_that_is_whole(eager, tmp_path, dam
     assert saved(tmp_path) == last_two(eager)
 
 
-@MODES
-def test_training_goes_on_on_fewer_ranks_and_on_more(tmp_path, more):
+def test_training_goes_on_on_fewer_ranks_and_on_more_in_either_mode(tmp_path):
     """The weights are compared with those of numpy: sums of other ranks round otherwise."""
-    train(tmp_path, "--die", 3, *more, n=3, code=137)
-    for n, begin, steps in ((1, 2, 6), (2, 6, 8)):
-        assert f"went on after step {begin}, from its" in train(tmp_path, "--steps", steps, *more, n=n).out
+    train(tmp_path, "--die", 3, "--graph", n=3, code=137)
+    assert "went on after step 2, from its" in train(tmp_path, "--steps", 6, n=1).out
+    assert "went on after step 6, from its" in train(tmp_path, "--steps", 8, "--graph", n=2).out
 
 
 def test_block_of_the_page_on_clusters(tmp_path):
