@@ -63,7 +63,8 @@ def run(graph=False, device="cpu", seed=0, steps=1, tensor=None, tokens=None, vo
     """
     n = flow.env.get_world_size()
     tensor = tensor or (2 if n % 2 == 0 else n)  # ranks along axis 1
-    tokens, padded = tokens or max(8, n), -(-vocabulary // tensor) * tensor
+    tokens = tokens or -(-8 // (n // tensor)) * (n // tensor)  # a graph takes only what the mesh divides
+    padded = -(-vocabulary // tensor) * tensor
     rng = np.random.default_rng(seed)
     ids, targets = rng.integers(vocabulary, size=(2, tokens))
     table = rng.standard_normal((padded, features), dtype=np.float32)
