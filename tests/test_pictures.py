@@ -13,7 +13,7 @@ from tests.cases import ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 SHOWN = (830, 358)  # pixels of a page's text on a screen, and on a phone that is 390 wide
 SVG = "{http://www.w3.org/2000/svg}"
-DRAWN = pytest.mark.parametrize("name, theme", itertools.product(pictures.NAMES, svg.THEMES))
+DRAWN = pytest.mark.parametrize("name, theme", list(itertools.product(pictures.NAMES, svg.THEMES)))
 
 
 def picture(name, theme=""):

@@ -197,18 +197,18 @@ def test_port_of_another_job_is_refused(script):
     assert (second.code, second.err) == (2, words)
 
 
+def test_limit_of_addresses_is_refused():
+    """OneFlow itself would end with an error that names no limit."""
+    job = Run("bash", "-c", f"ulimit -v 3000000 && exec {LAUNCH} data_parallel").wait()
+    assert job.code == 2 and job.err.startswith("launch.sh: ulimit -v allows 3000 MB of addresses"), job.err
+
+
 # What the launcher, its ranks and argparse in them refuse -> the one line on standard error; see test_options.py too.
 REFUSED = {
     "-n 0 recipes/data_parallel.py": "launch.sh: -n must be 1 or more, got 0",
     "--log-dir /dev/null recipes/data_parallel.py": "--log-dir /dev/null: File exists: name another folder",
     "recipes/data_parallel.py --graf": "data_parallel.py: error: unrecognized arguments: --graf",
 }
-
-
-def test_limit_of_addresses_is_refused():
-    """OneFlow itself would end with an error that names no limit."""
-    job = Run("bash", "-c", f"ulimit -v 3000000 && exec {LAUNCH} data_parallel").wait()
-    assert job.code == 2 and job.err.startswith("launch.sh: ulimit -v allows 3000 MB of addresses"), job.err
 
 
 @pytest.mark.parametrize("line", REFUSED)

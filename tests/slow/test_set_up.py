@@ -101,13 +101,13 @@ class Clone:
             self.bin.mkdir()
             (self.bin / "uv").symlink_to(uv)
 
-    def start(self, command=("./launch.sh", "-n", "1", "hello.py"), **changes):
+    def start(self, **changes):
         """Begin a run; changes are made to the environment, where None takes a variable away."""
         variables = {name: None for name in os.environ if name.startswith(("UV_", "PIP_"))}
         variables.update(PIP_INDEX_URL=self.address, PIP_CONFIG_FILE=os.devnull)
         variables.update(UV_CACHE_DIR=str(self.folder / "cache"), UV_HTTP_RETRIES="0", COOKBOOK_BLAS="builtin")
         variables.update(PYTHON=str(PYTHON), PATH=f"{self.bin}:{os.environ['PATH']}")
-        return Run(*command, cwd=self.path, **{**variables, **changes})
+        return Run("./launch.sh", "-n", 1, "hello.py", cwd=self.path, **{**variables, **changes})
 
     def only_tools(self):
         """A PATH with the programs that launch.sh needs, uv and no Python."""
