@@ -1,4 +1,4 @@
-"""Spawn: a Python program starts its ranks by multiprocessing and gets their results.
+"""Spawn: a program starts ranks by multiprocessing and gets their results.
 
     in the program      rank 0
     x        (4, 5)     whole, a local tensor
