@@ -35,10 +35,8 @@ class Peer:
         return f"node {self.hello['node']} ({self.hello['host']})"
 
     def send(self, **message):
-        data = (json.dumps(message) + "\n").encode()
         try:
-            while data:  # messages are short, so the socket's buffer has room
-                data = data[self.connection.send(data) :]
+            self.connection.sendall((json.dumps(message) + "\n").encode())  # it is short: the socket's buffer has room
         except OSError:
             self.closed = True
 
@@ -67,17 +65,15 @@ class Peer:
 class Nodes:
     """This node among those of a job; a context manager that closes the connections."""
 
-    def __init__(self, count, number, ranks_each, address, port, same=None, remark=""):
+    def __init__(self, count, number, ranks_each, address, port, same):
         """count: of nodes; number: of this one; address, port: where node 0 listens.
 
-        same: name -> words that must be equal on all nodes, such as the script and its arguments.
-        remark: added to the line that says which nodes are missing.
+        same: name -> value that must be equal on all nodes, such as the script and its arguments.
         """
-        self.count, self.number, self.address, self.port, self.remark = count, number, address, port, remark
-        self.ranks_each = ranks_each
-        self.same = {"--nnodes": count, "--nproc_per_node": ranks_each, "--master_addr": address, **(same or {})}
+        self.count, self.number, self.address, self.port = count, number, address, port
+        self.ranks_each, self.same = ranks_each, same
         cores = sorted(os.sched_getaffinity(0))  # a scheduler may give each node cores of its own on one host
-        self.hello = {"node": number, "host": socket.gethostname(), "cores": cores, "same": self.same}
+        self.hello = {"node": number, "host": socket.gethostname(), "cores": cores, "same": same}
         self.name = f"node {number} ({self.hello['host']})"
         self.is_leader = number == 0
         self.peers, self.last_heartbeat = [], 0.0
@@ -124,7 +120,7 @@ class Nodes:
                 raise BadInput(f"{missing} did not come until --timeout; {check}")
             if time.monotonic() > notice:
                 notice = float("inf")
-                say(f"waiting for {missing}{self.remark}")
+                say(f"waiting for {missing}")
             time.sleep(0.02)
         if self.is_leader:
             self._send_start(port)
@@ -188,11 +184,8 @@ class Nodes:
                     raise BadInput(f"{where} is gone")
                 try:
                     connection = socket.create_connection((self.address, self.port), timeout=1)
-                except socket.gaierror as error:  # in some clusters the name of a host is known once it has started
-                    yield f"{where} ({error.strerror})"
-                    continue
-                except OSError:
-                    yield where
+                except OSError as error:  # it has not started; in some clusters its name is not known before, either
+                    yield f"{where} ({error.args[-1]})"
                     continue
                 self.peers = [Peer(connection, self.address)]
                 self.send(**self.hello)

@@ -260,7 +260,7 @@ def test_name_that_is_not_known_is_tried_again_and_told(in_vain):
 def test_messages_that_come_with_the_start_are_kept(monkeypatch):
     """Node 0 may send the start and, a moment later, the verdict, before a busy node 1 reads either."""
     port, receive = free_port(), Peer.receive
-    first, second = (Nodes(2, number, 1, "127.0.0.1", port) for number in (0, 1))
+    first, second = (Nodes(2, number, 1, "127.0.0.1", port, {}) for number in (0, 1))
 
     def lead():
         first.begin(1, time.monotonic() + LONG, lambda: False)
