@@ -13,6 +13,7 @@ import time
 
 from harness.start.options import BadInput
 from harness.start.output import say
+from harness.start.ranks import cores_of
 
 HEARTBEAT = 1.0  # seconds between messages that only say that a launcher is alive
 PEER_TIMEOUT = 10.0  # seconds without a message after which a connection counts as lost
@@ -223,7 +224,8 @@ def shared(members, ranks_each):
     for node, (address, hello) in enumerate(members):
         same_address = [other for other, where in enumerate(addresses) if where == address]
         same_cores = [other for other in same_address if members[other][1]["cores"] == hello["cores"]]
-        local_rank, core_slot = (ranks_each * some.index(node) for some in (same_address, same_cores))
-        slots = {"core_slot": core_slot, "core_slots": ranks_each * len(same_cores)}
-        found.append({"local_rank": local_rank if even else None, **slots})
+        local_rank, first = (ranks_each * some.index(node) for some in (same_address, same_cores))
+        sharing = ranks_each * len(same_cores)
+        cores = [cores_of(first + i, sharing, hello["cores"]) for i in range(ranks_each)]
+        found.append({"local_rank": local_rank if even else None, "cores": cores})
     return found

@@ -65,21 +65,16 @@ class NodeRanks:
     count: int = 0  # number of ranks on this node; 0: all
     first: int = 0  # the lowest of them
     local_rank: Optional[int] = 0  # its LOCAL_RANK, which counts the ranks at this node's address; None: unset
-    core_slot: int = 0  # its place among the ranks that share this node's cores
-    core_slots: int = 0  # number of these; 0: the ranks of this node
+    cores: Optional[list] = None  # of each rank on this node; None: they share all evenly
     address: str = "127.0.0.1"  # of rank 0
 
     def __post_init__(self):
         self.count = self.count or self.world_size
-        self.core_slots = self.core_slots or self.count
-
-    def cores(self, i):
-        """The cores of local rank i."""
-        return cores_of(self.core_slot + i, self.core_slots)
+        self.cores = self.cores or [cores_of(i, self.count) for i in range(self.count)]
 
     def environment(self, i):
         """The environment of local rank i. Settings of the user's, such as OMP_NUM_THREADS, are kept."""
-        variables = {"OMP_NUM_THREADS": str(len(self.cores(i))), "GLOG_minloglevel": "3", **os.environ}
+        variables = {"OMP_NUM_THREADS": str(len(self.cores[i])), "GLOG_minloglevel": "3", **os.environ}
         variables.update(MASTER_ADDR=self.address, MASTER_PORT=str(self.port), WORLD_SIZE=str(self.world_size))
         variables.update(RANK=str(self.first + i), HARNESS_PARENT=str(os.getpid()))
         variables.pop("LOCAL_RANK", None)
@@ -123,7 +118,7 @@ class Ranks:
                 )
                 self.processes.append(process)
                 if bind:
-                    os.sched_setaffinity(process.pid, node.cores(rank))
+                    os.sched_setaffinity(process.pid, node.cores[rank])
         except BaseException:
             self.end(grace=0)
             raise
