@@ -252,31 +252,33 @@ def page(found):
     left, lost = sum(one.left for one in outcomes), sum(one.lost for one in outcomes)
     return f"""# Faults
 
-What `launch.sh` makes of {len(outcomes)} faults that were injected into jobs of
-[elastic_training.py](../recipes/starting/elastic_training.py), {STEPS} steps with a checkpoint after every {EVERY}:
-{left} processes were left, {lost} checkpoints were lost. `./launch.sh faults` makes this page
-({found["machine"]}; half of the tries eager, half in a graph; {RANKS[1]} ranks on one host, {RANKS[2]} on two, which
-are network namespaces with addresses of their own). The tests hold a sample.{found.get("remark", "")}
+[README](../README.md) · [all pages](README.md) · next: [testing](testing.md)
 
-A fault comes at a random moment: at the start, while the ranks meet, in training, while a checkpoint is written.
-Seconds are from the fault until the last launcher has ended, or says that it starts again (exceptions, and the first
-two rows, with `--max-restarts 2`). "As promised": within the limit, if there is one, with the right exit code and
-message: each host names the rank, or the host, that failed; at a time limit the rank's own host does. Then the job goes
-on, by itself or started again, and its last checkpoint, the weight and its momentum, is compared with that of an
-undisturbed run. A fault that came too late, when the job or the rank had all but ended, is not counted.
+We injected {len(outcomes)} faults into jobs of [elastic_training.py](../recipes/starting/elastic_training.py),
+{STEPS} steps with a checkpoint after every {EVERY}: {left} processes were left, {lost} checkpoints were lost.
+`./launch.sh faults` makes this page ({found["machine"]}; half of the tries eager, half in a graph; {RANKS[1]} ranks
+on one host, {RANKS[2]} on two, which are network namespaces with addresses of their own), and the tests repeat a
+sample.{found.get("remark", "")}
+
+A fault comes at a random moment: at the start, while the ranks meet, in training, while a checkpoint is written. The
+seconds run from the fault until the last launcher ends, or says that it restarts the ranks (exceptions, and the first
+two rows, with `--max-restarts 2`). "As promised" means: within the limit, if there is one, with the right exit code,
+and each host names the rank or host that failed (at a time limit only the rank's own host does). Then the job goes
+on, by itself or started again, and its last checkpoint, weight and momentum, is compared with that of an undisturbed
+run. A fault that comes too late, when the job or the rank has all but ended, is not counted.
 
 | {" | ".join(COLUMNS)} |
 |{" --- |" * len(COLUMNS)}
 {table}
 
-- A rank that ends with `sys.exit(0)` and one that is stopped fall silent, and the others wait for them: this is what
-  `--timeout` is for, here {SILENCE} s from the start of the job. It shows where each rank is, and which one is stopped
-  or has ended.
-- A link that goes down is noticed when the other launcher has sent nothing for 10 s.
-- When a host dies or does not come there is nothing to start again on it, so the job ends; a scheduler starts it anew.
-- On a full disk the job ends with `No space left on device`; the checkpoints that are there stay.
-- A damaged checkpoint, cut, removed or with one bit flipped, is passed over, and training goes on from the one before
-  it: that is why two are kept.
+- A rank that calls `sys.exit(0)` or is stopped falls silent, and the others wait for it until `--timeout`, here
+  {SILENCE} s from the start of the job. `launch.sh` then shows where each rank is, and which one is stopped or has
+  ended.
+- `launch.sh` notices a link that is down when the other launcher has sent nothing for 10 s.
+- A host that dies or never comes ends the job: nothing can be started on it. A scheduler starts the job again.
+- On a full disk the job ends with `No space left on device`, and the older checkpoints stay.
+- The recipe skips a checkpoint that is cut, removed or has one bit flipped, and goes on from the one before it: that
+  is why it keeps two.
 """
 
 

@@ -1,4 +1,4 @@
-"""Hybrid parallelism: stage 0 data parallel on ranks 0-1, stage 1 model parallel on ranks 2-3.
+"""Hybrid parallelism: a data-parallel stage, then a model-parallel one.
 
     out0 = x0 @ w0, out1 = x1 @ w1    rank 0      rank 1      rank 2         rank 3         SBP
     x0    (4, 5)                      rows 0-1    rows 2-3    nothing        nothing        S(0)
@@ -12,7 +12,7 @@ Moves: out0 S(0) on [0, 1] -> x1 B on [2, 3]: each row goes to two ranks, so 2 t
        goes to one of them, as set_stage says, and an all-gather between ranks 2 and 3 does the rest.
 Run:   ./launch.sh recipes/hybrid_parallel.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 4 recipes/hybrid_parallel.py [--graph]
-Use it when no single way fits: small layers early (split the batch), big ones late (split the weight).
+Use it when no single strategy fits: small layers early (split the batch), big ones late (split the weight).
 Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
 """
 

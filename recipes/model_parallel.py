@@ -1,4 +1,4 @@
-"""Model parallelism by columns: replicate the batch, split the weight by columns.
+"""Model parallelism by columns: replicate the batch, split the weight.
 
     out = x @ w           rank 0         rank 1         SBP
     x     (4, 5)          whole          whole          B

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: one layer on each rank, and the activations travel from rank to rank.
+"""Pipeline parallelism: a layer on each rank; activations travel between them.
 
     out = x @ w0 @ w1    rank 0      rank 1      SBP
     x     (4, 5)         whole       nothing     B

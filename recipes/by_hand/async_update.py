@@ -1,4 +1,4 @@
-"""Asynchronous update: rank 0 applies each gradient as it comes, even one from old weights.
+"""Asynchronous update: rank 0 applies gradients as they come, even stale ones.
 
     the last rank is slow    rank 0     rank 1     SBP
     x0         (4, 4)        whole      nothing    B

@@ -1,4 +1,4 @@
-"""Loss placement: gather the outputs on one rank, or keep a part of the loss on each.
+"""Loss placement: on one rank with all outputs, or a part on each.
 
     --loss first                   rank 0      rank 1      SBP
     x                  (8, 4)      rows 0-3    rows 4-7    S(0)

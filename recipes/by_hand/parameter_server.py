@@ -1,4 +1,4 @@
-"""Parameter server: rank 0 keeps the weights, copies go out and gradients come back.
+"""Parameter server: rank 0 keeps the weights; copies go out, gradients come back.
 
     loss = part of rank 0 + part of rank 1 + ...    rank 0     rank 1     SBP
     x0         (4, 4)                               whole      nothing    B

@@ -1,4 +1,4 @@
-"""Replicate, scatter, gather: nn.DataParallel step by step, and the same by SBP.
+"""Replicate, scatter, gather: nn.DataParallel step by step, then by SBP.
 
     --way steps                    rank 0      rank 1      SBP
     x                   (8,)       whole       nothing     B

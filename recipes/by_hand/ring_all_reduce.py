@@ -1,4 +1,4 @@
-"""Ring all-reduce: send and receive between neighbours until every rank has the sum.
+"""Ring all-reduce: neighbours send and receive until every rank has the sum.
 
     rank r sends to r+1    rank 0                   rank 1                   SBP
     gradient   (8, 4)      its own                  its own                  P

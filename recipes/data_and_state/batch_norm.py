@@ -1,4 +1,4 @@
-"""Batch norm: nn.BatchNorm1d uses each rank's own rows; the mean of a global tensor uses all.
+"""Batch norm: normalize by the whole batch, not by each rank's rows.
 
     h = x @ w, normalized by column    rank 0          rank 1          SBP
     x              (8, 4)              rows 0-3        rows 4-7        S(0)

@@ -1,4 +1,4 @@
-"""Checkpoint: save once, load on any ranks in any SBP, and train on.
+"""Checkpoint: save once, load on any ranks in any SBP.
 
     loss = mean((x @ w - y)^2)    rank 0       rank 1        SBP
     w                 (64, 64)    whole        whole         B

@@ -1,4 +1,4 @@
-"""Data loading: each rank loads its own samples, and to_global makes them one batch.
+"""Data loading: each rank loads its own samples; to_global makes one batch.
 
     24 samples             rank 0          rank 1          SBP
     order 0    (24, 1)     rows 0-11       rows 12-23      S(0)

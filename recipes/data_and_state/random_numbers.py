@@ -1,4 +1,4 @@
-"""Random numbers: nn.Dropout repeats its mask on every shard; a global random tensor does not.
+"""Random numbers: nn.Dropout repeats its mask on every shard; draw a global one.
 
     dropout of x, keep 0.5    rank 0       rank 1       SBP
     x           (16, 8)       rows 0-7     rows 8-15    S(0)

@@ -1,4 +1,4 @@
-"""SBP conversions: from B, S(0), S(1) or P to each of them on the same ranks, by to_global.
+"""SBP conversions: between B, S(0), S(1) and P on the same ranks.
 
     x = sum(parts)       rank 0         rank 1         SBP
     B       (4, 6)       whole          whole          B

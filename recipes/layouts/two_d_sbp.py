@@ -1,4 +1,4 @@
-"""2-D SBP: split the batch along one axis of a 2 x 2 mesh, the weight along the other.
+"""2-D SBP: one mesh axis splits the batch, the other the weight.
 
     mesh [[0, 1], [2, 3]]    rank 0         rank 1         rank 2         rank 3         SBP
     x          (4, 4)        rows 0-1       rows 0-1       rows 2-3       rows 2-3       S(0), B

@@ -1,4 +1,4 @@
-"""Auto parallel: nn.Graph chooses the SBP of each weight by its costs.
+"""Auto parallel: nn.Graph chooses each weight's SBP by its cost.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0           rank 1              SBP
     x         (8, 256)                        rows 0-3         rows 4-7            S(0)
@@ -14,7 +14,7 @@ which moves activations and no gradient. At batch 1024 they stay B, data paralle
 Moves: at batch 8, x and y gathered and an all-reduce of x @ w0 @ w1: (n-1)/n x (bytes of x + 3 x those of y) in all.
 Run:   ./launch.sh recipes/memory/auto_parallel.py [--batch 1024]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/memory/auto_parallel.py
-Use it when you want a second opinion on a layout; compare it with yours, since what it chooses depends on the sizes.
+Use it to check a layout of yours against what OneFlow chooses, which depends on the sizes.
 Source: M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models", arXiv:1909.08053, section 3.
 """
 

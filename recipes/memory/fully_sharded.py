@@ -1,4 +1,4 @@
-"""Fully sharded (FSDP, ZeRO-3): each rank keeps a block of every weight, and gathers it for a step.
+"""Fully sharded (FSDP, ZeRO-3): split every weight, gather it for a step.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0      rank 1      SBP
     x          (8, 4)                         rows 0-3    rows 4-7    S(0)

@@ -1,4 +1,4 @@
-"""Hello, ranks: what each rank knows of the job, and whether it was started right.
+"""Hello, ranks: what each rank knows, and whether it was started right.
 
     (rank, local rank, host)    rank 0      rank 1      SBP
     mine    (2, 3)              row 0       row 1       S(0)

@@ -1,4 +1,4 @@
-"""Spawn: a Python program starts its ranks by multiprocessing and gets their results.
+"""Spawn: a program starts ranks by multiprocessing and gets their results.
 
     in the program      rank 0
     x        (4, 5)     whole, a local tensor
@@ -6,7 +6,7 @@
     out      (4, 8)     whole, a local tensor
     shards   (2, 7)     whole, a local tensor
 
-The program is no rank of the job that it starts. Its ranks multiply in data parallel: x S(0) @ w B = out S(0). A row of
+The program is not a rank of its job. The ranks multiply in data parallel: x S(0) @ w B = out S(0). A row of
 shards says what a rank held: the shapes of its x, w and out, and 1 if a graph made out. A spawned process first imports
 this file, and so OneFlow, which meets the other ranks; its environment must be set before.
 

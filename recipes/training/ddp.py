@@ -1,4 +1,4 @@
-"""DistributedDataParallel: local tensors, and one line that averages their gradients.
+"""DistributedDataParallel: local tensors; one line averages their gradients.
 
     w0 grad = mean over ranks    rank 0                   rank 1                   SBP
     x           (4, 4)           whole, a local tensor    whole, a local tensor

@@ -1,4 +1,4 @@
-"""Gradient accumulation: micro-batches whose gradients add up before one update.
+"""Gradient accumulation: the gradients of micro-batches add up before one update.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0      rank 1      SBP
     x          (8, 4)                         rows 0-3    rows 4-7    S(0)

@@ -1,4 +1,4 @@
-"""Train data parallel: an all-reduce of the gradients, so that every replica takes the same step.
+"""Train data parallel: all-reduce the gradients; all replicas stay equal.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0      rank 1      SBP
     x          (8, 4)                         rows 0-3    rows 4-7    S(0)

@@ -1,4 +1,4 @@
-"""Train data x tensor parallel: one axis of 2 x 2 ranks splits the batch, the other the weights.
+"""Train data x tensor parallel: one mesh axis splits the batch, the other the weights.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0         rank 1         rank 2         rank 3         SBP
     x          (8, 4)                         rows 0-3       rows 0-3       rows 4-7       rows 4-7       S(0), B

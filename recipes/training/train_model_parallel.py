@@ -1,4 +1,4 @@
-"""Train model parallel: the first weight by columns, the second by rows, one all-reduce each way.
+"""Train model parallel: columns, then rows; one all-reduce each way.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0         rank 1         SBP
     x          (8, 4)                         whole          whole          B

@@ -1,4 +1,4 @@
-"""Train a pipeline: a layer on each rank, and micro-batches, so that all ranks work at once.
+"""Train a pipeline: micro-batches overlap the stages.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0     rank 1     SBP
     x          (8, 4)                         whole      nothing    B

@@ -11,7 +11,7 @@ Moves: gather: all of k and v, and back their gradients: 4 (n-1)/n x q from each
        ring: k and v of a rank to the next, on to the last (a graph sends them straight), and back: 2 (n-1) x q in all.
 Run:   ./launch.sh recipes/transformer/context_parallel.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/context_parallel.py [--graph]
-Use it when a sequence is too long for one device: all-to-all where n divides the heads; the ring has the least scores.
+Use it when a sequence is too long for one device: all-to-all if n divides the heads; the ring keeps the fewest scores.
 Source: H. Liu et al., arXiv:2310.01889 (ring); S. Jacobs et al., arXiv:2309.14509 (DeepSpeed Ulysses).
 """
 

@@ -13,7 +13,7 @@ Moves: data: all-reduce of the gradients; sharded: all-gather and reduce-scatter
        all-reduces forward, 2 backward, or all-gathers and reduce-scatters of the sequence. Pipeline: the residual.
 Run:   ./launch.sh recipes/transformer/gpt.py [--graph] [--tensor 2] [--steps 1000] [--folder FOLDER]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/gpt.py [--graph]
-Use it where the layout may change from run to run: a checkpoint goes on on any other mesh.
+Use it where the layout may change from run to run: training continues from a checkpoint on any other mesh.
 Source: D. Narayanan et al., arXiv:2104.04473; V. Korthikanti et al., arXiv:2205.05198.
 """
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: an expert on each rank, and tokens travel by all-to-all.
+"""Mixture of experts: an expert on each rank; tokens travel by all-to-all.
 
     out = x + gate * expert(x)    rank 0        rank 1        SBP
     x         (16, 4)             rows 0-7      rows 8-15     S(0)

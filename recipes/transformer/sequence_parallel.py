@@ -1,4 +1,4 @@
-"""Sequence parallel: norms and residual split too; the bytes of tensor parallel, less memory.
+"""Sequence parallel: tensor parallel that splits norms and residual too.
 
     loss = mean((block(x) - y)^2)    rank 0           rank 1           SBP
     x         (8, 16)                rows 0-3         rows 4-7         S(0)

@@ -1,4 +1,4 @@
-"""Transformer block: attention split by heads, MLP by columns; two all-reduces each way.
+"""Transformer block: attention split by heads, MLP by columns.
 
     loss = mean((block(x) - y)^2)    rank 0          rank 1          rank 2          rank 3          SBP
     x         (8, 16)                rows 0-3        rows 0-3        rows 4-7        rows 4-7        S(0), B
