@@ -25,10 +25,8 @@ examples
   ./launch.sh -n 3 ~/mine.py --my-option               a script of yours
   ./launch.sh --nnodes 2 --node_rank 0 --master_addr 10.0.0.1 --master_port 29500 recipes/hybrid_parallel.py
                                                        host 0 of 2; on the other the same with --node_rank 1
-  ./launch.sh show recipes/row_parallel.py
   ./launch.sh bytes -n 4 ~/mine.py --graph
   ./launch.sh test -k pipeline                         tests with this word in their names, slow ones too
-  ./launch.sh mutate recipes/data_parallel.py
 
 options
   -n, --nproc_per_node N   number of ranks on each host (default: such that all hosts together have the first of the
@@ -40,8 +38,7 @@ options
                            name or address of node 0
   --max-restarts R         after a failure start all ranks again, on every node, up to R times (default 0)
   --log-dir DIR            append all that rank K writes to DIR/rank_K.log; the terminal shows only the first rank of
-                           this host, and a line of progress each minute
-  --progress SECONDS       time between the lines of progress (0: none)
+                           this host
   -h, --help               this text; SCRIPT --help shows a script's own options
                            (- and _ within the name of an option are the same)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.measure import theory
+from harness.measure.sbp import Layout
 from harness.pool import Pool
 
 RETURNED = f"{Path(__file__).parent / 'measure' / 'observe.py'}:returned"
@@ -28,7 +28,7 @@ def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
         def test(pools, world_size):
             path = inspect.getsourcefile(function)
             results = pools(world_size).call(RETURNED, path=path, name=function.__name__)
-            problems = [line for line in differences(results, rtol, atol) if line]
+            problems = list(differences(results, rtol, atol))
             assert not problems, "\n".join(problems)
 
         test.__name__, test.__doc__, test.on_rank = function.__name__, function.__doc__, function
@@ -38,32 +38,25 @@ def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
 
 
 def differences(results, rtol, atol):
-    """Yield a line for each difference, or None; results: what `observe.returned` returned, by rank."""
+    """Yield the text of each difference; results: what `observe.returned` returned, by rank."""
     for rank, tensors in enumerate(results):
         for name, found in tensors.items():
-            where = f"{name}: rank {rank} of {len(results)}"
-            expected = found["wanted"]
+            where, expected = f"{name}: rank {rank} of {len(results)}", found["wanted"]
             if found["sbp"] != found["wanted_sbp"]:
                 yield f"{where}: SBP is {found['sbp']}, expected {found['wanted_sbp']}"
-            elif found["shape"] != expected.shape:
+                continue
+            if found["shape"] != expected.shape:
                 yield f"{where}: shape is {found['shape']}, expected {expected.shape}"
-            else:
-                yield difference(f"{where}: value", found["value"], expected, rtol, atol)
-                layout = theory.Layout(found["sbp"], found["ranks"])
-                if rank in layout.members and "P" not in found["sbp"].split(", "):  # shards of P may have any values
-                    block = tuple(slice(*span) for span in layout.block(expected.shape, rank))
-                    yield difference(f"{where}: shard", found["shard"], expected[block], rtol, atol)
-
-
-def difference(what, found, expected, rtol, atol):
-    """A line that says where two arrays differ most; None if they are close."""
-    if found.shape != expected.shape:
-        return f"{what} has shape {found.shape}, expected {expected.shape}"
-    error = np.abs(found - expected)
-    if (error <= atol + rtol * np.abs(expected)).all():
-        return None
-    at = tuple(int(i) for i in np.unravel_index(np.argmax(np.nan_to_num(error, nan=np.inf)), error.shape))
-    return f"{what} at {at} is {found[at]:.6g}, expected {expected[at]:.6g}"
+                continue
+            arrays, layout = {"value": (found["value"], expected)}, Layout(found["sbp"], found["ranks"])
+            if rank in layout.members and "P" not in layout.axes:  # shards of P may have any values
+                block = tuple(slice(*span) for span in layout.block(expected.shape, rank))
+                arrays["shard"] = (found["shard"], expected[block])
+            for what, pair in arrays.items():
+                try:
+                    np.testing.assert_allclose(*pair, rtol, atol, err_msg=f"{where}: {what} (x: found, y: expected)")
+                except AssertionError as error:
+                    yield str(error)
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,8 @@ def tensors_inside(name, value, module):
 class Names:
     """Collects the tensors of the script at `path` while it runs, with all that can name them. Keys are their ids."""
 
-    def __init__(self, path):
-        self.path = path
-        self.steps = 0  # how many were recorded so far
+    def __init__(self, path, steps):
+        self.path, self.steps = path, steps  # the list of those that were recorded so far
         self.tensors = {}  # all tensors in the order in which they come; while they are here, no id is used again
         self.described = {}  # what they were when they came, as zero_grad, for one, makes a B a P; "after": which step
         self.shown = set()  # parameters and tensors that a variable holds itself
@@ -44,7 +43,7 @@ class Names:
         for tensor in tensors:
             if id(tensor) not in self.tensors:
                 self.tensors[id(tensor)] = tensor
-                self.described[id(tensor)] = {**describe(tensor), "after": self.steps}
+                self.described[id(tensor)] = {**describe(tensor), "after": len(self.steps)}
                 self.leaves += [tensor] if tensor.requires_grad and tensor.is_leaf else []
 
     def add_moved(self, old, new):

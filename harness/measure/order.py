@@ -6,7 +6,7 @@ from harness.measure.observe import MATMULS, TO_GLOBAL, replaced
 from harness.measure.script import measure_script
 from harness.measure.sent import quiet_wchar
 from harness.measure.tensors import layout_of
-from harness.measure.training import kept_between_steps
+from harness.measure.training import costs
 from harness.start import recipe
 
 
@@ -82,7 +82,7 @@ class Order:
 
 
 def order(path, **arguments):
-    """The Order of one step of the eager training recipe at `path`, and the bytes that this rank keeps. Collective."""
+    """{"events": see Order} and `costs` of one step of the eager training recipe at `path`. Collective."""
     module = recipe.load(path)
     seen = Order()
     places = {place: seen.matmul(getattr(*place)) for place in MATMULS}
@@ -91,8 +91,7 @@ def order(path, **arguments):
         places[kind, "step"] = seen.step(kind.step)
     with replaced(places):
         tensors = module.run(steps=1, **arguments)
-    weights = sum(one.numel() * one.element_size() for name, one in tensors.items() if name.startswith("new "))
-    return {"events": seen.events, "kept": kept_between_steps(tensors), "weights": weights}
+    return {"events": seen.events, **costs(tensors)}
 
 
 def sends(path, **arguments):

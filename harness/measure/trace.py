@@ -1,6 +1,5 @@
 """Record what a script does on this rank: the steps that can move data, in order and measured, and its tensors."""
 
-import collections
 import contextlib
 import linecache
 import math
@@ -44,9 +43,8 @@ class Trace:
 
     def __init__(self, path):
         self.path, self.steps, self.inside = str(path), [], False
-        self.names = Names(self.path)
-        self.times = collections.Counter()  # of the steps that look alike
-        self.last = {}  # the last of them
+        self.names = Names(self.path, self.steps)
+        self.alike = {}  # those of the steps that look alike
         self.averages = False  # whether DistributedDataParallel averages the gradients of local tensors
 
     @contextlib.contextmanager
@@ -100,22 +98,21 @@ class Trace:
         line = self.line()
         parameters = [id(one) for one in inputs if id(one) in self.names.parameters]
         alike = (what, line["line"], rest, *(looks(one) if one.is_global else "local" for one in inputs), *parameters)
-        self.times[alike] += 1  # equal on all ranks, so that they measure together
+        measured = self.alike.setdefault(alike, [])  # as many on all ranks, so that they measure together
         with self.one_step():
-            if self.times[alike] > MEASURED:
-                self.last[alike]["times"] += 1
+            if len(measured) == MEASURED:
+                measured[-1]["times"] += 1
                 return function()
             self.names.add(inputs)
             self.names.add_variables(sys._getframe(), all_frames=True)
             result, sent = sent_by(function)
-        self.names.steps += 1
         outputs = self.names.gradients() if what == "backward" else tensors_in(result)
+        tensors = {"inputs": [describe(one) for one in inputs], "outputs": [describe(one) for one in outputs]}
+        measured.append({"what": what, "sent": sent, "times": 1, **tensors, **line, **more})
+        self.steps.append(measured[-1])
         self.names.add(outputs)
         if what == "to_global":
             self.names.add_moved(inputs[0], result)
-        tensors = {"inputs": [describe(one) for one in inputs], "outputs": [describe(one) for one in outputs]}
-        self.steps.append({"what": what, "sent": sent, "times": 1, **tensors, **line, **more})
-        self.last[alike] = self.steps[-1]
         return result
 
     def line(self):

@@ -8,8 +8,7 @@ from harness.start import recipe
 
 
 def per_step(path, **arguments):
-    """{"sent": bytes that this rank sends in a step, "weights": bytes of all weights on all ranks together, "kept": see
-    `kept_between_steps`, "graph": whether it runs in one}. Collective.
+    """{"sent": bytes that this rank sends in a step, "graph": whether it runs in one}, and `costs`. Collective.
 
     In a graph of 3 steps the bytes from the end of the first call to the end of the last are those of 2. In eager mode
     nothing marks the end of a step: there it is the difference between a run of 3 steps and one of 1.
@@ -29,25 +28,25 @@ def per_step(path, **arguments):
     with replaced({(flow.nn.Graph, "__call__"): counting_call}):
         tensors, sent = run(3)
         two_steps = sum(sent[-1] - sent[0] for sent in at_end.values()) if at_end else sent - run(1)[1]
-    weights = sum(one.numel() * one.element_size() for name, one in tensors.items() if name.startswith("new "))
-    return {"sent": two_steps / 2, "weights": weights, "kept": kept_between_steps(tensors), "graph": bool(at_end)}
+    return {"sent": two_steps / 2, "graph": bool(at_end), **costs(tensors)}
 
 
-def kept_between_steps(tensors):
-    """The bytes of this rank's shards of what a recipe returned: {"weights": those after the last step, "gradients",
-    "state": of the optimizer}."""
-    sizes = dict.fromkeys(("weights", "gradients", "state"), 0)
+def costs(tensors):
+    """Bytes of what a training recipe returned: {"weights": of all trained weights on all ranks together, "kept": of
+    this rank's shards {"weights": after the last step, "gradients", "state": of the optimizer}}."""
+    weights, kept = 0, dict.fromkeys(("weights", "gradients", "state"), 0)
     for name, tensor in tensors.items():
         first, _, rest = name.partition(" ")
         if first == "new" or (rest and f"new {first}" in tensors):
             shard = tensor.to_local() if tensor.is_global else tensor
             kind = "weights" if first == "new" else "gradients" if rest.endswith("grad") else "state"
-            sizes[kind] += shard.numel() * shard.element_size()
-    return sizes
+            kept[kind] += shard.numel() * shard.element_size()
+            weights += tensor.numel() * tensor.element_size() * (first == "new")
+    return {"weights": weights, "kept": kept}
 
 
 def memory(path, **arguments):
-    """Run the training recipe at `path`; returns `kept_between_steps` and this rank's "peak" in bytes. Collective.
+    """Run the training recipe at `path`; returns what this rank keeps, see `costs`, and its "peak". Collective.
 
     The peak is how far the resident memory rises during the run: inputs, weights before and after, what is kept, and
     what a step needs on top. OneFlow gives no memory back to the system, so only the first run in a process counts.
@@ -61,7 +60,7 @@ def memory(path, **arguments):
     flow._oneflow_internal.eager.Sync()
     peak = memory_size("VmHWM") - before
     flow.comm.barrier()
-    return {**kept_between_steps(tensors), "peak": peak}
+    return {**costs(tensors)["kept"], "peak": peak}
 
 
 def memory_size(field):

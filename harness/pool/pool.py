@@ -4,20 +4,16 @@
 which a rank raises, dies or hangs fails with a PoolError that has the rank's traceback; the next call gets fresh ranks.
 """
 
-import os
-import pickle
-import selectors
 import signal
-import socket
-import struct
 import tempfile
 import time
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 
-from harness.start.ranks import NodeRanks, Ranks, is_consequence
+from harness.start.ranks import NodeRanks, Ranks, is_consequence, reserve_port
 
 WORKER = str(Path(__file__).with_name("worker.py"))
-GRACE = 0.5  # seconds in which other ranks may still answer once one has failed
 
 
 class PoolError(Exception):
@@ -29,27 +25,6 @@ class PoolError(Exception):
     def __init__(self, rank, text, signal=None, hung=False):
         super().__init__(text)
         self.rank, self.signal, self.hung = rank, signal, hung
-
-
-def send(connection, value):
-    """Write one pickled value, its length first, to a socket."""
-    data = pickle.dumps(value, protocol=4)
-    connection.sendall(struct.pack("!Q", len(data)) + data)
-
-
-def receive(connection):
-    """Read one value that `send` wrote. Raises EOFError if the other side has closed the socket."""
-    return pickle.loads(_read(connection, struct.unpack("!Q", _read(connection, 8))[0]))
-
-
-def _read(connection, size):
-    parts = []
-    while size:
-        parts.append(connection.recv(min(size, 1 << 20)))
-        if not parts[-1]:
-            raise EOFError
-        size -= len(parts[-1])
-    return b"".join(parts)
 
 
 class Pool:
@@ -77,9 +52,8 @@ class Pool:
     def close(self):
         """End the ranks, if any run."""
         if self.ranks:
-            self.selector.close()
             self.ranks.end(grace=0)
-            for file in self.connections + self.logs:
+            for file in [self.port, *self.connections, *self.logs]:
                 file.close()
             self.ranks = None
 
@@ -100,75 +74,70 @@ class Pool:
         if self.ranks is None or self.ranks.exit_codes():
             self.close()
             self._start()
-        answers, deadline = {}, time.monotonic() + self.timeout
+        results, failure, deadline = {}, None, time.monotonic() + self.timeout
         try:
             for connection in self.connections:
-                send(connection, (function, arguments))
-            while len(answers) < self.world_size and time.monotonic() < deadline:
-                for key, _ in self.selector.select(max(0, deadline - time.monotonic())):
-                    answer = answers[key.data] = receive(key.fileobj)
-                    if "error" in answer:
-                        deadline = min(deadline, time.monotonic() + GRACE)
+                connection.send((function, arguments))
+            while len(results) < self.world_size and not failure and time.monotonic() < deadline:
+                for connection in wait(self.connections, max(0, deadline - time.monotonic())):
+                    rank = self.connections.index(connection)
+                    results[rank], traceback = connection.recv()
+                    if traceback:
+                        failure = rank, traceback
         except (EOFError, OSError):  # a rank has closed its socket: it is about to end
             self._wait_until(self.ranks.exit_codes)
         except BaseException:  # Ctrl-C, or an answer that cannot be unpickled: later answers belong to this call
             self.close()
             raise
-        if len(answers) == self.world_size and not any("error" in answer for answer in answers.values()):
-            return [answers[rank]["result"] for rank in range(self.world_size)]
-        error = self._error(function, answers)
+        if len(results) == self.world_size and not failure:
+            return [results[rank] for rank in range(self.world_size)]
+        error = self._error(function, failure, [rank for rank in range(self.world_size) if rank not in results])
         self.close()
         raise error
 
     def _start(self):
-        pairs = [socket.socketpair() for _ in range(self.world_size)]
-        self.connections = [ours for ours, _ in pairs]
-        self.logs = [tempfile.TemporaryFile() for _ in pairs]  # noqa: SIM115
-        node, hosts = NodeRanks(self.world_size), None
+        self.connections, theirs = zip(*(Pipe() for _ in range(self.world_size)))
+        self.logs = [tempfile.TemporaryFile() for _ in theirs]  # noqa: SIM115
+        self.port, hosts = reserve_port(), None
+        node = NodeRanks(self.world_size, self.port.getsockname()[1])
         if self.hosts:
             address, hosts = self.hosts
             port = 20000 + self.starts % 1000  # nothing else uses ports of these hosts
-            node = NodeRanks(self.world_size, local_rank=None, address=address, port=port)
-        channels = [{"HARNESS_POOL": theirs.fileno()} for _, theirs in pairs]
-        output = {"stdout": self.logs, "stderr": self.logs}
-        self.ranks = Ranks([WORKER], node, channels, self.variables, self.bind, hosts=hosts, **output)
-        self.selector = selectors.DefaultSelector()
-        for rank, (ours, theirs) in enumerate(pairs):
-            theirs.close()
-            self.selector.register(ours, selectors.EVENT_READ, rank)
+            node = NodeRanks(self.world_size, port, local_rank=None, address=address)
+        pipes = [connection.fileno() for connection in theirs]
+        more = {"variables": self.variables, "bind": self.bind, "hosts": hosts}
+        self.ranks = Ranks([WORKER], node, self.logs, self.logs, pipes, "HARNESS_POOL", **more)
+        for connection in theirs:
+            connection.close()
         self.starts += 1
 
-    def _error(self, function, answers):
-        """The PoolError of a call that failed, with what its ranks say."""
-        failed = [rank for rank, answer in answers.items() if "error" in answer]
-        codes = self.ranks.exit_codes()
-        died_of, hung = None, not failed and not codes
-        if failed:
-            rank = failed[0]
-            text = f"failed:\n{answers[rank]['error']}"
+    def _error(self, function, failure, waiting):
+        """The PoolError of a call. failure: a rank that raised, and its traceback; waiting: ranks without an answer."""
+        codes, died_of = self.ranks.exit_codes(), None
+        if failure:
+            rank, traceback = failure
+            text = f"failed:\n{traceback}"
         elif codes:
             rank = min(codes, key=lambda rank: is_consequence(codes[rank]))
             died_of = signal.Signals(-codes[rank]) if codes[rank] < 0 else None
             text = f"died ({died_of.name if died_of else f'exit code {codes[rank]}'}):\n{self._log(rank)}"
         else:
-            waiting = [rank for rank in range(self.world_size) if rank not in answers]
-            rank, before = waiting[0], [self._log_size(rank) for rank in waiting]
+            rank, before = waiting[0], [self._log(rank) for rank in waiting]
             self.ranks.dump_tracebacks()
-            self._wait_until(lambda: all(self._log_size(rank) > size for rank, size in zip(waiting, before)))
-            time.sleep(0.1)
+            self._wait_until(lambda: all(self._log(rank) != log for rank, log in zip(waiting, before)))
+            time.sleep(0.1)  # for the rest of the last one
             where = "\n".join(f"rank {rank}:\n{self._log(rank)}" for rank in waiting)
             text = f"gave no answer in {self.timeout:g} s; it waits here:\n{where}"
-        return PoolError(rank, f"{function}: rank {rank} of {self.world_size} {text}", died_of, hung)
+        words = f"{function}: rank {rank} of {self.world_size} {text}"
+        return PoolError(rank, words, died_of, hung=not failure and not codes)
 
-    def _wait_until(self, condition, seconds=5):
-        deadline = time.monotonic() + seconds
+    def _wait_until(self, condition):
+        deadline = time.monotonic() + 5
         while not condition() and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    def _log_size(self, rank):
-        return os.fstat(self.logs[rank].fileno()).st_size
-
     def _log(self, rank):
         """The last lines that a rank wrote to its standard output and error."""
-        self.logs[rank].seek(0)
-        return "\n".join(self.logs[rank].read().decode(errors="replace").splitlines()[-30:])
+        again = Path(f"/proc/self/fd/{self.logs[rank].fileno()}")  # to read the file itself would move the rank's place
+        text = again.read_text("utf-8", "replace")
+        return "\n".join(text.splitlines()[-30:])

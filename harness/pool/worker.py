@@ -1,14 +1,13 @@
 """The script of a pool's ranks: it takes calls from the pool, and answers each with a result or a traceback."""
 
 import os
-import socket
 import sys
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness.pool import pool  # noqa: E402
 from harness.start import recipe  # noqa: E402
 
 
@@ -24,24 +23,24 @@ def keep_graphs(graph_class):
 
 
 def main():
-    connection = socket.socket(fileno=int(os.environ.pop("HARNESS_POOL")))
+    connection = Connection(int(os.environ.pop("HARNESS_POOL")))
     import oneflow  # all ranks meet here
 
     keep_graphs(oneflow.nn.Graph)
     modules = {}
     while True:
         try:
-            function, arguments = pool.receive(connection)
+            function, arguments = connection.recv()
         except EOFError:
             os._exit(0)
         try:
             path, _, name = function.rpartition(":")
             if path not in modules:
                 modules[path] = recipe.load(path)
-            answer = {"result": getattr(modules[path], name)(**arguments)}
+            answer = getattr(modules[path], name)(**arguments), None
         except Exception:
-            answer = {"error": traceback.format_exc()}
-        pool.send(connection, answer)
+            answer = None, traceback.format_exc()
+        connection.send(answer)
 
 
 if __name__ == "__main__":

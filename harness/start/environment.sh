@@ -3,7 +3,6 @@
 # Needs $here, the checkout. All it says goes to standard error; what cannot be helped ends with exit code 2.
 
 venv=$here/.venv
-needed_kb=$((4 * 1024 * 1024)) # 3.9 GB, unpacked in uv's cache; .venv's files are links to them
 
 say() { printf 'launch.sh: %s\n' "$*" >&2; }
 refuse() { say "$1"; shift; [[ $# -eq 0 ]] || printf '  %s\n' "$@" >&2; exit 2; }
@@ -12,19 +11,19 @@ refuse() { say "$1"; shift; [[ $# -eq 0 ]] || printf '  %s\n' "$@" >&2; exit 2; 
 heed() { "$@" >&2 & wait $!; }
 heed_into() { "${@:2}" >"$1" 2>&1 & wait $!; }
 
-# The files whose loss breaks an environment: compiled libraries, package entries, and the records of what is installed.
-vital_files() { (cd "$venv" && find lib \( -name '*.so*' -o -path '*/site-packages/*/__init__.py' \
-    -not -path '*/site-packages/*/*/__init__.py' -o -name RECORD \) -type f -print0 | sort -z); }
-sizes() { (cd "$venv" && xargs -0 stat -L -c '%s %n' -- 2>/dev/null) || true; }
+# A line for the requirements, and one for each file whose loss breaks an environment. The file .venv/made is written
+# last of all and holds these lines as they were then.
+contents() {
+    cksum <"$here/requirements.txt"
+    (cd "$venv" && find lib \( -name '*.so*' -o -name __init__.py -o -name RECORD \) -type f -printf '%s %p\n' 2>/dev/null)
+}
 
-# The file .venv/made is written last of all and holds the requirements' checksum, then a line for each vital file.
-made_from_these() { [[ -f $venv/made && $(head -n 1 "$venv/made") == "$(cksum <"$here/requirements.txt")" ]]; }
-recorded() { tail -n +2 "$venv/made"; }
-sizes_now() { recorded | cut -d ' ' -f 2- | tr '\n' '\0' | sizes; }
+# Those lines of .venv/made that are true no more.
+lost() { contents | grep -vxFf - "$venv/made"; }
 
-# Whether .venv is whole: made from these very requirements, its Python runs, and no vital file is gone or cut short.
+# Whether .venv is whole: made from these very requirements, no such file is gone or cut short, and its Python runs.
 environment_is_whole() {
-    [[ -x $venv/bin/python ]] && made_from_these && [[ $(recorded) == "$(sizes_now)" ]] && "$venv/bin/python" -ISc \
+    [[ -f $venv/made && -x $venv/bin/python && -z $(lost) ]] && "$venv/bin/python" -ISc \
         'import os, sys; os.chdir("%s/lib/python%d.%d" % (sys.argv[1], *sys.version_info[:2]))' "$venv" 2>/dev/null
 }
 
@@ -71,22 +70,15 @@ find_python() {
         "and run this again, or name one that you have: PYTHON=/path/to/python3.10 ./launch.sh ..."
 }
 
-free_kb() { df -Pk "$1" | awk 'NR == 2 {print $4}'; }
-
-# Installs everything with the command $@. If all is in uv's cache, neither a network nor room on the disk is needed.
+# Installs everything with the command $@. If all is in uv's cache, no network is needed.
 install_all() {
-    local cache folder where=''
+    local cache
     ! heed_into /dev/null "$@" --offline || return 0
     { cache=$("$uv" cache dir) && mkdir -p "$cache"; } || refuse "uv has no cache, see above (UV_CACHE_DIR)"
-    [[ $(stat -c %d "$cache") == "$(stat -c %d "$here")" ]] || where=$here # on another disk: copies instead of links
-    for folder in "$cache" ${where:+"$where"}; do
-        (($(free_kb "$folder") >= needed_kb)) || refuse \
-            "set-up needs 4 GB at $folder, and $(($(free_kb "$folder") / 1024)) MB are free (or set UV_CACHE_DIR)"
-    done
     say "about 1.8 GB to download into uv's cache, 3.9 GB on disk; other clones then take theirs from there"
     heed "$@" || refuse "uv failed, see above; set-up needs" \
         "a package index: PIP_INDEX_URL names a mirror" \
-        "4 GB at $cache, where $(($(free_kb "$cache") / 1024)) MB are free: UV_CACHE_DIR names another folder"
+        "4 GB at $cache, where $(df -h "$cache" | awk 'NR == 2 {print $4}') are free: UV_CACHE_DIR names another folder"
 }
 
 make_environment() {
@@ -102,7 +94,7 @@ make_environment() {
     eval "$settings"
     say "setting up .venv with $python"
     # The files of .venv are links to those in uv's cache: one that is cut short here is cut short there.
-    if made_from_these && sizes_now | grep -qvxFf "$venv/made"; then
+    if [[ -f $venv/made && $(lost | head -n 1) == *" lib/"* ]]; then
         mapfile -t packages < <(sed -n 's/==.*//p' "$here/requirements.txt")
         heed "$uv" cache clean "${packages[@]}"
     fi
@@ -114,7 +106,7 @@ make_environment() {
     heed_into "$log" "$venv/bin/python" -c 'import oneflow' || refuse "OneFlow does not start: $(tail -n 1 "$log")"
     heed_into "$log" "$venv/bin/python" "$here/harness/start/blas.py" \
         || say "ranks will compute with OneFlow's own, older OpenBLAS: $(tail -n 1 "$log")"
-    { cksum <"$here/requirements.txt" && vital_files | sizes; } >"$venv/made.part"
+    contents >"$venv/made.part"
     mv "$venv/made.part" "$venv/made"
     trap - EXIT INT TERM HUP
     say "ready: .venv took $SECONDS s"

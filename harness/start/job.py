@@ -4,10 +4,10 @@ import contextlib
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Optional
 
-from harness.start.logs import Logs
 from harness.start.nodes import Nodes
 from harness.start.options import BadInput, checked, same_on_all_nodes
 from harness.start.output import Output, encoded, say, write
@@ -28,7 +28,7 @@ class Outcome:
     node: int  # where
     text: str = ""  # what to say of it
     rank: Optional[int] = None  # the local rank that failed
-    time: float = 0.0
+    time: float = field(default_factory=time.time)
     consequence: bool = False  # whether it looks like OneFlow's answer to the death of another rank
     restart: int = 0  # number of the restart that follows; 0: none
 
@@ -43,23 +43,20 @@ class Job:
         self.where = f" on {nodes.name}" if nodes.count > 1 else ""
         self.signals = []  # received, of those that end the job
         self.dump_requested = False  # by SIGUSR1
-        self.logs = None
-        self.started = time.monotonic()
-        self.deadline = self.started + options.timeout if options.timeout else float("inf")
-        self.next_progress = self.started + options.progress if options.progress else float("inf")
+        self.logs = []  # a file for each rank of this node
+        self.deadline = time.monotonic() + (options.timeout or float("inf"))
 
     def run(self):
-        ending = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2]
+        ending = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
             ending.remove(signal.SIGHUP)
         for number in ending:
             signal.signal(number, lambda number, frame: self.signals.append(number))
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # were it ignored, the exit codes of ranks would be lost
         signal.signal(signal.SIGUSR1, lambda number, frame: setattr(self, "dump_requested", True))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.nodes)
             if self.options.log_dir:
-                self.logs = stack.enter_context(self.open_logs())
+                self.open_logs(stack)
             try:
                 outcome = self.attempt(0)
                 while outcome.restart:
@@ -69,14 +66,22 @@ class Job:
                 for number in ending:
                     signal.signal(number, signal.SIG_IGN)
 
-    def open_logs(self):
+    def open_logs(self, stack):
+        """Open DIR/rank_K.log for each rank K of this node; a job appends to the files of an earlier one."""
+        folder = Path(self.options.log_dir)
         try:
-            logs = Logs(self.options.log_dir, range(self.first, self.first + self.count))
+            folder.mkdir(parents=True, exist_ok=True)
+            paths = [folder / f"rank_{self.first + rank}.log" for rank in range(self.count)]
+            self.logs = [stack.enter_context(path.open("ab", buffering=0)) for path in paths]
         except OSError as error:
-            raise BadInput(f"--log-dir {self.options.log_dir}: {error.strerror}: name another folder") from None
+            raise BadInput(f"--log-dir {folder}: {error.strerror}: name another folder") from None
         words = " ".join([self.options.script, *self.options.arguments])
-        logs.write_all(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, one of {self.world_size} ranks of {words}")
-        return logs
+        self.log(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, one of {self.world_size} ranks of {words}")
+
+    def log(self, text):
+        """Append a line of the launcher to all logs."""
+        for file in self.logs:
+            file.write(encoded(f"launch.sh: {text}\n"))
 
     def attempt(self, restart):
         """Start the ranks and watch them; returns the Outcome of the job. restart: the number of this attempt."""
@@ -89,21 +94,20 @@ class Job:
             if start is None:
                 say(f"{signal.Signals(self.signals[0]).name}: nothing was started")
                 return Outcome(128 + self.signals[0], "signal", self.nodes.number)
-            node_ranks = NodeRanks(self.world_size, self.count, self.first, **start)
+            node_ranks = NodeRanks(self.world_size, count=self.count, first=self.first, **start)
             output = stack.enter_context(contextlib.closing(Output(self.count, self.prefix, self.logs)))
-            with Ranks(
-                [self.options.script, *self.options.arguments],
-                node_ranks,
-                channels=[{"HARNESS_REPORT": pipe} for pipe in output.writing["report"]],
-                stdout=output.writing["stdout"],
-                stderr=output.writing["stderr"],
-            ) as ranks:
+            command = [self.options.script, *self.options.arguments]
+            with Ranks(command, node_ranks, **output.writing) as ranks:
                 output.close_writing()
                 outcome = self.watch(ranks, output, restart)
                 self.announce(outcome, ranks, output)
             output.on_terminal = outcome.cause == "signal"  # what a script says that ends in good order
             output.read_rest()
-            self.finish_logs(outcome, output)
+            for file, report in zip(self.logs, output.reports):
+                file.write(encoded(report.text + "\n" * bool(report.text)))
+            self.log(outcome.text or "ended well")
+            if outcome.restart:
+                self.log(f"restart {outcome.restart} of {self.options.max_restarts}")
             return outcome
 
     def prefix(self, rank):
@@ -114,7 +118,6 @@ class Job:
         own, outcomes, decide_at = None, [], float("inf")
         while True:
             output.read(0.02)
-            self.print_progress()
             if self.dump_requested:
                 self.dump_requested = False
                 ranks.dump_tracebacks()
@@ -125,7 +128,7 @@ class Job:
                     self.nodes.send(outcome=asdict(own), restart=restart)
             for message in self.nodes.receive():
                 if "lost" in message:
-                    outcomes.append(Outcome(1, "node", message["node"], f"{message['lost']} is gone", time=time.time()))
+                    outcomes.append(Outcome(1, "node", message["node"], f"{message['lost']} is gone"))
                 elif message.get("restart") != restart:  # of an earlier attempt
                     continue
                 elif "verdict" in message:
@@ -149,21 +152,21 @@ class Job:
 
     def local_outcome(self, ranks, output):
         """The Outcome of this node's ranks; None while they run and nothing has happened that ends the job."""
-        node, now = self.nodes.number, time.time()
+        node = self.nodes.number
         if self.signals:
             number = self.signals[0]
             text = f"{signal.Signals(number).name}{self.where}: every rank is ended"
-            return Outcome(128 + number, "signal", node, text, time=now)
+            return Outcome(128 + number, "signal", node, text)
         if time.monotonic() >= self.deadline:
             text = f"time limit of {self.options.timeout:g} s reached (--timeout)"
-            return Outcome(TIME_LIMIT_REACHED, "time limit", node, text, time=now)
+            return Outcome(TIME_LIMIT_REACHED, "time limit", node, text)
         codes = ranks.exit_codes()
         failed = [rank for rank in codes if codes[rank]]
         if failed or len(codes) == self.count:
             output.read_rest()
         if output.closed:
             text = f"nobody reads the output{self.where} any more: every rank is ended"
-            return Outcome(BROKEN_PIPE, "reader", node, text, time=now)
+            return Outcome(BROKEN_PIPE, "reader", node, text)
         if not failed:
             return Outcome(0, "done", node) if len(codes) == self.count else None
         rank = min(failed, key=lambda rank: (output.reports[rank].time, is_consequence(codes[rank])))
@@ -173,7 +176,7 @@ class Job:
         cause = "rank"
         if code == BAD_INPUT:  # every rank says the same, and would say it again after a restart
             cause, text = "arguments", report.text or f"launch.sh: {text}"
-        ended = min(report.time, now)
+        ended = min(report.time, time.time())
         return Outcome(code if code > 0 else 128 - code, cause, node, text, rank, ended, is_consequence(code))
 
     def announce(self, outcome, ranks, output):
@@ -202,29 +205,11 @@ class Job:
         end = time.monotonic() + 1
         while time.monotonic() < end:
             output.read(0.05)
-        running = ranks.running()
-        for rank in range(self.count):
-            state = "is running" if rank in running else "has ended"
-            if ranks.is_stopped(rank):
-                state = "is stopped (SIGSTOP, or a debugger)"
-            elif rank in running and output.reports[rank].code is not None:
+        for rank, report in enumerate(output.reports):
+            state = ranks.state(rank)
+            if state == "is running" and report.code is not None:
                 state = "has run to its end"
             say(f"rank {self.first + rank} of {self.world_size} {state}")
-
-    def print_progress(self):
-        if self.logs and time.monotonic() >= self.next_progress:
-            self.next_progress = time.monotonic() + self.options.progress
-            say(f"{time.monotonic() - self.started:.0f} s; {self.logs.progress()}")
-
-    def finish_logs(self, outcome, output):
-        """Write into the logs how the job ended."""
-        if self.logs:
-            for rank, report in enumerate(output.reports):
-                if report.text:
-                    self.logs.write(rank, [encoded(report.text) + b"\n"])
-            self.logs.write_all(outcome.text or "ended well")
-            if outcome.restart:
-                self.logs.write_all(f"restart {outcome.restart} of {self.options.max_restarts}")
 
 
 def main(arguments):
@@ -232,8 +217,7 @@ def main(arguments):
     try:
         options = checked(arguments)
         where = (options.nnodes, options.node_rank, options.nproc_per_node, options.master_addr, options.master_port)
-        remark = f" (each task of {options.task.scheduler} is a node)" if options.task else ""
-        return Job(options, Nodes(*where, same_on_all_nodes(options), remark)).run()
+        return Job(options, Nodes(*where, same_on_all_nodes(options))).run()
     except BadInput as error:
         say(str(error))
         return BAD_INPUT

@@ -13,6 +13,7 @@ import time
 
 from harness.start.options import BadInput
 from harness.start.output import say
+from harness.start.ranks import cores_of
 
 HEARTBEAT = 1.0  # seconds between messages that only say that a launcher is alive
 PEER_TIMEOUT = 10.0  # seconds without a message after which a connection counts as lost
@@ -35,10 +36,8 @@ class Peer:
         return f"node {self.hello['node']} ({self.hello['host']})"
 
     def send(self, **message):
-        data = (json.dumps(message) + "\n").encode()
         try:
-            while data:  # messages are short, so the socket's buffer has room
-                data = data[self.connection.send(data) :]
+            self.connection.sendall((json.dumps(message) + "\n").encode())  # it is short: the socket's buffer has room
         except OSError:
             self.closed = True
 
@@ -67,17 +66,15 @@ class Peer:
 class Nodes:
     """This node among those of a job; a context manager that closes the connections."""
 
-    def __init__(self, count, number, ranks_each, address, port, same=None, remark=""):
+    def __init__(self, count, number, ranks_each, address, port, same):
         """count: of nodes; number: of this one; address, port: where node 0 listens.
 
-        same: name -> words that must be equal on all nodes, such as the script and its arguments.
-        remark: added to the line that says which nodes are missing.
+        same: name -> value that must be equal on all nodes, such as the script and its arguments.
         """
-        self.count, self.number, self.address, self.port, self.remark = count, number, address, port, remark
-        self.ranks_each = ranks_each
-        self.same = {"--nnodes": count, "--nproc_per_node": ranks_each, "--master_addr": address, **(same or {})}
+        self.count, self.number, self.address, self.port = count, number, address, port
+        self.ranks_each, self.same = ranks_each, same
         cores = sorted(os.sched_getaffinity(0))  # a scheduler may give each node cores of its own on one host
-        self.hello = {"node": number, "host": socket.gethostname(), "cores": cores, "same": self.same}
+        self.hello = {"node": number, "host": socket.gethostname(), "cores": cores, "same": same}
         self.name = f"node {number} ({self.hello['host']})"
         self.is_leader = number == 0
         self.peers, self.last_heartbeat = [], 0.0
@@ -124,7 +121,7 @@ class Nodes:
                 raise BadInput(f"{missing} did not come until --timeout; {check}")
             if time.monotonic() > notice:
                 notice = float("inf")
-                say(f"waiting for {missing}{self.remark}")
+                say(f"waiting for {missing}")
             time.sleep(0.02)
         if self.is_leader:
             self._send_start(port)
@@ -188,11 +185,8 @@ class Nodes:
                     raise BadInput(f"{where} is gone")
                 try:
                     connection = socket.create_connection((self.address, self.port), timeout=1)
-                except socket.gaierror as error:  # in some clusters the name of a host is known once it has started
-                    yield f"{where} ({error.strerror})"
-                    continue
-                except OSError:
-                    yield where
+                except OSError as error:  # it has not started; in some clusters its name is not known before, either
+                    yield f"{where} ({error.args[-1]})"
                     continue
                 self.peers = [Peer(connection, self.address)]
                 self.send(**self.hello)
@@ -230,7 +224,8 @@ def shared(members, ranks_each):
     for node, (address, hello) in enumerate(members):
         same_address = [other for other, where in enumerate(addresses) if where == address]
         same_cores = [other for other in same_address if members[other][1]["cores"] == hello["cores"]]
-        local_rank, core_slot = (ranks_each * some.index(node) for some in (same_address, same_cores))
-        slots = {"core_slot": core_slot, "core_slots": ranks_each * len(same_cores)}
-        found.append({"local_rank": local_rank if even else None, **slots})
+        local_rank, first = (ranks_each * some.index(node) for some in (same_address, same_cores))
+        sharing = ranks_each * len(same_cores)
+        cores = [cores_of(first + i, sharing, hello["cores"]) for i in range(ranks_each)]
+        found.append({"local_rank": local_rank if even else None, "cores": cores})
     return found

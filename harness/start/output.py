@@ -65,14 +65,14 @@ class Lines:
 class Output:
     """The pipes from the ranks of one attempt. Lists are indexed by local rank.
 
-    writing: "stdout", "stderr" and "report" -> for each rank the end of the pipe that it writes to.
+    writing: "stdout", "stderr" and "pipes", for reports -> for each rank the end of the pipe that it writes to.
     reports: the Report of each rank.
     """
 
-    def __init__(self, count, prefix, logs=None):
+    def __init__(self, count, prefix, logs):
         """prefix: a function from a local rank to the prefix of its lines.
 
-        logs: a Logs. With it only the first rank is shown on the terminal.
+        logs: for each rank a file for all that it writes; with them only the first rank is shown on the terminal.
         """
         self.prefix, self.logs = prefix, logs
         self.reports = [Report() for _ in range(count)]
@@ -81,7 +81,7 @@ class Output:
         self.on_terminal = True
         self.selector = selectors.DefaultSelector()
         self.pipes, self.writing = [], {}
-        for kind, handle in (("stdout", self._stdout), ("stderr", self._stderr), ("report", self._report)):
+        for kind, handle in (("stdout", self._stdout), ("stderr", self._stderr), ("pipes", self._report)):
             self.writing[kind] = []
             for rank in range(count):
                 reading, writing = os.pipe()
@@ -134,7 +134,7 @@ class Output:
         """The lines that are complete now, also written into the logs."""
         complete = lines.add(data)
         if self.logs:
-            self.logs.write(rank, complete)
+            self.logs[rank].write(b"".join(complete))
         return complete
 
     def _stdout(self, rank, lines, data):

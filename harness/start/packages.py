@@ -38,16 +38,11 @@ NAMES = {  # as pip calls a setting -> as uv does, in the environment
 
 def of_pip():
     """The settings of pip: name -> value; those of the environment win, then those for `pip install`."""
-    environment, home = os.environ, os.path.expanduser("~")
-    machine, user = (
-        environment.get("XDG_CONFIG_DIRS", "/etc/xdg"),
-        environment.get("XDG_CONFIG_HOME", home + "/.config"),
-    )
-    files = [*(folder + "/pip/pip.conf" for folder in machine.split(":")), "/etc/pip.conf"]
-    files += [home + "/.pip/pip.conf", user + "/pip/pip.conf", sys.prefix + "/pip.conf"]
-    named = environment.get("PIP_CONFIG_FILE", "")
+    configuration = os.environ.get("XDG_CONFIG_HOME", "~/.config")
+    files = ["/etc/xdg/pip/pip.conf", "/etc/pip.conf", "~/.pip/pip.conf", f"{configuration}/pip/pip.conf"]
+    files += [f"{sys.prefix}/pip.conf", os.environ.get("PIP_CONFIG_FILE", "")]
     parser = configparser.RawConfigParser()
-    parser.read([*files, named] if named != os.devnull else [])
+    parser.read(map(os.path.expanduser, files if files[-1] != os.devnull else []))
     found = {}
     for section in ("global", "install"):
         if parser.has_section(section):
@@ -73,7 +68,7 @@ def settings():
 
 
 def from_index(folder):
-    """Take uv out of its wheel, in a second; pip needs five."""
+    """Take uv out of its wheel, which works for a Python without pip too."""
     found = of_pip()
     if "no-index" in found:
         raise ValueError("pip is told to use no index")

@@ -71,16 +71,8 @@ def traceback_of(error):
 def run(script):
     """Run a script as `python script` would; returns its exit code and its traceback or argparse's message, if any."""
     messages = []
-    print_message = argparse.ArgumentParser._print_message
-
-    def collect(parser, message, file=None):
-        """All ranks print the same help or error: keep it, so that the launcher can print it once."""
-        if file in (None, sys.stdout, sys.stderr):
-            messages.append(message)
-        else:
-            print_message(parser, message, file)
-
-    argparse.ArgumentParser._print_message = collect
+    # All ranks print the same help or error: keep it, so that the launcher can print it once.
+    argparse.ArgumentParser._print_message = lambda parser, message, file=None: messages.append(message)
     try:
         runpy.run_path(os.path.abspath(script), run_name="__main__")
     except SystemExit as stop:
@@ -98,7 +90,7 @@ def run(script):
 def main():
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # shows the line at which this rank is
-    report, pid = int(os.environ.pop("HARNESS_REPORT", "-1")), os.getpid()
+    report = int(os.environ.pop("HARNESS_REPORT", "-1"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     load_blas()
@@ -107,15 +99,14 @@ def main():
     sys.argv = sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     code, text = run(script)
-    for stream in (sys.stdout, sys.stderr):  # the script may have replaced or closed them
-        with contextlib.suppress(Exception):
-            stream.flush()
-    if os.getpid() == pid:  # not a child that the script has forked
-        if report >= 0:
-            os.write(report, (json.dumps({"code": code, "text": text[-32000:], "time": time.time()}) + "\n").encode())
-        elif text:
-            print(text, file=sys.stderr)
+    if report >= 0:
+        os.write(report, (json.dumps({"code": code, "text": text[-32000:], "time": time.time()}) + "\n").encode())
+    elif text:
+        print(text, file=sys.stderr)
     if code:
+        for stream in (sys.stdout, sys.stderr):  # the script may have replaced or closed them
+            with contextlib.suppress(Exception):
+                stream.flush()
         os._exit(code)
 
 

@@ -7,12 +7,13 @@ import re
 import pytest
 
 from benchmarks import bench, formulas, page, peers, steps
-from harness.start.ranks import NodeRanks, cores_of, environment
+from harness.start.ranks import NodeRanks, cores_of
 from tests.cases import CASES
 
 
-def test_threads_that_the_user_has_set_stay():
-    assert environment(0, NodeRanks(2), 1, base={"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+def test_threads_that_the_user_has_set_stay(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert NodeRanks(2, port=1).environment(0)["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize(

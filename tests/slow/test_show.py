@@ -215,7 +215,7 @@ def test_matmul_that_transposes_w_is_told_from_one_that_moves_it():
     [
         ("def run(a=1): return {}", "--b 2", "unrecognized arguments: --b 2; the parameters of its run are --a"),
         ("def run(a=None): return {}", "--a x", "argument --a: invalid int value: 'x'; the parameters of its run are"),
-        ("def run(:", "", "not a Python script: line 1"),
+        ("def run(:", "", "(mine.py, line 1)"),
     ],
 )
 def test_options_that_run_does_not_have_are_refused(show, text, arguments, words):
@@ -254,8 +254,6 @@ def test_line_that_would_leave_a_rank_with_nothing_is_refused(show, line, words)
 
 def test_what_is_not_there_is_refused(show):
     assert "no_such.py: no such file" in show("show", "no_such.py", code=2).err
-    job = launch("docs", "recipes/row_parallel.py")
-    assert (job.code, job.err) == (2, "launch.sh: docs takes no arguments: type ./launch.sh docs\n")
     assert "name a Python script" in show("show", code=2).err
 
 
