@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import gc
 import io
 import os
 import signal
@@ -11,7 +10,6 @@ import time
 
 import oneflow as flow
 
-from harness.measure.graph import FunctionGraph
 from harness.measure.observe import recorded
 from harness.start import recipe
 
@@ -49,21 +47,6 @@ def rank_of():
     return flow.env.get_rank()
 
 
-class Unreadable:
-    """What the other side cannot make again."""
-
-    def __reduce__(self):
-        return exec, ("raise RuntimeError('unreadable')",)
-
-
-def unreadable(rank):
-    """From one rank comes what cannot be read, and from the others, later, an answer."""
-    if flow.env.get_rank() == rank:
-        return Unreadable()
-    time.sleep(0.5)
-    return "late"
-
-
 def fail(rank, how):
     """On one rank raise, exit, die or hang; the others wait for it in a collective."""
     if flow.env.get_rank() == rank:
@@ -92,23 +75,12 @@ def read_on_rank_0(how):
         {"print": lambda: str(x), "numpy": x.numpy, "item": lambda: x.sum().item()}[how]()
 
 
-def crash(mark, times):
-    """Die of SIGSEGV as long as fewer than `times` have; each leaves a file in the folder `mark`."""
+def crash(mark):
+    """Die of SIGSEGV in the first call, which leaves the file `died` in the folder `mark`."""
     flow.comm.barrier()
-    if flow.env.get_rank() == 0 and len(os.listdir(mark)) < times:
-        open(os.path.join(mark, str(os.getpid())), "w").close()
+    died = os.path.join(mark, "died")
+    if flow.env.get_rank() == 0 and not os.path.exists(died):
+        open(died, "w").close()
         os.kill(os.getpid(), signal.SIGSEGV)
     flow.comm.barrier()
     return "well"
-
-
-def run_graph():
-    """Call a graph that nothing here keeps; returns its id."""
-    graph = FunctionGraph(lambda x: x * 2.0)
-    graph(flow.ones(64, 64, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)))
-    return id(graph)
-
-
-def lives(number):
-    """Whether an object with this id is a graph."""
-    return any(id(one) == number and isinstance(one, flow.nn.Graph) for one in gc.get_objects())

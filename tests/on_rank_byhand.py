@@ -10,18 +10,17 @@ from harness.start import recipe
 def messages(path, **arguments):
     """Run a recipe; returns each flow.comm.send and recv that it makes here: ("send" or "recv", other rank, shape)."""
     seen, module = [], recipe.load(path)
-    send, recv = flow.comm.send, flow.comm.recv
 
-    def recording_send(tensor, rank):
-        seen.append(("send", rank, tuple(tensor.shape)))
-        return send(tensor, rank)
+    def recording(name, function):
+        def call(*arguments):
+            result = function(*arguments)
+            tensor = arguments[0] if name == "send" else result
+            seen.append((name, arguments[-1], tuple(tensor.shape)))
+            return result
 
-    def recording_recv(rank):
-        tensor = recv(rank)
-        seen.append(("recv", rank, tuple(tensor.shape)))
-        return tensor
+        return call
 
-    with replaced({(flow.comm, "send"): recording_send, (flow.comm, "recv"): recording_recv}):
+    with replaced({(flow.comm, name): recording(name, getattr(flow.comm, name)) for name in ("send", "recv")}):
         module.run(**arguments)
     return seen
 
@@ -29,17 +28,18 @@ def messages(path, **arguments):
 def exchange(first):
     """Two ranks exchange a tensor: both send first, or one receives first."""
     rank = flow.env.get_rank()
-    if first == "send" or rank == 0:
+    sends_first = first == "send" or rank == 0
+    if sends_first:
         flow.comm.send(flow.ones(8, 4), 1 - rank)
-        return flow.comm.recv(1 - rank).numpy().sum()
     arrived = flow.comm.recv(1 - rank)
-    flow.comm.send(flow.ones(8, 4), 1 - rank)
+    if not sends_first:
+        flow.comm.send(flow.ones(8, 4), 1 - rank)
     return arrived.numpy().sum()
 
 
 def sent_to_the_server(shape):
     """What this rank sends for the gradient of weights that all ranks have fetched from rank 0 at once."""
-    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
+    ranks = flow.placement.all("cpu")
     w = flow.ones(*shape, placement=flow.placement("cpu", [0]), sbp=flow.sbp.broadcast, requires_grad=True)
     x = flow.ones(2 * len(ranks.ranks), shape[0], placement=ranks, sbp=flow.sbp.split(0))
     out = flow.matmul(x, w.to_global(placement=ranks, sbp=flow.sbp.broadcast))

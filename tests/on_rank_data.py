@@ -21,10 +21,6 @@ class Numbers(flow.utils.data.Dataset):
         return np.array([number], dtype=np.float32)
 
 
-def everyone():
-    return flow.placement("cpu", list(range(flow.env.get_world_size())))
-
-
 def orders(seed, set_epoch, samples=24):
     """The order of this rank's samples in two epochs, after a manual_seed that differs by rank."""
     flow.manual_seed(100 + flow.env.get_rank())
@@ -48,7 +44,7 @@ def joined(rows_by_rank):
     """The rows of what the ranks' local tensors of so many rows become in S(0), or why they do not."""
     mine = flow.ones(rows_by_rank[flow.env.get_rank()], 2)
     try:
-        return mine.to_global(placement=everyone(), sbp=flow.sbp.split(0)).shape[0]
+        return mine.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)).shape[0]
     except RuntimeError as error:
         return str(error).strip()
 
@@ -56,7 +52,7 @@ def joined(rows_by_rank):
 def bytes_of_joining(rows, columns):
     """What this rank sends when the ranks' local tensors become one in S(0). Collective."""
     mine = flow.ones(rows, columns)
-    return sent_by(lambda: mine.to_global(placement=everyone(), sbp=flow.sbp.split(0)))[1]
+    return sent_by(lambda: mine.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)))[1]
 
 
 def all_reduced():
@@ -66,12 +62,12 @@ def all_reduced():
 
 
 def built_in_batch_norm(features):
-    return flow.nn.BatchNorm1d(features).to_global(placement=everyone(), sbp=flow.sbp.broadcast)
+    return flow.nn.BatchNorm1d(features).to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
 
 
 def drawn(rows, columns):
     """A global tensor of normal numbers, split by rows."""
-    return flow.randn(rows, columns, placement=everyone(), sbp=flow.sbp.split(0))
+    return flow.randn(rows, columns, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
 
 
 def running_means(path):
@@ -90,7 +86,7 @@ def sync_batch_norm():
     for x in (flow.randn(4, 5), drawn(8, 5)):
         module = flow.nn.SyncBatchNorm(5)
         if x.is_global:
-            module = module.to_global(placement=everyone(), sbp=flow.sbp.broadcast)
+            module = module.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
         try:
             module(x)
         except ValueError as error:
@@ -100,8 +96,8 @@ def sync_batch_norm():
 
 def layer_norm(x):
     """nn.LayerNorm of a tensor that is split by rows."""
-    module = flow.nn.LayerNorm(x.shape[1]).to_global(placement=everyone(), sbp=flow.sbp.broadcast)
-    return module(flow.tensor(x, placement=everyone(), sbp=flow.sbp.split(0))).detach().numpy()
+    module = flow.nn.LayerNorm(x.shape[1]).to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
+    return module(flow.tensor(x, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))).detach().numpy()
 
 
 def bytes_of_built_in_batch_norm(features):
@@ -121,8 +117,7 @@ DRAW = {
 
 def drawn_by(source, graph, sbp, seeds):
     """This rank's shard of what is drawn when all ranks have one seed, or each its own."""
-    ranks, world_size = everyone(), flow.env.get_world_size()
-    x = flow.ones(8 * world_size, 6, placement=ranks, sbp=sbp_of(sbp))
+    x = flow.ones(8 * flow.env.get_world_size(), 6, placement=flow.placement.all("cpu"), sbp=sbp_of(sbp))
     draw = FunctionGraph(DRAW[source]) if graph else DRAW[source]
     flow.manual_seed(5 if seeds == "one" else 5 + flow.env.get_rank())
     return draw(x).to_local().numpy()

@@ -49,7 +49,7 @@ def after_saving(path, folder):
         time.sleep(0.5)
         replace(*names)
 
-    w = flow.ones(4, 2, placement=flow.placement("cpu", list(range(flow.env.get_world_size()))), sbp=flow.sbp.split(0))
+    w = flow.ones(4, 2, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
     with replaced({(os, "replace"): slow_replace}):
         recipe.load(path).save({"w": w}, folder, step=3)
     there = os.path.isdir(f"{folder}/3")
@@ -65,24 +65,12 @@ def load_unchecked(folder):
         return type(error).__name__
 
 
-def load_onto(path, folder, ranks, shape):
-    """Load an eager checkpoint into a module in S(0) on these ranks, by the same calls as the recipe; what it holds."""
-    w = flow.zeros(*shape, placement=flow.placement("cpu", ranks), sbp=flow.sbp.split(0))
-    module = recipe.load(path).Network(w)
-    update = flow.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    state = flow.load(folder, global_src_rank=0)
-    module.load_state_dict(state["module"])
-    update.load_state_dict(state["optimizer"])
-    return {"new w": snapshot(module.w), "new momentum": snapshot(update.state_dict()["state"][0]["momentum_buf"])}
-
-
 def bytes_to_save_and_load(path, folder, sbp, rows, columns):
     """What this rank writes and sends to save one tensor of this SBP, and to load it into a parameter of that SBP."""
     module = recipe.load(path)
-    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
     parameter = flow.nn.Module()
     values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
-    parameter.w = flow.nn.Parameter(flow.tensor(values, placement=ranks, sbp=module.SBPS[sbp]))
+    parameter.w = flow.nn.Parameter(flow.tensor(values, placement=flow.placement.all("cpu"), sbp=module.SBPS[sbp]))
     saved = sent_by(lambda: module.save(parameter.state_dict(), folder, step=1))[1]
     state, read = sent_by(lambda: flow.load(f"{folder}/1", global_src_rank=0))
     loaded = sent_by(lambda: parameter.load_state_dict(state))[1]
@@ -91,27 +79,11 @@ def bytes_to_save_and_load(path, folder, sbp, rows, columns):
 
 def gradient_of_gathered(rows, grad_sbp):
     """The SBP and the rows that this rank has of the gradient of a split tensor that is summed up whole on rank 0."""
-    ranks, first = flow.placement("cpu", list(range(flow.env.get_world_size()))), flow.placement("cpu", [0])
-    out = flow.ones(rows, 2, placement=ranks, sbp=flow.sbp.split(0), requires_grad=True)
+    first = flow.placement("cpu", [0])
+    out = flow.ones(rows, 2, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0), requires_grad=True)
     seen = {}
     middle = out * 2
     middle.register_hook(lambda gradient: seen.update(snapshot(gradient)))
     named = {"grad_sbp": flow.sbp.split(0)} if grad_sbp else {}
     middle.to_global(placement=first, sbp=flow.sbp.broadcast, **named).sum().backward()
     return seen["sbp"], seen["ranks"], seen["shard"].shape[0]
-
-
-def gradients_between(path, **arguments):
-    """The SBP and ranks of the gradient of each tensor in one eager step of replicate_scatter_gather.py, by place."""
-    module, seen = recipe.load(path), {}
-    forward = module.StepByStep.forward
-
-    def hooked(self, x, y):
-        loss, *between = forward(self, x, y)
-        for place, tensor in enumerate(between[1:]):
-            tensor.register_hook(lambda gradient, place=place: seen.update({place: snapshot(gradient)}))
-        return (loss, *between)
-
-    module.StepByStep.forward = hooked
-    module.run(steps=1, **arguments)
-    return [(seen[place]["sbp"], seen[place]["ranks"]) for place in sorted(seen)]

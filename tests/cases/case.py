@@ -1,6 +1,7 @@
 """The form in which a chapter says what a recipe must do, and what its rows share."""
 
 from dataclasses import dataclass, field
+from typing import Callable
 
 UNEVEN = {"batch": 7, "in_features": 6, "out_features": 9, "seed": 1}
 CASES, SIZES, GRAPH_ONLY = {}, {}, set()  # by the name of the recipe; filled by `case_of_recipe`
@@ -22,15 +23,20 @@ class Case:
     parts: dict = field(default_factory=dict)
     # (number, ranks) that the graph sets
     stages: list = field(default_factory=list)
-    graph_calls: int = 1
-    # tensors behind an all-reduce: eager and graph mode need not add in the same order
+    # tensors behind an all-reduce, in training all: eager and graph mode need not add in the same order
     summed: tuple = ()
     # elements that each rank sends in one step of training, by the formula
     sends: list = None
+    # the tensors of each rank -> what else must be true of them: words -> whether it is so
+    claims: Callable = lambda seen: {}
 
-    def claims(self, seen):
-        """What else must be true of the tensors of each rank: words -> whether it is so."""
-        return {}
+    graph_calls: int = None  # one for each step of training, else one
+
+    def __post_init__(self):
+        trains = "losses" in self.values
+        if self.graph_calls is None:
+            self.graph_calls = self.values["losses"].exact.size if trains else 1
+        self.summed = tuple(self.values) if trains else self.summed
 
 
 def case_of_recipe(sizes=None, graph_only=False):
@@ -50,9 +56,25 @@ def case_of_recipe(sizes=None, graph_only=False):
     return register
 
 
-def layout_by_word(values, where, otherwise=None):
-    """name -> layout: "new w0" is where "w0" is; what has no word in `where` is where `otherwise` says."""
-    return {name: next((where[word] for word in name.split() if word in where), otherwise) for name in values}
+def placed(names, ranks, otherwise="B", **where):
+    """name -> (SBP, ranks): of "new w0" what `where` says of new or of w0, or `otherwise`, on `ranks` if not told."""
+    words = {name: [word for word in name.split() if word in where] for name in names}
+    found = {name: where[known[0]] if known else otherwise for name, known in words.items()}
+    return {name: (place, ranks) if isinstance(place, str) else place for name, place in found.items()}
+
+
+def all_reduce(ranks):
+    return (("P", ranks), ("B", ranks))
+
+
+def reduced(n, elements):
+    """What each of n ranks sends in an all-reduce."""
+    return 2 * (n - 1) / n * elements
+
+
+def weights_of(values):
+    """Elements of all weights."""
+    return sum(value.exact.size for name, value in values.items() if f"new {name}" in values)
 
 
 def in_steps(graph, steps, forward, after=(), passes=1):

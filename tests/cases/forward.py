@@ -4,7 +4,7 @@ import numpy as np
 
 from harness.measure.sbp import NAMES as SBPS
 from tests.cases import reference
-from tests.cases.case import Case, case_of_recipe, through_stages
+from tests.cases.case import Case, all_reduce, case_of_recipe, placed, through_stages
 from tests.cases.reference import Value
 
 UNEVEN_TENSOR = {"rows": 7, "columns": 9, "seed": 1}
@@ -12,22 +12,19 @@ UNEVEN_TENSOR = {"rows": 7, "columns": 9, "seed": 1}
 
 @case_of_recipe()
 def single_device(n, graph=False, **sizes):
-    layout = {name: ("local", []) for name in ("x", "w", "out")}
-    return Case(layout, reference.one_layer(**sizes), [("x", "w", "out")])
+    return Case(placed(("x", "w", "out"), [], "local"), reference.one_layer(**sizes), [("x", "w", "out")])
 
 
 @case_of_recipe()
 def data_parallel(n, graph=False, **sizes):
-    ranks = list(range(n))
-    layout = {"x": ("S(0)", ranks), "w": ("B", ranks), "out": ("S(0)", ranks)}
-    return Case(layout, reference.one_layer(**sizes), [("x", "w", "out")])
+    layout = {"x": "S(0)", "w": "B", "out": "S(0)"}
+    return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")])
 
 
 @case_of_recipe()
 def model_parallel(n, graph=False, **sizes):
-    ranks = list(range(n))
-    layout = {"x": ("B", ranks), "w": ("S(1)", ranks), "out": ("S(1)", ranks)}
-    return Case(layout, reference.one_layer(**sizes), [("x", "w", "out")])
+    layout = {"x": "B", "w": "S(1)", "out": "S(1)"}
+    return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")])
 
 
 @case_of_recipe()
@@ -35,12 +32,13 @@ def row_parallel(n, graph=False, gain=1.0, **sizes):
     ranks = list(range(n))
     layout = {"x": ("S(1)", ranks), "w": ("S(0)", ranks), "partial": ("P", ranks), "out": ("B", ranks)}
     values = reference.one_layer(gain=gain, **sizes)
+    x, w, out = values.values()
     return Case(
         layout,
-        {**values, "partial": values["out"]},
+        {**values, "partial": out},
         [("x", "w", "partial")],
-        moves=[(("P", ranks), ("B", ranks))],
-        parts={"partial": reference.products_of_columns(values["x"], values["w"], n, gain)},
+        moves=[all_reduce(ranks)],
+        parts={"partial": [gain * (x[:, part] @ w[part]) for part in reference.rows_of(len(w.exact), n)]},
         summed=("out",),
     )
 
@@ -133,7 +131,7 @@ def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_featur
         layout,
         {name: values["out" if "@" in name else name[0]] for name in layout},
         [(f"x {x}", f"w {w}", f"{x} @ {w}") for x, w in pairs],
-        parts={f"{name} P": [values[name]] + [Value.known(0 * values[name].exact)] * (n - 1) for name in "xw"},
+        parts={f"{name} P": [values[name]] + [Value(0 * values[name].exact)] * (n - 1) for name in "xw"},
         summed=tuple(f"{x} @ {w}" for x, w in pairs if "P" in (x, w, signatures[x, w])),
     )
 
@@ -143,9 +141,8 @@ def two_d_sbp(n, graph=False, gain=1.0, **sizes):
     mesh = [[0, 1], [2, 3]]
     values = reference.one_layer(gain=gain, **{"in_features": 4, **sizes})
     x, out = values["x"], values["out"]
-    halves = [reference.split(x.exact.shape, 0, position, 2)[0] for position in (0, 1)]
-    parts = [(out[half].T @ x[half]).scaled(gain) for half in halves]
-    partial = (out.T @ x).scaled(gain)
+    parts = [gain * (out[half].T @ x[half]) for half in reference.rows_of(len(x.exact), 2)]
+    partial = gain * (out.T @ x)
     layout = {"x": "S(0), B", "w": "B, S(1)", "out": "S(0), S(1)", "partial": "P, S(0)", "gathered": "S(0), B"}
     layout.update({"reduced": "B, S(0)", "scattered": "S(1), S(0)", "swapped": "S(0), B"})
     moved = {"gathered": "out", "reduced": "partial", "scattered": "partial"}
@@ -168,12 +165,12 @@ def global_and_local(n, graph=False, seed=0, rows=4, columns=3):
     layout = {"mine": ("local", []), **{name: (sbp, ranks) for name, sbp in sbps.items()}}
     values = {"rows": np.concatenate(mine), "columns": np.concatenate(mine, axis=1), "total": mine.sum(axis=0)}
     values.update({"read": values["total"], **dict.fromkeys(("mine", "first", "sliced", "block"), mine[0])})
-    values = {name: Value.known(exact) for name, exact in values.items()}
+    values = {name: Value(exact) for name, exact in values.items()}
     made = [(("local", []), (sbps[name], ranks)) for name in ("rows", "columns", "total", "first")]
-    read = [(("P", ranks), ("P", ranks)), (("P", ranks), ("B", ranks))]  # numpy()
+    read = [(("P", ranks), ("P", ranks)), all_reduce(ranks)]  # numpy()
     return Case(
         {**layout, "block": ("local", []), "read": ("local", [])},
-        {**values, **dict.fromkeys(("noise", "blocks"), Value.unknown(rows, columns))},
+        {**values, **dict.fromkeys(("noise", "blocks"), reference.unknown(rows, columns))},
         moves=[*made, (("B", ranks), ("S(0)", ranks)), *read],
-        parts=dict.fromkeys(("mine", "block", "total"), [Value.known(own) for own in mine]),
+        parts=dict.fromkeys(("mine", "block", "total"), [Value(own) for own in mine]),
     )

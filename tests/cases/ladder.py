@@ -6,7 +6,6 @@ from tests.cases import CASES, ROOT, TRAINED, modes, proven_on, reference, sizes
 from tests.cases.reference import Value
 
 OBSERVE = f"{ROOT / 'harness' / 'measure' / 'observe.py'}:observe"
-MAX_RELATIVE_BOUND = 0.03  # of the largest number of a tensor: a tolerance that is wider proves nothing
 SCALE = 2.0  # of each matmul; a power of two rounds nothing
 
 
@@ -67,10 +66,7 @@ def prove(pool, path, name, graph, sizes, **facts):
     seen = pool.call(OBSERVE, path=str(path), **mode, **arguments)
     check_tensors(case, seen)
     check_operations(case, graph, seen)
-    if case.matmuls and (n, sizes) == (
-        proven_on(name)[0],
-        "even",
-    ):  # which tensors depend on a matmul does not depend on sizes
+    if case.matmuls and (n, sizes) == (proven_on(name)[0], "even"):  # what depends on a matmul does not depend on sizes
         if name in TRAINED:  # one, as rounding grows with the scale in each
             arguments = {**arguments, "steps": 1}
         scaled = pool.call(OBSERVE, path=str(path), gain=SCALE, **mode, **arguments)
@@ -92,9 +88,8 @@ def check_tensors(case, seen):
             Checks.equal(found["sbp"], sbp, *what, "SBP")
             Checks.equal((found["device"], found["ranks"]), ("cpu", ranks), *what, "placement")
             if np.isnan(wanted.exact).all():  # drawn by OneFlow: the ranks must agree, but each may have its own local
-                wanted = Value.known((result if sbp == "local" else seen[0])["tensors"][tensor]["value"], wanted.dtype)
-            narrow = wanted.bound <= MAX_RELATIVE_BOUND * np.abs(wanted.exact).max(initial=0)
-            Checks.that(narrow.all(), *what, "bound too wide")
+                drawn = (result if sbp == "local" else seen[0])["tensors"][tensor]["value"]
+                wanted = Value(drawn, dtype=wanted.dtype)
             shard = shard_of(wanted, sbp, ranks, rank, parts)
             holds = sbp == "local" or rank in np.array(ranks)
             Checks.equal(found["shard"] is not None, holds, *what, "holds something")
@@ -103,7 +98,7 @@ def check_tensors(case, seen):
                 assert_close(found["shard"], shard, *what, "shard")
             elif found["shard"] is not None:
                 own = [one["tensors"][tensor]["shard"].astype(np.float64) for one in seen[min(ranks) : max(ranks) + 1]]
-                assert_close(sum(own), Value(wanted.exact, len(ranks) * wanted.bound), *what, "sum of the shards")
+                assert_close(sum(own), wanted, *what, "sum of the shards")
             differs = sbp == "local" or (parts and set(sbp.split(", ")) == {"B"})
             assert_close(found["value"], shard if differs else wanted, *what, "value")
     for words, holds in case.claims([result["tensors"] for result in seen]).items():

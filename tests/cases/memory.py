@@ -1,23 +1,21 @@
 """The chapter of memory: the same network, with less of it on each rank."""
 
 from tests.cases import reference
-from tests.cases.case import Case, case_of_recipe, in_steps, layout_by_word
-from tests.cases.training import UNEVEN, reduced, two_matmuls, weights_of
+from tests.cases.case import Case, all_reduce, case_of_recipe, in_steps, placed, reduced, weights_of
+from tests.cases.training import UNEVEN, two_matmuls
 
 
 @case_of_recipe({"uneven": UNEVEN})
 def fully_sharded(n, graph=False, steps=3, gain=1.0, **sizes):
     ranks = list(range(n))
-    values = reference.trained("adam", steps=steps, gain=gain, **sizes)
+    values = reference.trained("adam", graph=graph, steps=steps, gain=gain, **sizes)
     whole = [("B", ranks, values[name].exact.shape) for name in ("w0", "w1")]
     gather = (("S(0)", ranks), ("B", ranks), "S(0)")
     return Case(
-        layout_by_word(values, {"losses": ("B", ranks)}, ("S(0)", ranks)),
+        placed(values, ranks, "S(0)", losses="B"),
         values,
         in_steps(graph, steps, two_matmuls(values, ranks, *whole)),
-        in_steps(graph, steps, [gather] * 2, [(("P", ranks), ("B", ranks))]),
-        graph_calls=steps,
-        summed=tuple(values),
+        in_steps(graph, steps, [gather] * 2, [all_reduce(ranks)]),
         sends=[reduced(n, weights_of(values))] * n,
     )
 
@@ -29,8 +27,8 @@ SMALL_SHARDS = {"in_features": 6, "hidden": 12, "out_features": 5, "shard_min_si
 @case_of_recipe({"uneven": UNEVEN, "few rows": FEW_ROWS, "small shards": SMALL_SHARDS}, graph_only=True)
 def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, gain=1.0, **sizes):
     ranks = list(range(n))
-    values = reference.trained("adam", steps=steps, gain=gain, **sizes)
-    layout = layout_by_word(values, {"x": ("S(0)", ranks), "y": ("S(0)", ranks), "grad": ("P", ranks)}, ("B", ranks))
+    values = reference.trained("adam", graph=graph, steps=steps, gain=gain, **sizes)
+    layout = placed(values, ranks, x="S(0)", y="S(0)", grad="P")
     for name in ("w0", "w1"):
         rows, columns = values[name].exact.shape
         if rows // n * columns >= shard_min_size and rows >= n:  # the smallest shard counts
@@ -39,43 +37,33 @@ def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, gain=1.0, **sizes):
         layout,
         values,
         two_matmuls(values, ranks),
-        [(("P", ranks), ("B", ranks))] * steps,
-        graph_calls=steps,
+        [all_reduce(ranks)] * steps,
         sends=[reduced(n, weights_of(values))] * n,
     )
 
 
-def two_blocks(in_features=4, hidden=8, out_features=4, **more):
-    """block(block(x)), where block(x) = relu(x @ w0) @ w1."""
-    widths = [in_features, hidden, in_features, hidden, out_features]
-    return reference.trained("sgd", widths=widths, linear=(1,), shrink=4, **more)
-
-
 @case_of_recipe({"uneven": UNEVEN, "off": {"checkpointing": False}})
-def activation_checkpointing(n, graph=False, steps=3, checkpointing=True, **sizes):
-    ranks = list(range(n))
-    values = two_blocks(steps=steps, **sizes)
-    rows, (_, hidden) = values["x"].exact.shape[0], values["w0"].exact.shape
-    a0 = a2 = ("S(0)", ranks, (rows, hidden))
+def activation_checkpointing(
+    n, graph=False, steps=3, checkpointing=True, batch=8, in_features=4, hidden=8, out_features=4, **more
+):
+    """block(block(x)), where block(x) = relu(x @ w0) @ w1."""
+    ranks, widths = list(range(n)), [in_features, hidden, in_features, hidden, out_features]
+    values = reference.trained("sgd", batch=batch, widths=widths, linear=(1,), shrink=4, steps=steps, **more)
+    a0 = a2 = ("S(0)", ranks, (batch, hidden))
     a1, out = [("S(0)", ranks, values[name].exact.shape) for name in ("x", "y")]
     first, second = [("x", "w0", a0), (a0, "w1", a1)], [(a1, "w2", a2), (a2, "w3", out)]
     again = second + first if checkpointing and not graph else []  # in a graph OneFlow's compiler adds them
-    layout = layout_by_word(values, dict.fromkeys("xy", ("S(0)", ranks)), ("B", ranks))
-    if graph:
-        layout.update({f"w{i} grad": ("P", ranks) for i in range(4)})
     return Case(
-        layout,
+        placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
         in_steps(graph, steps, first + second + again),
-        [(("P", ranks), ("B", ranks))] * steps,
-        graph_calls=steps,
-        summed=tuple(values),
-        sends=[reduced(n, sum(values[f"w{i}"].exact.size for i in range(4)))] * n,
+        [all_reduce(ranks)] * steps,
+        sends=[reduced(n, weights_of(values))] * n,
     )
 
 
 AUTO_PARALLEL = {
-    "even": {"steps": 1},  # with more, sums of 1024 numbers would leave no bound that says something
+    "even": {"steps": 1},
     "uneven": {"batch": 7, "in_features": 250, "hidden": 1022, "out_features": 251, "steps": 1, "seed": 1},
     "large batch": {"batch": 1024, "steps": 1},
     "small weights": {"in_features": 4, "hidden": 8, "out_features": 4},
@@ -85,18 +73,16 @@ AUTO_PARALLEL = {
 @case_of_recipe(AUTO_PARALLEL, graph_only=True)
 def auto_parallel(n, graph=True, steps=3, gain=1.0, batch=8, in_features=256, hidden=1024, out_features=256, seed=0):
     """What OneFlow chooses cannot be derived: these are the two layouts, and the sizes here are not near the border."""
-    ranks, split_weights = list(range(n)), batch <= 512 and in_features > 100
+    ranks = list(range(n))
     sizes = {"batch": batch, "in_features": in_features, "hidden": hidden, "out_features": out_features}
     values = reference.trained("sgd", seed=seed, steps=steps, gain=gain, shrink=16, **sizes)
     values = {name: value for name, value in values.items() if not name.endswith(" grad")}
-    layout = layout_by_word(values, dict.fromkeys("xy", ("S(0)", ranks)), ("B", ranks))
-    if split_weights:
-        layout.update({"new w0": ("S(1)", ranks), "new w1": ("S(0)", ranks)})
+    columns, rows = ("S(1)", "S(0)") if batch <= 512 and in_features > 100 else ("B", "B")
+    layout = placed([name for name in values if name.startswith("new ")], ranks, w0=columns, w1=rows)
     return Case(
-        layout,
+        {**placed(values, ranks, x="S(0)", y="S(0)"), **layout},
         values,
         two_matmuls(values, ranks),  # as the script says, not as run
-        [(("P", ranks), ("B", ranks))] * steps,
-        graph_calls=steps,
+        [all_reduce(ranks)] * steps,
         sends=[(n - 1) / n * batch * (in_features + 3 * out_features)] * n,
     )

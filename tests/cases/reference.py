@@ -1,80 +1,116 @@
 """What every tensor of every recipe must be, in plain numpy and float64, from the mathematics alone.
 
-`Value` carries a bound on the rounding of float32 along with the number, so that no test has a tolerance of its own.
+A `Value` knows what it was computed from, so that `gradients` can differentiate it: no backward is written by hand.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 
-UNIT_ROUNDOFF = np.finfo(np.float32).eps / 2
+ROUNDING = 2e-6  # of the largest number of a tensor: 3 times what float32 was off, a fifth of a change by 1e-5
+LEARNING_RATE = 0.1  # of most recipes
 
 
-@dataclass
 class Value:
-    """A number in float64 and how far a float32 computation of it may be off, elementwise."""
+    """An array in float64, how far a float32 computation of it may be off, and the dtype that the recipe returns.
 
-    exact: np.ndarray
-    bound: np.ndarray
-    dtype: str = "float32"  # that the recipe returns
+    sources: what it was computed from, each with a function from the gradient of this Value to its own. A Value without
+    sources is an input, which float32 holds exactly, unless it is told to be `rounded`.
+    """
 
-    @staticmethod
-    def known(exact, dtype="float32"):
-        """A value that float32 holds without rounding."""
-        return Value(np.asarray(exact, dtype=np.float64), np.zeros(np.shape(exact)), dtype)
+    __array_ufunc__ = None  # numpy leaves `array * value` to us
 
-    @staticmethod
-    def unknown(*shape):
-        """A value that OneFlow draws at random: only that all ranks agree on it can be asserted."""
-        return Value(np.full(shape, np.nan), np.zeros(shape))
+    def __init__(self, exact, *sources, dtype="float32", rounded=False):
+        self.exact, self.sources, self.dtype = np.asarray(exact, dtype=np.float64), sources, dtype
+        self.bound = ROUNDING * np.abs(self.exact).max(initial=0) if sources or rounded else 0.0
 
-    @staticmethod
-    def drawn(rng, *shape):
-        """An input: float32 from the start, so without rounding."""
-        return Value.known(rng.standard_normal(shape, dtype=np.float32))
-
-    def __matmul__(self, other):
-        """N. Higham, Accuracy and Stability of Numerical Algorithms, section 3.5: |error| <= k u |a| |b|, any order."""
-        size = np.abs(self.exact) @ np.abs(other.exact)
-        k = self.exact.shape[1]
-        inherited = self.bound @ (np.abs(other.exact) + other.bound) + np.abs(self.exact) @ other.bound
-        return Value(self.exact @ other.exact, inherited * (1 + k * UNIT_ROUNDOFF) + k * UNIT_ROUNDOFF * size)
-
-    def rounded(self):
-        """The same after float32 has rounded it once."""
-        return Value(self.exact, self.bound + UNIT_ROUNDOFF * (np.abs(self.exact) + self.bound))
-
-    def scaled(self, power_of_two):
-        """Multiplied without rounding."""
-        return Value(power_of_two * self.exact, power_of_two * self.bound)
+    def same_numbers(self, exact, back):
+        """A Value of some of these numbers, in any order: nothing is rounded."""
+        value = Value(exact, (self, back))
+        value.bound = self.bound
+        return value
 
     def __add__(self, other):
-        return Value(self.exact + other.exact, self.bound + other.bound).rounded()
+        other = value_of(other)
+        return Value(self.exact + other.exact, (self, lambda g: g), (other, lambda g: g))
 
     def __sub__(self, other):
-        return Value(self.exact - other.exact, self.bound + other.bound).rounded()
+        return self + -1 * value_of(other)
 
     def __mul__(self, other):
-        inherited = self.bound * (np.abs(other.exact) + other.bound) + np.abs(self.exact) * other.bound
-        return Value(self.exact * other.exact, inherited).rounded()
+        other = value_of(other)
+        return Value(self.exact * other.exact, (self, lambda g: g * other.exact), (other, lambda g: g * self.exact))
+
+    __rmul__ = __mul__
 
     def __truediv__(self, other):
-        """Where the divisor may be 0 the bound is infinite."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            quotient = self.exact / other.exact
-            inherited = (self.bound + np.abs(quotient) * other.bound) / np.maximum(np.abs(other.exact) - other.bound, 0)
-        return Value(quotient, inherited).rounded()
+        return self * value_of(other) ** -1
 
-    def sqrt(self):
-        root = np.sqrt(self.exact)
-        return Value(root, root - np.sqrt(np.maximum(self.exact - self.bound, 0)) + UNIT_ROUNDOFF * root)
+    def __pow__(self, power):
+        return Value(self.exact**power, (self, lambda g: g * power * self.exact ** (power - 1)))
+
+    def __matmul__(self, other):
+        a, b = self.exact, other.exact
+        return Value(a @ b, (self, lambda g: g @ b.swapaxes(-1, -2)), (other, lambda g: a.swapaxes(-1, -2) @ g))
 
     def __getitem__(self, index):
-        return Value(self.exact[index], self.bound[index])
+        def back(g):
+            whole = np.zeros_like(self.exact)
+            np.add.at(whole, index, g)
+            return whole
+
+        return self.same_numbers(self.exact[index], back)
+
+    def reshape(self, *shape):
+        return self.same_numbers(self.exact.reshape(shape), lambda g: g.reshape(self.exact.shape))
+
+    def permute(self, *axes):
+        return self.same_numbers(self.exact.transpose(axes), lambda g: g.transpose(np.argsort(axes)))
 
     @property
     def T(self):
-        return Value(self.exact.T, self.bound.T)
+        """With the last two dimensions swapped."""
+        return self.same_numbers(self.exact.swapaxes(-1, -2), lambda g: g.swapaxes(-1, -2))
+
+    def sum(self, axis=None):
+        return Value(self.exact.sum(axis, keepdims=True), (self, lambda g: g + 0 * self.exact))
+
+    def mean(self, axis=None):
+        total = self.sum(axis)
+        return total * (total.exact.size / self.exact.size)
+
+    def exp(self):
+        power = np.exp(self.exact)
+        return Value(power, (self, lambda g: g * power))
+
+    def log(self):
+        return Value(np.log(self.exact), (self, lambda g: g / self.exact))
+
+    def relu(self):
+        return Value(np.maximum(self.exact, 0), (self, lambda g: g * (self.exact > 0)))
+
+
+def value_of(number):
+    return number if isinstance(number, Value) else Value(number)
+
+
+def gradients(loss, weights):
+    """The gradient of a number, by name of the Values from which it was computed."""
+    order, found = {}, {id(loss): np.ones_like(loss.exact)}
+
+    def visit(value):
+        if id(value) not in order:
+            for source, _ in value.sources:
+                visit(source)
+            order[id(value)] = value
+
+    visit(loss)
+    for value in reversed(list(order.values())):
+        for source, back in value.sources:
+            gradient, shape = back(found[id(value)]), source.exact.shape
+            added = gradient.ndim - len(shape)
+            stretched = [added + i for i, size in enumerate(shape) if size == 1 != gradient.shape[added + i]]
+            gradient = gradient.sum((*range(added), *stretched), keepdims=True).reshape(shape)
+            found[id(source)] = found.get(id(source), 0) + gradient
+    return {name: Value(found[id(weight)], rounded=True) for name, weight in weights.items()}
 
 
 def split(shape, dim, position, parts):
@@ -86,29 +122,41 @@ def split(shape, dim, position, parts):
     return tuple(cut)
 
 
+def rows_of(count, parts):
+    """The slice of the rows that each part has."""
+    return [split((count,), 0, position, parts)[0] for position in range(parts)]
+
+
+def drawn(rng, *shape, by=1):
+    """An input: float32 from the start, divided by a power of two."""
+    return Value(rng.standard_normal(shape, dtype=np.float32) / by)
+
+
+def unknown(*shape):
+    """A value that OneFlow draws at random: only that all ranks agree on it can be asserted."""
+    return Value(np.full(shape, np.nan))
+
+
+def total(values):
+    return Value(sum(value.exact for value in values), rounded=True)
+
+
 def one_layer(seed=0, batch=4, in_features=5, out_features=8, gain=1.0):
     """x, w and out = gain * x @ w."""
     rng = np.random.default_rng(seed)
-    x, w = Value.drawn(rng, batch, in_features), Value.drawn(rng, in_features, out_features)
-    return {"x": x, "w": w, "out": (x @ w).scaled(gain)}
-
-
-def products_of_columns(x, w, parts, gain=1.0):
-    """The partial sum that each part has when the contracting dimension is split."""
-    inner = [split(w.exact.shape, 0, part, parts)[0] for part in range(parts)]
-    return [(x[:, columns] @ w[columns]).scaled(gain) for columns in inner]
+    x, w = drawn(rng, batch, in_features), drawn(rng, in_features, out_features)
+    return {"x": x, "w": w, "out": gain * (x @ w)}
 
 
 def layers(stages, seed=0, batch=4, in_features=5, out_features=8, gain=1.0):
     """x0, w0, out0 = gain * x0 @ w0, x1 = out0, ...: weights (in, out), (out, 3), (3, out), (out, 3), ..."""
     rng = np.random.default_rng(seed)
-    x, values = Value.drawn(rng, batch, in_features), {}
+    x, values = drawn(rng, batch, in_features), {}
     shapes = [(in_features, out_features), *[(out_features, 3), (3, out_features)] * stages]
     for k, shape in enumerate(shapes[:stages]):
-        w = Value.drawn(rng, *shape)
-        out = (x @ w).scaled(gain)
-        values.update({f"x{k}": x, f"w{k}": w, f"out{k}": out})
-        x = out
+        w = drawn(rng, *shape)
+        values.update({f"x{k}": x, f"w{k}": w, f"out{k}": gain * (x @ w)})
+        x = values[f"out{k}"]
     return values
 
 
@@ -116,141 +164,85 @@ def conversions(source, seed=0, rows=4, columns=6, world_size=None):
     """x, the parts whose sum it is, one for each of the ranks `source`, and what a P made of a split x holds there."""
     rng = np.random.default_rng(seed)
     parts = rng.integers(-9, 10, (world_size, rows, columns)).astype(np.float64)[list(source)]
-    x, zeros = parts.sum(axis=0), np.zeros((rows, columns))
-    padded = {}
-    for dim in (0, 1):
-        padded[dim] = [zeros.copy() for _ in source]
-        for position, part in enumerate(padded[dim]):
-            cut = split(x.shape, dim, position, len(source))
-            part[cut] = x[cut]
-    first = [x] + [zeros] * (len(source) - 1)
-    return tuple([Value.known(part) for part in blocks] for blocks in ([x], parts, padded[0], padded[1], first))
-
-
-def relu(a):
-    return Value(np.maximum(a.exact, 0), a.bound)
-
-
-def gate(gradient, a):
-    """The gradient of relu(a): where rounding may decide whether a > 0, the bound is the whole gradient."""
-    unsure = np.abs(a.exact) <= a.bound
-    passed = (a.exact > 0) * gradient.bound
-    bound = np.where(unsure & (a.bound > 0), np.abs(gradient.exact) + gradient.bound, passed)
-    return Value(gradient.exact * (a.exact > 0), bound)
-
-
-def mean(a, extra=4):
-    """The mean of all elements, summed in any order; `extra` roundings for dividing, also in two steps."""
-    k = a.exact.size + extra
-    return Value(a.exact.mean(), (a.bound.sum() + k * UNIT_ROUNDOFF * (np.abs(a.exact) + a.bound).sum()) / a.exact.size)
-
-
-def constant(number):
-    """A number that float32 rounds."""
-    return Value(np.float64(number), np.float64(abs(number - float(np.float32(number)))))
-
-
-def decided(out):
-    """The largest of each row, which rounding must not be able to change."""
-    rows, first = np.arange(len(out.exact)), out.exact.argmax(axis=1)
-    surely, perhaps = out.exact - out.bound, out.exact + out.bound
-    perhaps[rows, first] = -np.inf
-    assert (surely[rows, first] > perhaps.max(axis=1)).all()
-    return first
-
-
-def row_sum(a):
-    """The sum of the rows, in any order, as one row."""
-    return Value.known(np.ones((1, a.exact.shape[0]))) @ a
-
-
-def rows_together(rows):
-    """Matrices, one below the other."""
-    return Value(*(np.concatenate([getattr(row, part) for row in rows]) for part in ("exact", "bound")))
-
-
-def batch_norm(h):
-    """Each column of h minus its mean, by its standard deviation; returns that, mean, variance, and how to go back.
-
-    The last takes the gradient of the first and gives that of h.
-    """
-    rows = Value.known(h.exact.shape[0])
-    mean = (row_sum(h) / rows).rounded()
-    centered = h - mean
-    var = (row_sum(centered * centered) / rows).rounded()
-    deviation = (var + constant(1e-5)).sqrt()
-
-    def back(gradient):
-        to_deviation = Value.known(-1) * row_sum(gradient * centered / (deviation * deviation))
-        to_var = to_deviation / (Value.known(2) * deviation)
-        to_centered = gradient / deviation + Value.known(2) * centered * to_var / rows
-        return to_centered - row_sum(to_centered) / rows
-
-    return (centered / deviation).rounded(), mean, var, back
-
-
-LEARNING_RATE = 0.1  # of all recipes
+    x, padded = parts.sum(axis=0), np.zeros((2, *parts.shape))
+    for dim, position in np.ndindex(2, len(source)):
+        cut = split(x.shape, dim, position, len(source))
+        padded[dim, position][cut] = x[cut]
+    first = [x] + [0 * x] * (len(source) - 1)
+    return tuple([Value(part) for part in blocks] for blocks in ([x], parts, *padded, first))
 
 
 class Optimizer:
-    """SGD, momentum, Adam (D. Kingma and J. Ba, arXiv:1412.6980), AdamW (I. Loshchilov and F. Hutter, 1711.05101)."""
+    """SGD, momentum, Adam (D. Kingma and J. Ba, arXiv:1412.6980), AdamW (I. Loshchilov and F. Hutter, 1711.05101).
 
-    def __init__(self, name, rate=LEARNING_RATE):
-        self.name, self.rate, self.state, self.steps = name, rate, {}, 0
+    graph: as in an nn.Graph, which computes Adam's bias correction in float32 too; 1 - 0.999 is another number there.
+    """
+
+    def __init__(self, name="sgd", rate=LEARNING_RATE, graph=False):
+        self.name, self.rate, self.graph, self.state, self.steps = name, rate, graph, {}, 0
 
     def step(self, weights, gradients):
-        """The new weights, by name; `state` has the moments by (weight, kind of state)."""
+        """The new weights, by name; `state` has the moments by the names that recipes give them."""
         self.steps += 1
-        return {name: self.updated(name, weights[name], gradients[name]) for name in weights}
+        changes = {name: self.change(name, w.exact, gradients[name].exact) for name, w in weights.items()}
+        return {name: Value(w.exact - self.rate * changes[name], rounded=True) for name, w in weights.items()}
 
-    def updated(self, name, w, gradient):
-        """One new weight, float32 coefficients included."""
-        rate = constant(self.rate)
+    def change(self, name, w, gradient):
         if self.name == "sgd":
-            return w - rate * gradient
+            return gradient
         if self.name == "momentum":
-            before = self.state.get((name, "momentum_buf"))
-            moment = gradient if before is None else constant(0.9) * before + gradient
-            self.state[name, "momentum_buf"] = moment
-            return w - rate * moment
-        moments = []
-        for kind, beta, new in (("exp_avg", 0.9, gradient), ("exp_avg_sq", 0.999, gradient * gradient)):
-            before = self.state.get((name, kind), Value.known(0 * w.exact))
-            one_minus = Value(np.float64(1 - beta), constant(beta).bound + UNIT_ROUNDOFF * (1 - beta))
-            self.state[name, kind] = constant(beta) * before + one_minus * new
-            correction = constant(1 - beta**self.steps)
-            moments.append(self.state[name, kind] / correction)
-        change = rate * (moments[0] / (moments[1].sqrt() + constant(1e-8)))
-        if self.name == "adamw":
-            change = change + rate * constant(0.2) * w
-        return w - change
+            return self.moment(f"{name} momentum_buf", 0.9, gradient)
+        mean = self.average(f"{name} exp_avg", 0.9, gradient)
+        square = self.average(f"{name} exp_avg_sq", 0.999, gradient**2)
+        return mean / (np.sqrt(square) + 1e-8) + (0.2 * w if self.name == "adamw" else 0)
+
+    def moment(self, name, beta, new):
+        before = self.state[name].exact if name in self.state else 0
+        self.state[name] = Value(beta * before + new, rounded=True)
+        return self.state[name].exact
+
+    def average(self, name, beta, new):
+        """Of all that came so far, corrected for the zeros at the start."""
+        held = np.float32(beta)
+        power = held ** np.float32(self.steps) if self.graph else beta**self.steps
+        return self.moment(name, float(held), (1 - float(held)) * new) / (1 - float(power))
 
 
-def layered(x, y, weights, gain=1.0, share=1.0, linear=()):
-    """Forward and backward of loss = mean((relu(relu(x @ w0) @ w1 ...) - y)^2), no relu behind the last matmul.
+def descend(weights, forward, steps, update=None, rows=0, parts=0, fixed=()):
+    """Train; forward: (weights, slice of the rows) -> (tensors by name, loss). Those in `fixed` only get a gradient.
 
-    weights: by name; gain: scales the product of each matmul; share: scales the loss, such as the share of these rows
-    in a larger batch; linear: the numbers of other matmuls without a relu. Returns the loss, and by name the gradients
-    of the weights and of x.
+    Returns by name the tensors and gradients of the last step, the optimizer's state, the new weights and the losses;
+    and what each of `parts` of the rows adds to the last gradients.
     """
-    gain, inputs, before = Value.known(gain), [x], []
+    update, losses, made, last, before = update or Optimizer(), [], {}, {}, weights
+    for _ in range(steps):
+        before, (made, loss) = weights, forward(weights, slice(rows))
+        last = gradients(loss, weights)
+        weights = {**weights, **update.step({name: weights[name] for name in weights if name not in fixed}, last)}
+        losses.append(loss.exact.item())
+    added = {f"{name} grad": [] for name in last}
+    for part in rows_of(rows, parts):
+        share = forward(before, part)[1] * ((part.stop - part.start) / rows)
+        for name, gradient in gradients(share, before).items():
+            added[f"{name} grad"].append(gradient)
+    values = {**made, **{f"{name} grad": gradient for name, gradient in last.items()}, **update.state}
+    values.update({f"new {name}": w for name, w in weights.items() if name not in fixed})
+    return {**values, "losses": Value(losses, rounded=True)}, added
+
+
+def mlp(x, weights, gain=1.0, linear=()):
+    """relu(relu(x @ w0) @ w1 ...); gain: of each product; linear: numbers of matmuls without relu, besides the last."""
     for i, w in enumerate(weights.values()):
-        before.append(gain * (inputs[-1] @ w))
-        inputs.append(before[i] if i in linear else relu(before[i]))
-    error = before[-1] - y
-    loss = mean(error * error)
-    back, gradients = constant(2 / error.exact.size) * error, {}
-    if share != 1:
-        loss, back = constant(share) * loss, constant(share) * back
-    for i, name in reversed(list(enumerate(weights))):
-        gradients[name] = gain * (inputs[i].T @ back)
-        back = gain * (back @ weights[name].T)
-        if i and i - 1 not in linear:
-            back = gate(back, before[i - 1])
-    return loss, {**gradients, "x": back}
+        x = gain * (x @ w)
+        x = x if i in (*linear, len(weights) - 1) else x.relu()
+    return x
 
 
-def trained(
+def mse(out, y):
+    return ((out - y) ** 2).mean()
+
+
+def network(
     optimizer="momentum",
     seed=0,
     steps=3,
@@ -264,55 +256,29 @@ def trained(
     shrink=1,
     widths=None,
     linear=(),
+    parts=0,
+    returned=(),
+    graph=False,
 ):
-    """What training on one device gives, by name: x, y, w0, w1, ..., gradients, state, new weights, the losses.
+    """x, y, w0, w1, ..., and what `descend` returns of an mlp on the mean squared error.
 
-    shrink: a power of two, by which the weights that are drawn are divided; widths: of all layers, in place of the
-    sizes; linear: see `layered`.
+    shrink: a power of two that divides the weights; widths: of all layers, in place of the sizes; returned: "out", if
+    the output is wanted too.
     """
-    widths = widths or [in_features, *[hidden] * (layers - 1), out_features]
-    rng = np.random.default_rng(seed)
-    x, y = Value.drawn(rng, batch, widths[0]), Value.drawn(rng, batch, widths[-1])
-    drawn = {f"w{i}": Value.drawn(rng, *shape) for i, shape in enumerate(zip(widths, widths[1:]))}
-    weights = {name: Value.known(w.exact / shrink) for name, w in drawn.items()}
-    values, losses, update, gradients = {"x": x, "y": y, **weights}, [], Optimizer(optimizer), {}
-    for _ in range(steps):
-        loss, gradients = layered(x, y, weights, gain, linear=linear)
-        weights = update.step(weights, gradients)
-        losses.append(loss)
-    with_gradient = [*weights, *["x"] * input_gradient] if steps else []
-    values.update({f"{name} grad": gradients[name] for name in with_gradient})
-    values.update({f"{name} {kind}": state for (name, kind), state in update.state.items()})
-    values.update({f"new {name}": w for name, w in weights.items()})
-    return {**values, "losses": stacked(losses)}
+    widths, rng = widths or [in_features, *[hidden] * (layers - 1), out_features], np.random.default_rng(seed)
+    x, y = drawn(rng, batch, widths[0]), drawn(rng, batch, widths[-1])
+    weights = {f"w{i}": drawn(rng, *shape, by=shrink) for i, shape in enumerate(zip(widths, widths[1:]))}
+
+    def forward(w, rows):
+        inputs = w.get("x", x)
+        out = mlp(inputs[rows], {name: w[name] for name in weights}, gain, linear)
+        return {name: out for name in returned}, mse(out, y[rows])
+
+    fixed, update = {"x": x} if input_gradient else {}, Optimizer(optimizer, graph=graph)
+    values, added = descend({**weights, **fixed}, forward, steps, update, batch, parts, tuple(fixed))
+    return {"x": x, "y": y, **weights, **values}, added
 
 
-def gradient_parts(parts, steps=3, gain=1.0, optimizer="momentum", **sizes):
-    """By name of the weight: what each part of the rows adds to its gradient in the last step."""
-    values = trained(optimizer, steps=steps - 1, gain=gain, **sizes)
-    x, y, weights = values["x"], values["y"], {name: values[f"new {name}"] for name in ("w0", "w1")}
-    found = {f"{name} grad": [] for name in weights}
-    for part in range(parts):
-        rows = split(x.exact.shape, 0, part, parts)
-        share = constant(x[rows].exact.shape[0] / x.exact.shape[0])
-        gradients = layered(x[rows], y[rows], weights, gain)[1]
-        for name in weights:
-            found[f"{name} grad"].append(share * gradients[name])
-    return found
-
-
-def micro_losses(ranks, steps, micro_batches, gain=1.0, **sizes):
-    """The losses of the micro-batches in the last step: the i-th has the i-th part of the rows of each rank."""
-    values = trained(steps=steps - 1, gain=gain, **sizes)
-    x, y, losses = values["x"], values["y"], []
-    rows = np.arange(len(x.exact)).reshape(ranks, micro_batches, -1)
-    for i in range(micro_batches):
-        part = rows[:, i].ravel()
-        weights = {name: values[f"new {name}"] for name in ("w0", "w1")}
-        losses.append(layered(x[part], y[part], weights, gain)[0])
-    return stacked(losses)
-
-
-def stacked(numbers):
-    """A list of numbers as one vector."""
-    return Value(*(np.array([getattr(number, part) for number in numbers]) for part in ("exact", "bound")))
+def trained(*arguments, **named):
+    """The values alone."""
+    return network(*arguments, **named)[0]

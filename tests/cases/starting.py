@@ -5,9 +5,8 @@ import ipaddress
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.case import UNEVEN, Case, case_of_recipe, layout_by_word
+from tests.cases.case import UNEVEN, Case, all_reduce, case_of_recipe, placed, reduced
 from tests.cases.reference import Value
-from tests.cases.training import reduced
 
 
 @case_of_recipe({})
@@ -15,7 +14,7 @@ def hello_ranks(n, graph=False, nodes=1):
     """A row of (rank, local rank, address as a number) from each; each node has as many ranks."""
     ranks, each = list(range(n)), n // nodes
     first = ipaddress.ip_address("127.0.0.1" if nodes == 1 else "10.0.0.1")  # as tests/hosts.py gives them
-    rows = Value.known([[rank, rank % each, int(first + rank // each)] for rank in ranks], "int64")
+    rows = Value([[rank, rank % each, int(first + rank // each)] for rank in ranks], dtype="int64")
     return Case(
         {"mine": ("S(0)", ranks), "all": ("B", ranks)},
         {"mine": rows, "all": rows},
@@ -26,12 +25,12 @@ def hello_ranks(n, graph=False, nodes=1):
 @case_of_recipe({})
 def rendezvous(n, graph=False):
     ranks = list(range(n))
-    numbers, total = Value.known([[rank] for rank in ranks]), Value.known([[sum(ranks)]])
+    numbers, total = Value([[rank] for rank in ranks]), Value([[sum(ranks)]])
     return Case(
         {"number": ("S(0)", ranks), "partial": ("P", ranks), "sum": ("B", ranks)},
         {"number": numbers, "partial": total, "sum": total},
-        moves=[(("local", []), ("S(0)", ranks)), (("P", ranks), ("B", ranks))],
-        parts={"partial": [Value.known([[rank]]) for rank in ranks]},
+        moves=[(("local", []), ("S(0)", ranks)), all_reduce(ranks)],
+        parts={"partial": [Value([[rank]]) for rank in ranks]},
     )
 
 
@@ -40,11 +39,10 @@ def spawn(n, graph=False, ranks=2, **sizes):
     """All in the program that starts the ranks; what each of them held of x, w and out, and whether in a graph."""
     values = reference.one_layer(**sizes)
     (batch, in_features), (_, out_features) = values["x"].exact.shape, values["w"].exact.shape
-    rows = [reference.split((batch,), 0, rank, ranks)[0] for rank in range(ranks)]
-    counts = [part.stop - part.start for part in rows]
+    counts = [part.stop - part.start for part in reference.rows_of(batch, ranks)]
     shards = [[k, in_features, in_features, out_features, k, out_features, int(graph)] for k in counts]
-    values["shards"] = Value.known(shards, "int64")
-    return Case({name: ("local", []) for name in values}, values, graph_calls=0)
+    values["shards"] = Value(shards, dtype="int64")
+    return Case(placed(values, [], "local"), values, graph_calls=0)
 
 
 @case_of_recipe({"uneven": UNEVEN, "an odd end": {"steps": 3, "every": 2, "seed": 2}})
@@ -54,29 +52,27 @@ def elastic_training(n, graph=False, seed=0, steps=4, every=2, batch=8, in_featu
 
     def drawn(step, *shapes):
         rng = np.random.default_rng([seed, step])
-        return [Value.drawn(rng, *shape) for shape in shapes]
+        return [reference.drawn(rng, *shape) for shape in shapes]
 
     [w] = drawn(0, (in_features, out_features))
     weights, losses, update = {"w": w}, [], reference.Optimizer("momentum", 0.01)
     for step in range(1, steps + 1):
         x, y = drawn(step, (batch, in_features), (batch, out_features))
-        loss, gradients = reference.layered(x, y, weights, gain)
-        weights = update.step(weights, gradients)
-        losses.append(loss)
-    values = {"x": x, "y": y, "w": w, "momentum": update.state["w", "momentum_buf"], "new w": weights["w"]}
-    values["losses"] = reference.stacked(losses)
+        loss = reference.mse(reference.mlp(x, weights, gain), y)
+        weights = update.step(weights, reference.gradients(loss, weights))
+        losses.append(loss.exact.item())
+    values = {"x": x, "y": y, "w": w, "momentum": update.state["w momentum_buf"], "new w": weights["w"]}
+    values["losses"] = Value(losses, rounded=True)
     same = (("B", ranks), ("B", ranks))
     moves = [] if graph else [same] * 3  # in eager mode OneFlow takes the momentum to where its weight is
     for step in range(1, steps + 1):  # numpy() takes weight and momentum, if they are saved, to B
-        moves += [(("local", []), ("S(0)", ranks))] * 2 + [(("P", ranks), ("B", ranks))]
+        moves += [(("local", []), ("S(0)", ranks))] * 2 + [all_reduce(ranks)]
         moves += [same] * 4 * (step % every == 0)
     product = ("x", "w", ("S(0)", ranks, (batch, out_features)))
     return Case(
-        layout_by_word(values, dict.fromkeys("xy", ("S(0)", ranks)), ("B", ranks)),
+        placed(values, ranks, x="S(0)", y="S(0)"),
         values,
         [product] * (1 if graph else steps),
         moves,
-        graph_calls=steps,
-        summed=tuple(values),
         sends=[reduced(n, w.exact.size)] * n,
     )

@@ -3,8 +3,9 @@
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.case import Case, case_of_recipe, in_steps, layout_by_word
-from tests.cases.training import UNEVEN, reduced, two_matmuls, weights_of
+from tests.cases.case import Case, case_of_recipe, in_steps, placed, reduced, weights_of
+from tests.cases.reference import Value, drawn, mse
+from tests.cases.training import UNEVEN, two_matmuls
 
 WEIGHTS = {"whole": "B", "rows": "S(0)", "columns": "S(1)"}
 
@@ -40,8 +41,6 @@ def checkpoint(n, graph=False, steps=2, weights="rows", batch=64, in_features=64
         values,
         [product for product in products for _ in range(1 if graph else steps)],
         moves_of_checkpoint(ranks, half, sbp, steps, graph),
-        graph_calls=2 * steps,
-        summed=tuple(values),
         sends=[sends[0] * (rank in half) + sends[1] for rank in ranks],  # a step of each of the two models
     )
 
@@ -74,16 +73,11 @@ def loss_placement(n, graph=False, steps=3, loss="first", gain=1.0, **sizes):
     """The loss on all ranks, on rank 0, or on the last rank, which then is no worker."""
     ranks = list(range(n - (loss == "other")))
     rows, there = ("S(0)", ranks), {"each": ("S(0)", ranks), "first": ("B", [0]), "other": ("B", [n - 1])}[loss]
-    values = reference.trained("sgd", steps=steps, gain=gain, **sizes)
-    before = values  # the weights of the last step
-    if steps > 1:
-        earlier = reference.trained("sgd", steps=steps - 1, gain=gain, **sizes)
-        before = {w: earlier[f"new {w}"] for w in ("w0", "w1")}
-    scale = reference.Value.known(gain)
-    out = scale * (reference.relu(scale * (values["x"] @ before["w0"])) @ before["w1"])
+    values, _ = reference.network("sgd", steps=steps, gain=gain, returned=("out",), **sizes)
+    out = values["out"]
     names = ("x", "y", "w0", "w1", "out", "out at the loss", "w0 grad", "w1 grad", "new w0", "new w1", "losses")
-    where = {"x": rows, "y": there, "at": there, "out": rows, "grad": (("P" if graph else "B"), ranks)}
-    layout = {**layout_by_word(names, where, ("B", ranks)), "out at the loss": there, "losses": ("B", there[1])}
+    layout = placed(names, ranks, x=rows, y=there, out=rows, grad="P" if graph else "B", losses=("B", there[1]))
+    layout["out at the loss"] = there
     share, gathered = out.exact.size / len(ranks), (n - 1) / n * out.exact.size
     outputs = {  # outputs and their gradients that each rank sends
         "each": [0] * n,
@@ -93,11 +87,9 @@ def loss_placement(n, graph=False, steps=3, loss="first", gain=1.0, **sizes):
     weights = reduced(len(ranks), weights_of(values))
     return Case(
         layout,
-        {**values, "out": out, "out at the loss": out},
+        {**values, "out at the loss": out},
         in_steps(graph, steps, two_matmuls(values, ranks)),
         in_steps(graph, steps, [(rows, there, "S(0)")], [(("P", ranks) if loss == "each" else there, ("B", there[1]))]),
-        graph_calls=steps,
-        summed=tuple(layout),
         sends=[sent + weights * (rank in ranks) for rank, sent in enumerate(outputs)],
     )
 
@@ -111,27 +103,16 @@ def letters_of_a_text(batch):
 
 def guessed_letters(steps, seed, batch, hidden, gain):
     """out = table[x] @ w against one-hot y, trained with SGD on one device; the weights in use in the last step too."""
-    rng, known = np.random.default_rng(seed), reference.Value.known
-    x, following = letters_of_a_text(batch)
-    weights = {"table": reference.Value.drawn(rng, 27, hidden), "w": reference.Value.drawn(rng, hidden, 27)}
-    values, losses, update = {"x": known(x, "int32"), "y": known(np.eye(27)[following])}, [], reference.Optimizer("sgd")
-    values.update(weights)
-    rows = known(np.eye(27)[x])  # table[x] is rows @ table, and what comes back to the table is rows.T @ gradient
-    for _ in range(steps):
-        values.update({"replicated table": weights["table"], "replicated w": weights["w"]})
-        embedded = weights["table"][x]
-        out = known(gain) * (embedded @ weights["w"])
-        error = out - values["y"]
-        losses.append(reference.mean(error * error))
-        error = reference.constant(2 / error.exact.size) * error
-        table_grad = rows.T @ (known(gain) * (error @ weights["w"].T))
-        gradients = {"table": table_grad, "w": known(gain) * (embedded.T @ error)}
-        weights = update.step(weights, gradients)
-    values.update({"scattered x": values["x"], "out": out, "gathered out": out})
-    values.update({f"{name} grad": gradient for name, gradient in gradients.items()})
-    values.update({f"new {name}": weight for name, weight in weights.items()})
-    values["losses"] = reference.stacked(losses)
-    return values
+    rng, (x, following) = np.random.default_rng(seed), letters_of_a_text(batch)
+    inputs = {"x": Value(x, dtype="int32"), "y": Value(np.eye(27)[following])}
+    weights = {"table": drawn(rng, 27, hidden), "w": drawn(rng, hidden, 27)}
+
+    def forward(w, _):
+        out = gain * (w["table"][x] @ w["w"])
+        made = {"scattered x": inputs["x"], "replicated table": w["table"], "replicated w": w["w"]}
+        return {**made, "out": out, "gathered out": out}, mse(out, inputs["y"])
+
+    return {**inputs, **weights, **reference.descend(weights, forward, steps)[0]}
 
 
 UNEVEN_LETTERS = {"batch": 7, "hidden": 5, "steps": 1, "seed": 1}
@@ -153,7 +134,7 @@ def replicate_scatter_gather(n, graph=False, steps=3, way="steps", seed=0, batch
         moves = [(first, split), (first, whole, "P"), (first, whole, "P"), (split, first, "S(0)")]
     layout.update(dict.fromkeys(("table grad", "w grad"), ("P", home[1]) if graph else home))
     layout.update(dict.fromkeys(("new table", "new w", "losses"), home))
-    weights, outputs = values["table"].exact.size + values["w"].exact.size, values["y"].exact.size
+    weights, outputs = weights_of(values), values["y"].exact.size
     moved = (n - 1) / n * (batch + outputs)
     children = [sum(child < n for child in (2 * rank + 1, 2 * rank + 2)) for rank in ranks]
     sends = [reduced(n, weights)] * n
@@ -167,7 +148,5 @@ def replicate_scatter_gather(n, graph=False, steps=3, way="steps", seed=0, batch
         {name: values[name] for name in layout},
         in_steps(graph, steps, [product]),
         in_steps(graph, steps, moves, [(first if by_hand else ("P", ranks), home)]),
-        graph_calls=steps,
-        summed=tuple(layout),
         sends=sends,
     )

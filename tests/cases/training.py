@@ -1,20 +1,13 @@
 """The chapter of training: a two-layer network under each strategy."""
 
+import numpy as np
+
 from tests.cases import reference
-from tests.cases.case import Case, case_of_recipe, in_steps, layout_by_word, through_stages
+from tests.cases.case import Case, all_reduce, case_of_recipe, in_steps, placed, reduced, through_stages, weights_of
+from tests.cases.reference import Value
 
 UNEVEN = {"batch": 7, "in_features": 6, "hidden": 10, "out_features": 5, "steps": 1, "seed": 1}
 MICRO = {**UNEVEN, "batch": 36, "micro_batches": 3}
-
-
-def weights_of(values):
-    """Elements of all weights."""
-    return values["w0"].exact.size + values["w1"].exact.size
-
-
-def reduced(n, elements):
-    """What each of n ranks sends in an all-reduce."""
-    return 2 * (n - 1) / n * elements
 
 
 def two_matmuls(values, ranks, first="w0", second="w1", x="x"):
@@ -27,20 +20,13 @@ def two_matmuls(values, ranks, first="w0", second="w1", x="x"):
 @case_of_recipe({"uneven": UNEVEN, **{name: {"optimizer": name} for name in ("adamw", "momentum", "sgd")}})
 def train_data_parallel(n, graph=False, steps=3, optimizer="adam", gain=1.0, **sizes):
     ranks = list(range(n))
-    values = reference.trained(optimizer, steps=steps, gain=gain, **sizes)
-    layout = layout_by_word(values, dict.fromkeys("xy", ("S(0)", ranks)), ("B", ranks))
-    parts = {}
-    if graph:
-        layout.update({"w0 grad": ("P", ranks), "w1 grad": ("P", ranks)})
-        parts = reference.gradient_parts(n, steps, gain, optimizer, **sizes)
+    values, parts = reference.network(optimizer, graph=graph, steps=steps, gain=gain, parts=n, **sizes)
     return Case(
-        layout,
+        placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
         in_steps(graph, steps, two_matmuls(values, ranks)),
-        [(("P", ranks), ("B", ranks))] * steps,
-        parts,
-        graph_calls=steps,
-        summed=tuple(values),
+        [all_reduce(ranks)] * steps,
+        parts if graph else {},
         sends=[reduced(n, weights_of(values))] * n,
     )
 
@@ -49,42 +35,38 @@ def train_data_parallel(n, graph=False, steps=3, optimizer="adam", gain=1.0, **s
 def train_model_parallel(n, graph=False, steps=3, input_gradient=True, gain=1.0, **sizes):
     ranks = list(range(n))
     values = reference.trained(steps=steps, gain=gain, input_gradient=input_gradient, **sizes)
-    layout = layout_by_word(values, {"w0": ("S(1)", ranks), "w1": ("S(0)", ranks)}, ("B", ranks))
     (batch, inputs), (_, outputs) = values["x"].exact.shape, values["y"].exact.shape
     hidden, out = ("S(1)", ranks, (batch, values["w0"].exact.shape[1])), ("P", ranks, (batch, outputs))
-    all_reduce = [(("P", ranks), ("B", ranks))]
     return Case(
-        layout,
+        placed(values, ranks, w0="S(1)", w1="S(0)"),
         values,
         in_steps(graph, steps, [("x", "w0", hidden), (hidden, "w1", out)]),
-        in_steps(graph, steps, all_reduce * (1 + (graph and input_gradient))),
-        graph_calls=steps,
-        summed=tuple(values),
+        in_steps(graph, steps, [all_reduce(ranks)] * (1 + (graph and input_gradient))),
         sends=[reduced(n, batch * (outputs + input_gradient * inputs))] * n,
     )
 
 
 @case_of_recipe({"other": MICRO})
 def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, gain=1.0, **sizes):
-    ranks = list(range(n))
-    sizes.setdefault("batch", 4 * n)
-    values = reference.trained(steps=steps, gain=gain, **sizes)
-    layout = layout_by_word(values, dict.fromkeys("xy", ("S(0)", ranks)), ("B", ranks))
-    layout.update({"micro losses": ("B", ranks), "losses": layout.pop("losses")})
+    ranks, sizes = list(range(n)), {"batch": 4 * n, "gain": gain, **sizes}
+    values, before = (reference.trained(steps=k, **sizes) for k in (steps, steps - 1))
+    weights = {name: before[f"new {name}"] for name in ("w0", "w1")}
+    micro_losses = []  # of the last step; the i-th micro-batch has the i-th part of the rows of each rank
+    for rows in np.arange(sizes["batch"]).reshape(n, micro_batches, -1).swapaxes(0, 1).reshape(micro_batches, -1):
+        out = reference.mlp(values["x"][rows], weights, gain)
+        micro_losses.append(reference.mse(out, values["y"][rows]).exact.item())
+    values.update({"micro losses": Value(micro_losses, rounded=True), "losses": values.pop("losses")})
+    layout = placed(values, ranks, x="S(0)", y="S(0)")
     if graph:
         del layout["w0 grad"], layout["w1 grad"]
-    values["micro losses"] = reference.micro_losses(n, steps, micro_batches, gain, **sizes)
-    rows = sizes["batch"] // micro_batches
     widths = (*values["w0"].exact.shape, values["y"].exact.shape[1])
-    x, hidden, out = (("S(0)", ranks, (rows, width)) for width in widths)
+    x, hidden, out = (("S(0)", ranks, (sizes["batch"] // micro_batches, width)) for width in widths)
     parts = [(("local", []), ("S(0)", ranks))] * 2
     return Case(
         layout,
         values,
         in_steps(graph, steps, [(x, "w0", hidden), (hidden, "w1", out)], passes=micro_batches),
-        in_steps(graph, steps, [] if graph else parts, [(("P", ranks), ("B", ranks))], micro_batches),
-        graph_calls=steps,
-        summed=tuple(values),
+        in_steps(graph, steps, [] if graph else parts, [all_reduce(ranks)], micro_batches),
         sends=[reduced(n, weights_of(values)) * (1 if graph else micro_batches)] * n,
     )
 
@@ -92,8 +74,7 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, gain=1.0, **
 @case_of_recipe({"other": MICRO, "many": {"batch": 9, "micro_batches": 9}})
 def train_pipeline(n, graph=False, steps=3, micro_batches=2, gain=1.0, **sizes):
     values = reference.trained(steps=steps, gain=gain, layers=n, shrink=2, **sizes)
-    where = {**{f"w{k}": ("B", [k]) for k in range(n)}, "x": ("B", [0])}
-    layout = layout_by_word(values, where, ("B", [n - 1]))
+    layout = placed(values, [n - 1], x=("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)})
     if graph:
         layout = {name: place for name, place in layout.items() if not name.endswith(" grad")}
     rows, widths = values["x"].exact.shape[0] // micro_batches, [values[f"w{k}"].exact.shape for k in range(n)]
@@ -106,58 +87,43 @@ def train_pipeline(n, graph=False, steps=3, micro_batches=2, gain=1.0, **sizes):
         in_steps(graph, steps, [(inputs[k], f"w{k}", outputs[k]) for k in range(n)], passes=micro_batches),
         in_steps(graph, steps, through_stages(graph, moves), passes=micro_batches),
         stages=[(k, [k]) for k in range(n)],
-        graph_calls=steps,
-        summed=tuple(values),
         sends=[boundary * ((k < n - 1) + (k > 0)) for k in range(n)],
     )
 
 
 @case_of_recipe({"other": {**UNEVEN, "batch": 16, "in_features": 12, "hidden": 20, "out_features": 8}})
 def train_data_tensor(n, graph=False, steps=3, gain=1.0, **sizes):
-    values = reference.trained(steps=steps, gain=gain, **sizes)
-    batch, hidden = values["x"].exact.shape[0], values["w0"].exact.shape[1]
-    mesh, shape = [[0, 1], [2, 3]], values["y"].exact.shape
-    rows = ("S(0), B", mesh)
-    layout = layout_by_word(
-        values, {"x": rows, "y": rows, "w0": ("B, S(1)", mesh), "w1": ("B, S(0)", mesh)}, ("B, B", mesh)
-    )
-    parts = {}
+    values, parts = reference.network(steps=steps, gain=gain, parts=2, **sizes)
+    mesh, shape, rows = [[0, 1], [2, 3]], values["y"].exact.shape, "S(0), B"
+    layout = placed(values, mesh, "B, B", x=rows, y=rows, w0="B, S(1)", w1="B, S(0)")
     if graph:
         layout.update({"w0 grad": ("P, S(1)", mesh), "w1 grad": ("P, S(0)", mesh)})
-        parts = reference.gradient_parts(2, steps, gain, **sizes)
-    between = ("S(0), S(1)", mesh, (batch, hidden))
-    activations, losses = (("S(0), P", mesh), rows), (("P, B", mesh), ("B, B", mesh))
+    between = ("S(0), S(1)", mesh, (shape[0], values["w0"].exact.shape[1]))
+    activations, losses = (("S(0), P", mesh), (rows, mesh)), (("P, B", mesh), ("B, B", mesh))
     return Case(
         layout,
         values,
         in_steps(graph, steps, [("x", "w0", between), (between, "w1", ("S(0), P", mesh, shape))]),
         in_steps(graph, steps, [activations], [losses]),
-        parts,
-        graph_calls=steps,
-        summed=tuple(values),
+        parts if graph else {},
         sends=[weights_of(values) / 2 + values["y"].exact.size / 2] * 4,
     )
 
 
 @case_of_recipe({"uneven": UNEVEN})
 def train_data_pipeline(n, graph=False, steps=3, gain=1.0, **sizes):
-    values = reference.trained(steps=steps, gain=gain, **sizes)
+    values, parts = reference.network(steps=steps, gain=gain, parts=2, **sizes)
     batch, hidden = values["x"].exact.shape[0], values["w0"].exact.shape[1]
     first, last = [0, 1], [2, 3]
-    where = {"x": ("S(0)", first), "y": ("S(0)", last), "w0": ("B", first)}
-    layout, parts = layout_by_word(values, where, ("B", last)), {}
+    layout = placed(values, last, x=("S(0)", first), y="S(0)", w0=("B", first))
     if graph:
         layout.update({"w0 grad": ("P", first), "w1 grad": ("P", last)})
-        parts = reference.gradient_parts(2, steps, gain, **sizes)
     inner = [("S(0)", ranks, (batch, hidden)) for ranks in (first, last)]
-    weights = [values[w].exact.size for w in ("w0", "w1")]
     return Case(
         layout,
         values,
         in_steps(graph, steps, [("x", "w0", inner[0]), (inner[1], "w1", ("S(0)", last, values["y"].exact.shape))]),
-        in_steps(graph, steps, [(inner[0][:2], inner[1][:2])], [(("P", last), ("B", last))]),
-        parts,
-        graph_calls=steps,
-        summed=tuple(values),
-        sends=[size + hidden * batch / 2 for size in weights for _ in range(2)],
+        in_steps(graph, steps, [(inner[0][:2], inner[1][:2])], [all_reduce(last)]),
+        parts if graph else {},
+        sends=[values[w].exact.size + hidden * batch / 2 for w in ("w0", "w1") for _ in range(2)],
     )

@@ -3,27 +3,13 @@
 import numpy as np
 
 from tests.cases import reference_transformer as reference
-from tests.cases.case import Case, case_of_recipe, in_steps, layout_by_word
-from tests.cases.reference import Value
-from tests.cases.training import reduced
+from tests.cases.case import Case, case_of_recipe, in_steps, placed, reduced
+from tests.cases.reference import Value, rows_of
+
+OTHER_BLOCK = {"samples": 4, "sequence": 5, "heads": 12, "head_size": 2, "steps": 3, "seed": 1}
 
 
-def computed(values, *inputs):
-    """The names of all but the inputs: sums over ranks are in them, whose order eager and graph mode do not share."""
-    return tuple(name for name in values if name not in inputs)
-
-
-def causal(sequence):
-    """What is added to scores, so that no token sees a later one."""
-    return Value.known(np.triu(np.full((sequence, sequence), -1e9), k=1))
-
-
-@case_of_recipe(
-    {
-        "other": {"samples": 4, "sequence": 5, "heads": 12, "head_size": 2, "steps": 3, "seed": 1},
-        "one axis": {"tensor": 4, "steps": 2},
-    }
-)
+@case_of_recipe({"other": OTHER_BLOCK, "one axis": {"tensor": 4, "steps": 2}})
 def transformer_block(
     n, graph=False, steps=1, tensor=None, samples=None, sequence=4, heads=None, head_size=4, gain=1.0, seed=0
 ):
@@ -36,13 +22,13 @@ def transformer_block(
     sbps = {"w_qkv": "B, S(1)", "w_up": "B, S(1)", "w_out": "B, S(0)", "w_down": "B, S(0)"}
     sbps.update({"x": "S(0), B", "y": "S(0), B", "out": "S(0), B"})
     sbps.update(dict.fromkeys(("qkv", "scores", "attention", "mixed", "hidden"), "S(0), S(1)"))
-    layout = layout_by_word(values, {word: (sbp, mesh) for word, sbp in sbps.items()}, ("B, B", mesh))
+    layout = placed(values, mesh, "B, B", **sbps)
     if graph:
         layout.update({name: (f"P, {layout[name][0].split(', ')[1]}", mesh) for name in parts})
     x, heads_of = ("S(0), B", mesh, (tokens, features)), ("S(0), S(1)", mesh, (samples, heads, sequence, head_size))
     summed, turned = ("S(0), P", mesh, x[2]), (*heads_of[:2], (samples, heads, head_size, sequence))
     f, g = (x[:2], x[:2], "S(0), B"), (summed[:2], x[:2])
-    weights = {name: values[name].exact.size for name in sbps if name.startswith("w_")}
+    weights = sum(values[name].exact.size for name in sbps if name.startswith("w_"))
     matmuls = [(x, "w_qkv", "qkv"), (heads_of, turned, "scores"), ("attention", heads_of, heads_of)]
     matmuls += [("mixed", "w_out", summed), (x, "w_up", (*layout["hidden"], values["hidden"].exact.shape))]
     return Case(
@@ -51,21 +37,11 @@ def transformer_block(
         in_steps(graph, steps, [*matmuls, ("hidden", "w_down", summed)]),
         in_steps(graph, steps, [f, g, f, g], [(("P, B", mesh), ("B, B", mesh))]),
         parts if graph else {},
-        graph_calls=steps,
-        summed=computed(values, "x", "y", *weights, "norm0", "norm1"),
-        sends=[
-            4 * reduced(tensor, tokens * features / data) + reduced(data, sum(weights.values()) / tensor + 2 * features)
-        ]
-        * n,
+        sends=[4 * reduced(tensor, tokens * features / data) + reduced(data, weights / tensor + 2 * features)] * n,
     )
 
 
-@case_of_recipe(
-    {
-        "uneven": {"samples": 3, "sequence": 5, "heads": 12, "head_size": 2, "steps": 3, "seed": 1},
-        "tensor parallel": {"split": False, "steps": 2},
-    }
-)
+@case_of_recipe({"uneven": {**OTHER_BLOCK, "samples": 3}, "tensor parallel": {"split": False, "steps": 2}})
 def sequence_parallel(
     n, graph=False, steps=1, split=True, samples=2, sequence=None, heads=None, head_size=4, gain=1.0, seed=0
 ):
@@ -74,11 +50,11 @@ def sequence_parallel(
     returned = ("gathered0", "scores", "attention", "mixed", "residual", "gathered1", "hidden", "out")
     sizes = (samples, sequence, heads, head_size)
     values, _ = reference.trained_block(returned, seed, steps, *sizes, gain=gain, sequence_first=True)
-    values = {"x": values.pop("x"), "y": values.pop("y"), "mask": causal(sequence), **values}
+    values = {"x": values.pop("x"), "y": values.pop("y"), "mask": reference.causal(sequence), **values}
     sbps = {"w_qkv": "S(1)", "w_up": "S(1)", "w_out": "S(0)", "w_down": "S(0)", "mixed": "S(1)", "hidden": "S(1)"}
     sbps.update({"scores": "S(1)", "attention": "S(1)"})
     sbps.update(dict.fromkeys(("x", "y", "residual", "out"), "S(0)" if split else "B"))
-    layout = layout_by_word(values, {word: (sbp, ranks) for word, sbp in sbps.items()}, ("B", ranks))
+    layout = placed(values, ranks, **sbps)
     if graph and split:
         layout.update({"norm0 grad": ("P", ranks), "norm1 grad": ("P", ranks)})
     heads_of = ("S(1)", ranks, (samples, heads, sequence, head_size))
@@ -93,18 +69,15 @@ def sequence_parallel(
         values,
         in_steps(graph, steps, matmuls),
         in_steps(graph, steps, [gather, scatter, gather, scatter], [(("P" if split else "B", ranks), ("B", ranks))]),
-        graph_calls=steps,
-        summed=computed(values, "x", "y", "mask", "norm0", "norm1", "w_qkv", "w_out", "w_up", "w_down"),
         sends=[(n - 1) / n * (8 * tokens * features + 2 * norms)] * n,
     )
 
 
-@case_of_recipe(
-    {
-        "other": {"tokens": 16, "vocabulary": 21, "features": 6, "steps": 3, "seed": 1},
-        "one axis": {"tensor": 4, "tokens": 6, "vocabulary": 16, "steps": 2},
-    }
-)
+OTHER_VOCABULARY = {"tokens": 16, "vocabulary": 21, "features": 6, "steps": 3, "seed": 1}
+ONE_AXIS = {"tensor": 4, "tokens": 6, "vocabulary": 16, "steps": 2}
+
+
+@case_of_recipe({"other": OTHER_VOCABULARY, "one axis": ONE_AXIS})
 def vocab_parallel(n, graph=False, steps=1, tensor=None, tokens=None, vocabulary=61, features=4, gain=1.0, seed=0):
     tensor = tensor or (2 if n % 2 == 0 else n)
     data, tokens, padded = n // tensor, tokens or max(8, n), -(-vocabulary // tensor) * tensor
@@ -114,26 +87,21 @@ def vocab_parallel(n, graph=False, steps=1, tensor=None, tokens=None, vocabulary
     values = {name: values[name] for name in (*order, "new table", "new head", "losses")}
     sbps = {"table": "B, S(0)", "head": "B, S(1)", "logits": "S(0), S(1)", "indexed": "B, B", "losses": "B, B"}
     sbps.update(dict.fromkeys(("ids", "targets", "x"), "S(0), B"))
-    layout = layout_by_word(values, {word: (sbp, mesh) for word, sbp in sbps.items()})
+    layout = placed(values, mesh, **sbps)
     if graph:
         layout.update({"table grad": ("P, S(0)", mesh), "head grad": ("P, S(1)", mesh)})
     else:
         parts = {"indexed grad": parts["indexed grad"]}
     embedded, losses = (("S(0), P", mesh), ("S(0), B", mesh), "S(0), B"), (("P, P", mesh), ("B, B", mesh))
     cross_entropy = 5 if graph else 8  # numbers for each token that OneFlow reduces in it, measured
+    activations = reduced(tensor, (2 * features + cross_entropy) * tokens / data)
     return Case(
         layout,
         values,
         in_steps(graph, steps, [("x", "head", "logits")]),
         [*in_steps(graph, steps, [embedded], [losses]), (("B, S(0)", mesh), ("B, B", mesh))],
         parts,
-        graph_calls=steps,
-        summed=computed(values, "ids", "targets", "table", "head", "indexed grad"),
-        sends=[
-            reduced(tensor, (2 * features + cross_entropy) * tokens / data)
-            + reduced(data, 2 * padded * features / tensor)
-        ]
-        * n,
+        sends=[activations + reduced(data, 2 * padded * features / tensor)] * n,
     )
 
 
@@ -148,8 +116,8 @@ def vocab_parallel(n, graph=False, steps=1, tensor=None, tokens=None, vocabulary
 def context_parallel(n, graph=False, steps=1, way="gather", sequence=None, heads=None, head_size=4, gain=1.0, seed=0):
     ranks, sequence, heads = list(range(n)), sequence or 4 * n, heads or 2 * n
     whole = reference.context_parallel(seed, steps, sequence, heads, head_size, gain)
-    mask = causal(sequence)
-    rows = [slice(part[0], part[-1] + 1) for part in np.array_split(np.arange(sequence), n)]
+    mask = reference.causal(sequence)
+    rows = rows_of(sequence, n)
     order = ("q", "k", "v", "y", "mask", "scores", "out", "q grad", "k grad", "v grad", "losses")
     values = {name: mask if name == "mask" else whole[name] for name in order}
     scores = (heads, sequence, sequence)
@@ -192,22 +160,18 @@ def context_parallel(n, graph=False, steps=1, way="gather", sequence=None, heads
         values,
         in_steps(graph, steps, matmuls),
         in_steps(graph, steps, moves),
-        graph_calls=steps,
-        summed=tuple(name for name in values if name[0] not in "qkvym" or "grad" in name),
         sends=sends,
     )
 
 
-@case_of_recipe(
-    {
-        "other": {"tokens": 10, "features": 6, "hidden_features": 5, "capacity": 4, "steps": 3, "seed": 1},
-        "none dropped": {"capacity": 8},
-    }
-)
+OTHER_EXPERTS = {"tokens": 10, "features": 6, "hidden_features": 5, "capacity": 4, "steps": 3, "seed": 1}
+
+
+@case_of_recipe({"other": OTHER_EXPERTS, "none dropped": {"capacity": 8}})
 def mixture_of_experts(n, graph=False, steps=1, tokens=8, features=4, hidden_features=8, capacity=3, gain=1.0, seed=0):
     ranks, slots = list(range(n)), n * capacity
     values = reference.mixture_of_experts(n, seed, steps, tokens, features, hidden_features, capacity, gain)
-    numbers = Value.known(np.arange(1, capacity + 1))
+    numbers = Value(np.arange(1, capacity + 1))
     values = {"x": values.pop("x"), "y": values.pop("y"), "slots": numbers, **values}
     whole = ("slots", "router", "new router", "router grad", "losses")
     layout = {name: ("B" if name in whole else "S(1)" if name == "arrived" else "S(0)", ranks) for name in values}
@@ -224,7 +188,5 @@ def mixture_of_experts(n, graph=False, steps=1, tokens=8, features=4, hidden_fea
         values,
         in_steps(graph, steps, matmuls),
         in_steps(graph, steps, [there, back], [(("P", ranks), ("B", ranks))]),
-        graph_calls=steps,
-        summed=computed(values, "x", "y", "slots", "router", "w_up", "w_down"),
         sends=[4 * moved + 2 * (n - 1) * (tokens + features)] * n,  # tokens: for cumsum
     )

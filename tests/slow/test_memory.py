@@ -55,15 +55,6 @@ def test_at_rest_a_fully_sharded_rank_holds_its_share_and_at_the_peak_the_weight
     Checks.that(peaks[1] >= 5 * WEIGHTS / n + WEIGHTS, "fully sharded has no whole weights", peaks[1] / WEIGHTS)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_zero_optimizer_holds_its_share_of_weights_and_state(pools, n):
-    sizes = {"batch": 8, "in_features": 96, "hidden": 192, "out_features": 48}  # rows that 2, 3 and 4 divide
-    found, weights = pools(n).call(MEMORY, path=path("zero_optimizer"), **sizes), 4 * (96 * 192 + 192 * 48)
-    for rank in range(n):
-        share = {"weights": weights // n, "gradients": weights, "state": 2 * weights // n}
-        Checks.equal(rest(found[rank]), share, "rank", rank)
-
-
 def test_stages_of_zero_compile_to_one_job_on_cpu():
     def summary(stage):
         job = pool.call(COMPILED, path=path("zero_optimizer"), stage=stage)[0]
@@ -89,22 +80,6 @@ def test_zero_keeps_shards_and_reduces_gradients_to_shards(pools):
     Checks.equal(job["boxings"], wanted, "all-gathers and reduce-scatters")
 
 
-def test_default_shard_min_size_splits_nothing_of_a_small_network(pools):
-    job = pools(2).call(COMPILED, path=path("zero_optimizer"), shard_min_size=1024)[0]
-    assert all(job["ops"][f"module.w0{kind}"] == ("variable_conf", {"out": "B"}) for kind in ("", "-m", "-v"))
-
-
-@pytest.mark.parametrize("recipe", ["fully_sharded", "zero_optimizer"])
-@pytest.mark.parametrize("weight", ["w0", "w1"])
-def test_parameter_that_a_graph_gathers_needs_identity(tmp_path, recipe, weight):
-    source, guarded = path_of(recipe).read_text(), f"flow._C.identity(self.{weight})"
-    assert guarded in source
-    (tmp_path / "bare.py").write_text(source.replace(guarded, f"self.{weight}"))
-    graph = {"graph": True} if recipe == "fully_sharded" else {}
-    with Pool(2) as pool, pytest.raises(PoolError, match="register.cpp:75\\] Check failed"):
-        pool.call(OBSERVE, path=str(tmp_path / "bare.py"), **graph)
-
-
 def recomputed(job):
     return Counter(kind for name, (kind, _) in job["ops"].items() if name.startswith("Sys-Checkpointing-Fake-Fw-Op_"))
 
@@ -118,18 +93,6 @@ def test_graph_with_checkpointing_has_the_matmuls_of_forward_twice(pools):
     Checks.equal(matmuls, [15, 11], "matmuls with and without")  # 4 forward, 7 backward as x needs no gradient, 4 anew
     Checks.equal(recomputed(on), {"matmul": 4, "relu": 2}, "made anew")
     Checks.equal(recomputed(off), {}, "made anew without checkpointing")
-
-
-@pytest.mark.parametrize("n, graph", [(2, False), (2, True), (3, True), (4, True)])  # more add in any order
-def test_checkpointing_changes_no_bit_of_the_gradients(pools, n, graph):
-    on, off = (
-        pools(n).call(OBSERVE, path=path("activation_checkpointing"), graph=graph, checkpointing=checkpointing, steps=1)
-        for checkpointing in (True, False)
-    )
-    for rank in range(n):
-        for name in ("w0 grad", "w1 grad", "w2 grad", "w3 grad"):
-            shards = [one[rank]["tensors"][name]["shard"] for one in (on, off)]
-            Checks.that((shards[0] == shards[1]).all(), "rank", rank, name)
 
 
 @pytest.mark.parametrize("graph, blocks", [(False, -1), (True, 4)])

@@ -79,23 +79,6 @@ def test_stopped_training_is_the_other_bit_by_bit(pools, tmp_path, n, weights, g
         same_bits(trained_on(pools(n), tmp_path / "whole", steps=2, **options), at_once, weights, "after whole")
 
 
-@pytest.mark.parametrize("n, ranks", [(2, [1]), (3, [1, 2]), (4, [0, 3])])
-def test_checkpoint_loads_onto_other_ranks(pools, tmp_path, n, ranks):
-    saved = trained_on(pools(n), tmp_path, steps=2, weights="whole")
-    options = {"path": CHECKPOINT, "folder": str(tmp_path / "2"), "ranks": ranks, "shape": saved["new w"].shape}
-    loaded = pools(n).call(f"{HERE}:load_onto", **options)
-    for rank in range(n):
-        for name, tensor in loaded[rank].items():
-            wanted = saved[name]
-            Checks.equal((tensor["sbp"], tensor["ranks"]), ("S(0)", ranks), rank, name)
-            Checks.that((tensor["value"] == wanted).all(), rank, name)
-            if rank in ranks:
-                block = wanted[reference.split(wanted.shape, 0, ranks.index(rank), len(ranks))]
-                Checks.that((tensor["shard"] == block).all(), rank, name)
-            else:
-                Checks.that(tensor["shard"] is None, rank, name)
-
-
 @MODES
 @pytest.mark.parametrize("moment", ["half a file", "not named"])
 def test_crash_while_saving_leaves_the_old_checkpoint_whole(pools, tmp_path, moment, graph):
@@ -147,14 +130,3 @@ def test_gradient_of_what_was_gathered_comes_back_whole_unless_told(pools, n):
     for grad_sbp, sbp, rows in ((False, "B", 6), (True, "S(0)", 6 // n)):
         found = pools(n).call(f"{HERE}:gradient_of_gathered", rows=6, grad_sbp=grad_sbp)
         assert found == [(sbp, ranks, rows)] * n
-
-
-BY_HAND = str(path_of("replicate_scatter_gather"))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_gradients_go_back_from_placement_to_placement(pools, n):
-    """Of the replicated table and w, of out, and of the gathered out."""
-    ranks = list(range(n))
-    wanted = [("P", ranks), ("P", ranks), ("S(0)", ranks), ("B", [0])]
-    assert pools(n).call(f"{HERE}:gradients_between", path=BY_HAND) == [wanted] * n

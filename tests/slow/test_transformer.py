@@ -1,4 +1,4 @@
-"""The traps of the transformer recipes: without its cure, a recipe sends more, is wrong, or aborts."""
+"""The traps of recipes, most of transformers: without its cure, a recipe sends more, is wrong, or aborts."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from harness.pool import Pool, PoolError
 from harness.report.runs import PER_STEP, training_sizes
 from harness.start.recipe import path_of
-from tests.cases import CASES
+from tests.cases import CASES, GRAPH_ONLY
 from tests.cases.ladder import Checks, prove
 
 WHERE = "flow.where(self.mask == 0, scores, flow.full_like(scores, -1e9))"
@@ -25,6 +25,10 @@ ABORTS = [  # recipe, cure, what one would write without it
     ("vocab_parallel", LOSS, ENTROPY),
     ("vocab_parallel", ", grad_sbp=whole", ""),
     ("context_parallel", "flow._C.identity(self.k)", "self.k"),
+    ("fully_sharded", "flow._C.identity(self.w0)", "self.w0"),
+    ("fully_sharded", "flow._C.identity(self.w1)", "self.w1"),
+    ("zero_optimizer", "flow._C.identity(self.w0)", "self.w0"),
+    ("zero_optimizer", "flow._C.identity(self.w1)", "self.w1"),
 ]
 
 
@@ -48,7 +52,8 @@ def test_recipe_without_its_cure_sends_more(pools, tmp_path, name, cure, other, 
 @pytest.mark.parametrize("name, cure, other", ABORTS)
 def test_graph_without_its_cure_aborts(tmp_path, name, cure, other):
     with Pool(4) as pool, pytest.raises(PoolError, match="register.cpp:75\\] Check failed"):
-        pool.call(PER_STEP, path=without(tmp_path, name, cure, other), graph=True, **training_sizes(name))
+        mode = {} if name in GRAPH_ONLY else {"graph": True}
+        pool.call(PER_STEP, path=without(tmp_path, name, cure, other), **mode, **training_sizes(name))
 
 
 @pytest.mark.parametrize("graph", [False, True])
