@@ -36,52 +36,43 @@ STYLES = {
 
 
 def scaling(rows, cores):
-    ways = list(dict.fromkeys((row["kind"], row["strategy"]) for row in rows))
-    figure, axes = stacked(len(ways))
-    for axis, (kind, strategy) in zip(axes, ways):
-        own = [row for row in rows if (row["kind"], row["strategy"]) == (kind, strategy)]
+    ways = formulas.grouped(rows, "kind", "strategy")
+    figure, axes = stacked(ways)
+    for axis, ((kind, strategy), own) in zip(axes, ways.items()):
         ranks = [row["ranks"] for row in own]
-        for side in ("eager", "PyTorch"):
-            axis.plot(ranks, [1e3 * row["seconds"][side] for row in own], **STYLES[side])
+        draw_times(axis, ranks, own)
         first = 1e3 * own[0]["seconds"]["eager"]
         ideal = [first * (1 / min(n, cores) if kind == "strong" else max(1, n / cores)) for n in ranks]
         axis.plot(ranks, ideal, **{**STYLES["ideal"], "label": f"ideal on {cores} cores"})
         axis.set(title=f"{kind}: {strategy}", xlabel="ranks, each on one core", xticks=ranks, ylim=(0, None))
-        axis.set_ylabel("ms a step")
     axes[0].legend()
     return figure
 
 
 def sizes(data, cores):
-    strategies = list(dict.fromkeys((row["strategy"], row["ranks"]) for row in data["steps"]))
-    figure, axes = stacked(len(strategies))
+    ways = formulas.grouped(data["steps"], "strategy", "ranks")
+    figure, axes = stacked(ways)
     crossed = formulas.crossings(data, cores)
-    for axis, (strategy, ranks) in zip(axes, strategies):
-        rows = [row for row in data["steps"] if row["strategy"] == strategy]
+    for axis, ((strategy, ranks), rows) in zip(axes, ways.items()):
         hidden = [row["hidden"] for row in rows]
-        for side in ("eager", "PyTorch"):
-            axis.plot(hidden, [1e3 * row["seconds"][side] for row in rows], **STYLES[side])
-        fine = formulas.fine()
-        times = [1e3 * formulas.step_time(strategy, ranks, one, data["per_rank"], cores) for one in fine]
-        axis.plot(fine, times, **STYLES["formula"])
-        for one, other, where in crossed:
-            for kind in ("formula", "eager"):
-                if strategy in (one, other) and where[kind]:
-                    axis.axvline(where[kind], color=STYLES[kind]["color"], linewidth=0.8, linestyle=":")
+        draw_times(axis, hidden, rows)
+        times = [1e3 * formulas.step_time(strategy, ranks, one, data["per_rank"], cores) for one in formulas.FINE]
+        axis.plot(formulas.FINE, times, **STYLES["formula"])
+        for where in (where for *both, where in crossed if strategy in both):
+            for kind in (kind for kind in ("formula", "eager") if where[kind]):
+                axis.axvline(where[kind], color=STYLES[kind]["color"], linewidth=0.8, linestyle=":")
         axis.set(title=f"{strategy}, {ranks} ranks", xlabel="hidden size", xscale="log", yscale="log")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.set_xticks(hidden, [str(one) for one in hidden])
         axis.minorticks_off()
-        axis.set_ylabel("ms a step")
     axes[0].legend()
     return figure
 
 
 def collectives(data, _):
-    ways = list(dict.fromkeys((row["collective"], row["ranks"]) for row in data["moves"]))
-    figure, axes = stacked(len(ways))
-    for axis, (name, ranks) in zip(axes, ways):
-        rows = [row for row in data["moves"] if (row["collective"], row["ranks"]) == (name, ranks)]
+    ways = formulas.grouped(data["moves"], "collective", "ranks")
+    figure, axes = stacked(ways)
+    for axis, ((name, ranks), rows) in zip(axes, ways.items()):
         for side in ("ours", "gloo"):
             rates = [row["sends"] / row["seconds"][side] / 1e9 for row in rows]
             axis.plot([row["bytes"] for row in rows], rates, **STYLES[side])
@@ -96,9 +87,15 @@ def collectives(data, _):
     return figure
 
 
-def stacked(count):
+def stacked(ways):
     """A figure and its axes, one below the other."""
-    return plt.subplots(count, 1, figsize=(WIDTH, HEIGHT * count), layout="constrained")
+    return plt.subplots(len(ways), 1, figsize=(WIDTH, HEIGHT * len(ways)), layout="constrained")
+
+
+def draw_times(axis, xs, rows):
+    for side in ("eager", "PyTorch"):
+        axis.plot(xs, [1e3 * row["seconds"][side] for row in rows], **STYLES[side])
+    axis.set_ylabel("ms a step")
 
 
 def use(theme):
