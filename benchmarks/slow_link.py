@@ -12,9 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.steps import MODES, OURS, timed  # noqa: E402
+from benchmarks.steps import MODES, of_script, slowest  # noqa: E402
 from harness.pool import Pool  # noqa: E402
-from harness.start import recipe  # noqa: E402
 from tests.hosts import NO_HOSTS, Hosts  # noqa: E402
 
 WIDTH, HIDDEN, BATCHES, RATE = 1024, 256, (64, 512), 80_000_000
@@ -36,8 +35,7 @@ def step_time(pool, name, batch, mode):
     """Seconds of a step: the median of as many as keep the link busy for 2 seconds, at least 8."""
     sizes = {"batch": batch, "in_features": WIDTH, "hidden": HIDDEN, "out_features": WIDTH}
     steps = max(8, round(2 * RATE / 8 / SENDS[name](batch)))
-    path = str(recipe.path_of(name))
-    return timed(pool.call, f"{OURS}:step_times", path=path, graph=mode == "graph", steps=steps, **sizes)()
+    return slowest(of_script(pool, "step_times", name, graph=mode == "graph", steps=steps, **sizes))
 
 
 def main():

@@ -17,13 +17,13 @@ from harness.start import recipe
 
 OURS = f"{Path(__file__).with_name('ours.py')}"
 WIDE = {"batch": 512, "in_features": 1024, "hidden": 4096, "out_features": 1024}
-SQUARE = {"batch": 512, "in_features": 1024, "hidden": 1024, "out_features": 1024}
-STRATEGIES = {  # name -> (kind of the peers, recipe, its options, sizes, numbers of ranks)
-    "data parallel": ("data", "train_data_parallel", {"optimizer": "momentum"}, WIDE, (2, 4)),
-    "column, then row": ("tensor", "train_model_parallel", {"input_gradient": False}, WIDE, (2, 4)),
-    "pipeline": ("pipeline", "train_pipeline", {"micro_batches": 8}, SQUARE, (2, 4)),
-    "data x tensor": ("hybrid", "train_data_tensor", {}, WIDE, (4,)),
-    "fully sharded, Adam": ("sharded", "fully_sharded", {}, WIDE, (2, 4)),
+SQUARE = {**WIDE, "hidden": 1024}
+STRATEGIES = {  # name -> (kind of the peers, recipe, arguments of its run, numbers of ranks)
+    "data parallel": ("data", "train_data_parallel", {"optimizer": "momentum", **WIDE}, (2, 4)),
+    "column, then row": ("tensor", "train_model_parallel", {"input_gradient": False, **WIDE}, (2, 4)),
+    "pipeline": ("pipeline", "train_pipeline", {"micro_batches": 8, **SQUARE}, (2, 4)),
+    "data x tensor": ("hybrid", "train_data_tensor", WIDE, (4,)),
+    "fully sharded, Adam": ("sharded", "fully_sharded", WIDE, (2, 4)),
 }
 PEERS = {"PyTorch": "torch", "JAX": "jax"}
 MODES = ("eager", "graph")
@@ -66,6 +66,11 @@ def timed(run, *arguments, **named):
     return lambda: slowest(run(*arguments, **named))
 
 
+def of_script(pool, function, script, **given):
+    """What a function of ours.py returns for a recipe, by rank."""
+    return pool.call(f"{OURS}:{function}", path=str(recipe.path_of(script)), **given)
+
+
 def of_peer(peer, kind, given):
     """The same of a peer that trains some steps."""
     sizes = {key: value for key, value in given.items() if key in (*WIDE, "micro_batches")}
@@ -74,8 +79,7 @@ def of_peer(peer, kind, given):
 
 def of_recipe(pool, script, mode, given):
     """The same of a recipe."""
-    path = str(recipe.path_of(script))
-    return timed(pool.call, f"{OURS}:step_times", path=path, graph=mode == "graph", steps=STEPS + 1, **given)
+    return timed(of_script, pool, "step_times", script, graph=mode == "graph", steps=STEPS + 1, **given)
 
 
 @contextmanager
@@ -90,8 +94,8 @@ def sides(n, names, variables=None, bind=True):
         pool.call(f"{OURS}:wait")
 
         def of(strategy, **changed):
-            kind, script, options, sizes, _ = STRATEGIES[strategy]
-            given = {**options, **sizes, **changed}
+            kind, script, given, _ = STRATEGIES[strategy]
+            given = {**given, **changed}
             return {
                 name: of_peer(peers[name], kind, given) if name in peers else of_recipe(pool, script, name, given)
                 for name in names
@@ -126,18 +130,15 @@ def tall(batch, inner, hidden, out, n=2):
 def limit(turns, say):
     """Column, then row on 2 ranks: {"matmuls": seconds of a step's matmuls alone, by framework, "shares": of a step's
     time, that they are, by mode, "parts": seconds of the parts of an eager step}."""
-    shapes, strategy = tall(*WIDE.values()), "column, then row"
-    _, script, options, sizes, _ = STRATEGIES[strategy]
+    work = {"shapes": tall(*WIDE.values()), "steps": STEPS}
+    _, script, given, _ = STRATEGIES["column, then row"]
     with ExitStack() as stack:
         pool = stack.enter_context(Pool(2, timeout=300))
         peers = {name: stack.enter_context(Peer(PEERS[name], 2)) for name in PEERS}
-        work = {"shapes": shapes, "steps": STEPS}
         alone = {name: timed(peer.step_times, kind="matmuls", **work) for name, peer in peers.items()}
         alone["OneFlow"] = timed(pool.call, f"{OURS}:matmul_times", **work)
-        given = {**options, **sizes}
         found = in_turns(turns, {**alone, **{mode: of_recipe(pool, script, mode, given) for mode in MODES}})
-        path = str(recipe.path_of(script))
-        [parts, *_] = pool.call(f"{OURS}:parts_of_step", path=path, steps=STEPS + 3, **given)
+        [parts, *_] = of_script(pool, "parts_of_step", script, steps=STEPS + 3, **given)
     shares = {mode: ratio(found["OneFlow"], found[mode]) for mode in MODES}
     say(shares)
     return {"matmuls": {name: statistics.median(found[name]) for name in alone}, "shares": shares, "parts": parts}
@@ -220,10 +221,9 @@ def busy(turns, say):
     for n in (2, 4):
         with Pool(n, timeout=300) as pool:
             cores = min(n, len(os.sched_getaffinity(0)))
-            for strategy, (_, script, options, sizes, ranks) in STRATEGIES.items():
+            for strategy, (_, script, given, ranks) in STRATEGIES.items():
                 if n in ranks:
-                    path = str(recipe.path_of(script))
-                    found = pool.call(f"{OURS}:cpu_times", path=path, steps=10, **options, **sizes)[::cores]
+                    found = of_script(pool, "cpu_times", script, steps=10, **given)[::cores]
                     total = {kind: sum(one[kind] for one in found) for kind in ("scheduling", "others")}
                     rows.append({"strategy": strategy, "ranks": n, **total, "step": found[0]["step"]})
                     say(rows[-1])
@@ -269,14 +269,13 @@ def sizes(turns, say):
 
 def rates(turns):
     """What formulas for a step's time need, measured with 2 ranks at work: see `sizes`."""
-    path = str(recipe.path_of("train_data_parallel"))
     shapes, elements = tall(*WIDE.values()), 2**22
     with Pool(2, timeout=300) as pool:
         moved = timed(pool.call, f"{OURS}:move_times", old="P", new="B", elements=elements, steps=2 * STEPS)
 
         def update():
-            parts = pool.call(f"{OURS}:parts_of_step", path=path, optimizer="momentum", steps=STEPS, **WIDE)
-            return max(one["update"] for one in parts)
+            _, script, given, _ = STRATEGIES["data parallel"]
+            return max(one["update"] for one in of_script(pool, "parts_of_step", script, steps=STEPS, **given))
 
         matmuls = timed(pool.call, f"{OURS}:matmul_times", shapes=shapes, steps=STEPS)
         seconds = medians(in_turns(turns, {"matmuls": matmuls, "moved": moved, "update": update}))

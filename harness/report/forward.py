@@ -7,6 +7,7 @@ import numpy as np
 
 from harness.measure import theory
 from harness.measure.sbp import KINDS, Layout, split_dim
+from harness.measure.steps import bytes_of
 from harness.report.svg import colour_of, wide
 
 SMALL = 1000  # bytes of a tensor, such as a loss, that is not drawn
@@ -116,8 +117,8 @@ class Forward:
             whole = large[0]["steps"][number]
             if step["what"] == "matmul":
                 self.matmul(step, sent)
-            elif step["what"] == "to_global" and size(whole["inputs"][0]) >= SMALL:
-                self.to_global(step, [one / size(whole["inputs"][0]) for one in sent])
+            elif step["what"] == "to_global" and bytes_of(whole["inputs"][0]) >= SMALL:
+                self.to_global(step, [one / bytes_of(whole["inputs"][0]) for one in sent])
             elif step["what"] == "backward":
                 self.backward(step, sent, whole["outputs"])
 
@@ -157,8 +158,4 @@ class Forward:
             if one["sbp"] == "B":  # each rank had a part of it
                 new = self.tensor(one, self.name(one, "·"))
                 part = Tensor(new.name, new.colour, new.shape, Layout("P", one["ranks"]))
-                self.items.append(Move(part, new, [amount / size(large) for amount in sent], backward=True))
-
-
-def size(one):
-    return one["item"] * int(np.prod(one["shape"]))
+                self.items.append(Move(part, new, [amount / bytes_of(large) for amount in sent], backward=True))

@@ -46,12 +46,11 @@ def page(results):
     disjoint, overlapping = (
         "\n".join(f"### {a} → {b}\n\n{tables.other_ranks(found, a, b)}" for a, b in group) for group in others
     )
-    same = {"same": atlas.SAME}
     return PAGE.read_text().format(
         shape=" x ".join(map(str, atlas.SHAPE)),
         megabytes=f"{4 * np.prod(atlas.SHAPE) / 1e6:.1f}",
-        headline=tables.conversions(found, tables.HEADLINE, {**same, "disjoint": atlas.DISJOINT}),
-        same=tables.conversions(found, atlas.PAIRS, same),
+        headline=tables.conversions(found, tables.HEADLINE, "same", "disjoint"),
+        same=tables.conversions(found, atlas.PAIRS, "same"),
         deviations=tables.deviations(),
         disjoint=disjoint,
         overlapping=overlapping,

@@ -31,12 +31,13 @@ def bold(text, sent, formula):
     return text if abs(sent - formula) <= 0.02 * formula + 0.02 else f"**{text}**"
 
 
-def conversions(found, pairs, placements):
-    """Conversions between these pairs of SBPs; placements: {"same" or "disjoint": those of 2, 3 and 4 ranks}."""
+def conversions(found, pairs, *kinds):
+    """Conversions between these pairs of SBPs, on 2, 3 and 4 ranks; kinds: of placements, "same" or "disjoint"."""
+    placements = {"same": atlas.SAME, "disjoint": atlas.DISJOINT}
 
-    def totals(old, new, which, mode):
+    def totals(old, new, kind, mode):
         cells = []
-        for source, target in placements[which].values():
+        for source, target in placements[kind].values():
             sent = sum(found["conversions", tuple(source), tuple(target), mode][old, new])
             cells.append(bold(units(sent), sent, atlas.formula(source, target, old, new).total))
         return " · ".join(cells)
@@ -44,10 +45,10 @@ def conversions(found, pairs, placements):
     rows, columns = [], {"same": "same p ranks", "disjoint": "p1 → p2 other ranks"}
     for pair in pairs:
         row = [" → ".join(pair), atlas.formula([0, 1], [0, 1], *pair).collective]
-        for which in placements:
-            row += [atlas.formula_in_words(which, *pair), *(totals(*pair, which, mode) for mode in MODES)]
+        for kind in kinds:
+            row += [atlas.formula_in_words(kind, *pair), *(totals(*pair, kind, mode) for mode in MODES)]
         rows.append(row)
-    header = [name for which in placements for name in (columns[which], *MODES)]
+    header = [name for kind in kinds for name in (columns[kind], *MODES)]
     return table(["from → to", "collective", *header], rows)
 
 

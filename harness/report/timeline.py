@@ -130,14 +130,14 @@ def rows(drawn, blocks, n, parts):
             drawn.text(middle, row[rank] + tall / 2 + 4, "idle", fill="quiet", anchor="middle")
     for block, (start, end) in zip(blocks, places):
         top, bottom = row[block.ranks[0]], row[block.ranks[-1]] + tall
-        x, width, middle = LEFT + start, end - start - 2, (top + bottom) / 2
+        x, width = LEFT + start, end - start - 2
         if block.what == "send":
             ends = (bottom, row[block.to[0]]) if block.to[0] > block.ranks[0] else (top, row[block.to[0]] + tall)
             drawn.arrow(*[(x - 3, y) for y in ends], fill=block.colour)
             continue
-        for rank in block.ranks if block.what in wide else block.ranks[:1]:
-            drawn.tinted(x, row[rank], width, tall if block.what in wide else bottom - top, block.colour)
-            named(drawn, block, x + width / 2, row[rank] + tall / 2 if block.what in wide else middle, parts)
+        for y, height in [(row[rank], tall) for rank in block.ranks] if block.what in wide else [(top, bottom - top)]:
+            drawn.tinted(x, y, width, height, block.colour)
+            named(drawn, block, x + width / 2, y + height / 2, parts)
     drawn.down = row[-1] + tall + 1
 
 

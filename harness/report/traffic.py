@@ -1,7 +1,6 @@
 """A parameter server and a ring all-reduce in one picture: who sends to whom, and how much each rank sends in all."""
 
-import numpy as np
-
+from harness.measure.steps import bytes_of
 from harness.report.svg import WIDTH, Picture
 
 BOX, TALL, UNIT = 62, 24, 80  # pixels: of a rank, of its bar for once the tensor
@@ -32,7 +31,7 @@ def draw_server(drawn, results):
             [old], [new] = step["inputs"][0]["ranks"], step["outputs"][0]["ranks"]
             if old != new:
                 there[old, new] = there.get((old, new), 0) + sent[old]
-    weights = sum(map(size, gradients))
+    weights = sum(map(bytes_of, gradients))
     top, under = drawn.down + 6, drawn.down + 6 + TALL + 44
     box(drawn, 0, top, WIDTH - 1, "rank 0: keeps the weights, and updates them")
     for k, rank in enumerate(range(1, len(results))):
@@ -49,7 +48,7 @@ def draw_server(drawn, results):
 
 
 def draw_ring(drawn, results):
-    [whole] = {size(step["inputs"][0]) for step in results[0]["steps"]}
+    [whole] = {bytes_of(step["inputs"][0]) for step in results[0]["steps"]}
     left = [rank * (WIDTH - BOX - 1) / (len(results) - 1) for rank in range(len(results))]
     top = drawn.down + 6
     for rank, result in enumerate(results):
@@ -66,10 +65,6 @@ def draw_ring(drawn, results):
     drawn.down = top + TALL + 34
     for rank, result in enumerate(results):
         bar(drawn, rank, result["outside"] / whole)
-
-
-def size(one):
-    return one["item"] * int(np.prod(one["shape"]))
 
 
 def box(drawn, x, y, width, words):
