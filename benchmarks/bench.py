@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import costs, moves, page, peers, starts, steps  # noqa: E402
+from benchmarks import moves, page, peers, starts, steps  # noqa: E402
 from harness.pool import PoolError  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -35,7 +35,6 @@ PARTS = {  # in the order in which they run: name -> function of the number of t
     "sizes": steps.sizes,
     "idle": steps.idle,
     "collectives": moves.collectives,
-    "costs": costs.costs,
     "launches": starts.launches,
     "fresh_clone": starts.fresh_clone,
     "suite": starts.suite,

@@ -117,15 +117,6 @@ class Job:
                 found[int(rank.group(1))] = pid
         return found
 
-    def hit(self, number):
-        """Send a signal to any of the ranks."""
-        running = self.ranks()
-        if not running:
-            return False
-        self.hit_rank, pid = self.rng.choice(sorted(running.items()))
-        self.hit_node = self.hit_rank // self.each
-        return signal_process(pid, number)
-
 
 def at_some_moment(do):
     def inject(job):
@@ -145,6 +136,20 @@ def while_it_trains(do):
         return do(job)
 
     return inject
+
+
+def signal_rank(number):
+    """To any of the ranks."""
+
+    def send(job):
+        running = job.ranks()
+        if not running:
+            return False
+        job.hit_rank, pid = job.rng.choice(sorted(running.items()))
+        job.hit_node = job.hit_rank // job.each
+        return signal_process(pid, number)
+
+    return send
 
 
 def signal_launcher(number):

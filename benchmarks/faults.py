@@ -24,18 +24,9 @@ from typing import Callable, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.elastic_jobs import (  # noqa: E402
-    EVERY,
-    RANKS,
-    STEPS,
-    Job,
-    at_some_moment,
-    kill_node,
-    nothing,
-    pull_link,
-    signal_launcher,
-    while_it_trains,
-)
+from benchmarks import elastic_jobs as jobs  # noqa: E402
+from benchmarks.elastic_jobs import EVERY, RANKS, STEPS, Job, at_some_moment, while_it_trains  # noqa: E402
+from harness.report.tables import table  # noqa: E402
 from tests.cases import ROOT  # noqa: E402
 from tests.hosts import NO_HOSTS, Hosts  # noqa: E402
 
@@ -82,30 +73,30 @@ class Outcome:
 
 RANK_FAILED = r"rank RANK of \d+NODE failed: "
 FAULTS = [
-    Fault("a rank is killed, signal 9", at_some_moment(lambda job: job.hit(signal.SIGKILL)), 137,
+    Fault("a rank is killed, signal 9", at_some_moment(jobs.signal_rank(signal.SIGKILL)), 137,
           RANK_FAILED + "killed by signal 9", tries=10, restarts=True),
-    Fault("a rank is killed, no restart", at_some_moment(lambda job: job.hit(signal.SIGKILL)), 137,
+    Fault("a rank is killed, no restart", at_some_moment(jobs.signal_rank(signal.SIGKILL)), 137,
           RANK_FAILED + "killed by signal 9", tries=10),
-    Fault("a rank raises an exception", while_it_trains(lambda job: job.hit(signal.SIGUSR2)), 1,
+    Fault("a rank raises an exception", while_it_trains(jobs.signal_rank(signal.SIGUSR2)), 1,
           RANK_FAILED, does="raise", restarts=True),
-    Fault("a rank calls sys.exit(3)", while_it_trains(lambda job: job.hit(signal.SIGUSR2)), 3,
+    Fault("a rank calls sys.exit(3)", while_it_trains(jobs.signal_rank(signal.SIGUSR2)), 3,
           RANK_FAILED + "exit code 3", does="3"),
-    Fault("a rank calls sys.exit(0)", while_it_trains(lambda job: job.hit(signal.SIGUSR2)), 124,
+    Fault("a rank calls sys.exit(0)", while_it_trains(jobs.signal_rank(signal.SIGUSR2)), 124,
           "rank RANK of . has (run to its end|ended)", does="0", tries=2, timeout=SILENCE, within=SILENCE + 3),
-    Fault("Ctrl-C", at_some_moment(signal_launcher(signal.SIGINT)), 130, "SIGINT(NODE: every rank is ended|: nothing)"),
-    Fault("SIGTERM to launch.sh", at_some_moment(signal_launcher(signal.SIGTERM)), 143,
+    Fault("Ctrl-C", at_some_moment(jobs.signal_launcher(signal.SIGINT)), 130,
+          "SIGINT(NODE: every rank is ended|: nothing)"),
+    Fault("SIGTERM to launch.sh", at_some_moment(jobs.signal_launcher(signal.SIGTERM)), 143,
           "SIGTERM(NODE: every rank is ended|: nothing)"),
-    Fault("a rank is stopped, SIGSTOP", while_it_trains(lambda job: job.hit(signal.SIGSTOP)), 124,
+    Fault("a rank is stopped, SIGSTOP", while_it_trains(jobs.signal_rank(signal.SIGSTOP)), 124,
           "rank RANK of . is stopped", tries=2, timeout=SILENCE, within=SILENCE + 3),
-    Fault("a host dies", while_it_trains(kill_node), 1, r"NODE is gone", hosts=(2,)),
-    Fault("the link goes down", while_it_trains(pull_link), 1, r"node \d \([^)]*\) is gone", hosts=(2,), tries=3),
-    Fault("a host never comes", nothing, 2, "did not come until --timeout", hosts=(2,), tries=2, timeout=4, within=8,
-          setting="alone"),
-    Fault("the disk is full at a checkpoint", nothing, 1, RANK_FAILED + "exit code 1", tries=3, within=120,
+    Fault("a host dies", while_it_trains(jobs.kill_node), 1, r"NODE is gone", hosts=(2,)),
+    Fault("the link goes down", while_it_trains(jobs.pull_link), 1, r"node \d \([^)]*\) is gone", hosts=(2,), tries=3),
+    Fault("a host never comes", jobs.nothing, 2, "did not come until --timeout", hosts=(2,), tries=2, timeout=4,
+          within=8, setting="alone"),
+    Fault("the disk is full at a checkpoint", jobs.nothing, 1, RANK_FAILED + "exit code 1", tries=3, within=120,
           setting="disk"),
-    Fault("a checkpoint is damaged", nothing, 0, "went on after step", within=120, setting="damaged"),
+    Fault("a checkpoint is damaged", jobs.nothing, 0, "went on after step", within=120, setting="damaged"),
 ]  # fmt: skip
-HOST_DIES = "a host dies"
 
 
 def damage(checkpoint, rng):
@@ -189,7 +180,7 @@ def too_late(fault, job, begin):
 
 def broken_promises(fault, job):
     """What the launchers that are left did not say or do, in words."""
-    dies, problems = fault.what == HOST_DIES, []
+    dies, problems = fault.what == "a host dies", []
     place = rf"node {job.hit_node} \([^)]*\)"
     if not dies:
         place = f" on {place}" if job.count > 1 else ""
@@ -242,13 +233,10 @@ def page(found):
         for count in fault.hosts:
             some = [one for one in outcomes if (one.fault, one.hosts) == (fault.what, count)]
             times = [one.seconds for one in some if one.seconds is not None]
-            took = f"{statistics.median(times):.1f} | {max(times):.1f}" if times else "– | –"
-            limit = f"{fault.within:g}" if times else "–"
+            took = [f"{statistics.median(times):.1f}", f"{max(times):.1f}", f"{fault.within:g}"] if times else ["–"] * 3
             as_said = sum(not one.problems for one in some)
             counts = (sum(one.left for one in some), sum(one.lost for one in some), sum(one.equal for one in some))
-            cells = [fault.what, count, len(some), took, limit, as_said, *counts]
-            rows.append(f"| {' | '.join(map(str, cells))} |")
-    table = "\n".join(rows)
+            rows.append([fault.what, count, len(some), *took, as_said, *counts])
     left, lost = sum(one.left for one in outcomes), sum(one.lost for one in outcomes)
     return f"""# Faults
 
@@ -267,10 +255,7 @@ and each host names the rank or host that failed (at a time limit only the rank'
 on, by itself or started again, and its last checkpoint, weight and momentum, is compared with that of an undisturbed
 run. A fault that comes too late, when the job or the rank has all but ended, is not counted.
 
-| {" | ".join(COLUMNS)} |
-|{" --- |" * len(COLUMNS)}
-{table}
-
+{table(COLUMNS, rows)}
 - A rank that calls `sys.exit(0)` or is stopped falls silent, and the others wait for it until `--timeout`, here
   {SILENCE} s from the start of the job. `launch.sh` then shows where each rank is, and which one is stopped or has
   ended.

@@ -1,5 +1,7 @@
 """The time of a training step by formula, and where two strategies cross. Imports nothing, so plots.py can use it."""
 
+import itertools
+
 BATCH, FEATURES, MICRO_BATCHES = 1024, 1024, 8  # of steps.sizes
 HIDDEN = (256, 512, 1024, 2048, 4096)
 
@@ -15,8 +17,7 @@ def sent(strategy, ranks, hidden):
         "data parallel": ring * weights,
         "column, then row": ring * activations,
         "pipeline": 4 * BATCH * hidden,
-        "data x tensor": weights / 2
-        + activations / 2,  # pairs: half of the weights one way, half of the batch the other
+        "data x tensor": (weights + activations) / 2,  # pairs: half of the weights one way, half of the batch the other
     }[strategy]
 
 
@@ -28,11 +29,7 @@ def step_time(strategy, ranks, hidden, rates, cores):
     for the other's first and last micro-batch: (m + n - 1) / m (arXiv:1811.06965).
     """
     parameters, flops = 2 * FEATURES * hidden, 5 * 2 * BATCH * FEATURES * hidden
-    work, held = flops / ranks, parameters / ranks
-    if strategy == "data parallel":
-        held = parameters
-    if strategy == "data x tensor":
-        held = parameters / 2
+    work, held = flops / ranks, parameters / {"data parallel": 1, "data x tensor": 2}.get(strategy, ranks)
     if strategy == "pipeline":
         work = 3 / 5 * flops * (MICRO_BATCHES + ranks - 1) / MICRO_BATCHES
     seconds = work / rates["flops"] + held * rates["update"] + sent(strategy, ranks, hidden) / rates["bytes"]
@@ -48,27 +45,29 @@ def crossing(xs, ones, others):
     return None
 
 
-def fine():
-    """Hidden sizes close to each other, over the range of HIDDEN."""
-    steps = 400
-    return [HIDDEN[0] * (HIDDEN[-1] / HIDDEN[0]) ** (k / steps) for k in range(steps + 1)]
+# Hidden sizes close to each other, over the range of HIDDEN.
+FINE = [HIDDEN[0] * (HIDDEN[-1] / HIDDEN[0]) ** (k / 400) for k in range(401)]
+
+
+def grouped(rows, *names):
+    """Rows by their values of these names, in the order in which they come first."""
+    found = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return found
 
 
 def crossings(data, cores):
     """[(one strategy, another, {"bytes", "formula", "eager", "PyTorch": hidden size or None})] on 2 ranks."""
-    names = ("data parallel", "column, then row", "pipeline")
     curves = {}
-    for name in names:
+    for name in ("data parallel", "column, then row", "pipeline"):
         rows = [row for row in data["steps"] if row["strategy"] == name]
         curves[name] = {
-            "bytes": [sent(name, 2, hidden) for hidden in fine()],
-            "formula": [step_time(name, 2, hidden, data["per_rank"], cores) for hidden in fine()],
-            **{side: [row["seconds"][side] for row in rows] for side in ("eager", "PyTorch")},
+            "bytes": (FINE, [sent(name, 2, hidden) for hidden in FINE]),
+            "formula": (FINE, [step_time(name, 2, hidden, data["per_rank"], cores) for hidden in FINE]),
+            **{side: (HIDDEN, [row["seconds"][side] for row in rows]) for side in ("eager", "PyTorch")},
         }
-    found = []
-    for i, one in enumerate(names):
-        for other in names[i + 1 :]:
-            grids = {"bytes": fine(), "formula": fine(), "eager": HIDDEN, "PyTorch": HIDDEN}
-            where = {kind: crossing(xs, curves[one][kind], curves[other][kind]) for kind, xs in grids.items()}
-            found.append((one, other, where))
-    return found
+    return [
+        (one, other, {kind: crossing(xs, ys, curves[other][kind][1]) for kind, (xs, ys) in curves[one].items()})
+        for one, other in itertools.combinations(curves, 2)
+    ]

@@ -1,7 +1,7 @@
 """Collectives: `to_global` in eager mode beside gloo's, and beside a copy in memory. Seconds, as JSON takes it."""
 
 from benchmarks.peers import Peer
-from benchmarks.steps import OURS, in_turns, medians, ratio, slowest
+from benchmarks.steps import OURS, compared, slowest, timed
 from harness.pool import Pool
 
 COLLECTIVES = {
@@ -27,18 +27,10 @@ def collectives(turns, say, sizes=SIZES):
         with Peer("torch", n) as torch, Pool(n, timeout=300) as pool:
             for (name, (old, new)), size in ((one, size) for one in COLLECTIVES.items() for size in sizes):
                 given = {"elements": size // 4, "steps": 6 if size > 2**20 else 30}
-                pair = {
-                    "gloo": lambda name=name, given=given: slowest(
-                        torch.step_times(kind="collective", name=name, **given)
-                    ),
-                    "ours": lambda old=old, new=new, given=given: slowest(
-                        pool.call(f"{OURS}:move_times", old=old, new=new, **given)
-                    ),
-                }
-                found = in_turns(turns, pair)
+                ours = timed(pool.call, f"{OURS}:move_times", old=old, new=new, **given)
+                pair = {"ours": ours, "gloo": timed(torch.step_times, kind="collective", name=name, **given)}
                 row = {"collective": name, "sbp": f"{old} → {new}", "ranks": n, "bytes": size}
-                row.update(sends=SHARES[name](n) * size, seconds=medians(found))
-                rows.append({**row, "ratio": ratio(found["ours"], found["gloo"])})
+                rows.append({**row, "sends": SHARES[name](n) * size, **compared(turns, pair)})
                 if size == sizes[-1]:
                     say(name, n, rows[-1]["seconds"])
             if n == 2:

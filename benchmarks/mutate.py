@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.pool import Pool, PoolError  # noqa: E402
 from harness.start.recipe import path_of  # noqa: E402
-from tests.cases import CASES, ROOT, modes, proven_on, sizes_of  # noqa: E402
+from tests.cases import CASES, ROOT, runs  # noqa: E402
 from tests.cases.ladder import prove  # noqa: E402
 
 WORLD = "flow.env.get_world_size()"
@@ -195,17 +195,13 @@ def replacements(node, text):
 
 def first_red(pools, path, name):
     """Where the changed recipe fails on the proof ladder, in one line, or None if it does not."""
-    for n in proven_on(name):
-        for sizes in sizes_of(name, n):
-            for graph in modes(name):
-                try:
-                    prove(pools(n), path, name, graph, sizes)
-                except (AssertionError, PoolError) as error:
-                    reason = [line for line in str(error).splitlines() if line.strip()]
-                    reason = (
-                        reason[0] if isinstance(error, AssertionError) else f"{reason[0].split(':')[-1]} {reason[-1]}"
-                    )
-                    return f"{n} ranks, {'graph' if graph else 'eager'}: {reason.strip()}"
+    for _, n, graph, sizes in (run for run in runs() if run[0] == name):
+        try:
+            prove(pools(n), path, name, graph, sizes)
+        except (AssertionError, PoolError) as error:
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            reason = lines[0] if isinstance(error, AssertionError) else f"{lines[0].split(':')[-1]} {lines[-1]}"
+            return f"{n} ranks, {'graph' if graph else 'eager'}: {reason.strip()}"
     return None
 
 

@@ -77,29 +77,26 @@ def parts_of_step(path, **arguments):
     return {**middle, "step": statistics.median(step_times(path, **arguments))}
 
 
+def thread_times():
+    """The seconds that each thread of this process has run so far, by its number."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
+def busiest(work, *apart):
+    """The number of the thread, of those that OneFlow has started and are not `apart`, that runs longest in work()."""
+    before = thread_times()
+    work()
+    after = thread_times()
+    ran = {thread: after[thread] - before.get(thread, 0) for thread in after if thread not in (os.getpid(), *apart)}
+    return max(ran, key=ran.get)
+
+
 def one_matmul():
     flow.matmul(flow.ones(2048, 2048), flow.ones(2048, 2048)).numpy()
-
-
-def busiest(work, apart=()):
-    """The number of the thread, of those that OneFlow has started, that runs longest while work() does.
-
-    None where Linux does not say how long each thread has run. apart: threads that are not meant.
-    """
-
-    def times():
-        found = {}
-        for task in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):
-                found[int(task.name)] = int((task / "schedstat").read_text().split()[0])
-        return found
-
-    before = times()
-    work()
-    after = times()
-    for task in (os.getpid(), *apart):
-        after.pop(task, None)
-    return max(after, key=lambda task: after[task] - before.get(task, 0), default=None)
 
 
 def many_operations():
@@ -111,49 +108,39 @@ def many_operations():
 
 def cpu_times(path, **arguments):
     """Seconds a step that this rank's threads ran: {"scheduling": OneFlow's thread that spins, "others", "step"}."""
-    computing = busiest(one_matmul)
-    spinning = busiest(many_operations, apart=[computing])
-
-    def ran():
-        times = {}
-        for thread in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{thread}/schedstat") as numbers:
-                times["scheduling" if int(thread) == spinning else thread] = int(numbers.read().split()[0]) / 1e9
-        return times, time.perf_counter()
-
-    begins = [begin for begin, _ in steps(path, ran, **arguments)]
-    (before, begin), (after, end), count = begins[1], begins[-1], len(begins) - 2
-    used = {thread: after[thread] - before.get(thread, 0) for thread in after}
-    spun = used.pop("scheduling")
-    return {"scheduling": spun / count, "others": sum(used.values()) / count, "step": (end - begin) / count}
+    spinning = busiest(many_operations, busiest(one_matmul))
+    found = steps(path, lambda: (thread_times(), time.perf_counter()), **arguments)
+    [_, ((before, begin), _), *_, ((after, end), _)] = found
+    count = len(found) - 2
+    used = {thread: (after[thread] - before.get(thread, 0)) / count for thread in after}
+    spun = used.pop(spinning)
+    return {"scheduling": spun, "others": sum(used.values()), "step": (end - begin) / count}
 
 
-def move_times(old, new, elements, steps):
-    """The seconds of each to_global from one SBP to another but the first, on all ranks, of a square-like tensor."""
-    ranks = flow.placement.all("cpu")
-    x = flow.ones(64, elements // 64, placement=ranks, sbp=sbp_of(old))
+def times_of(run, count):
+    """The seconds of each of so many runs but the first."""
     ends = []
-    for _ in range(steps):
-        x.to_global(sbp=sbp_of(new)).to_local()
+    for _ in range(count):
+        run()
         wait()
         ends.append(time.perf_counter())
     return [end - begin for begin, end in zip(ends, ends[1:])]
+
+
+def move_times(old, new, elements, steps):
+    """The seconds of to_global from one SBP to another, on all ranks, of a square-like tensor."""
+    x = flow.ones(64, elements // 64, placement=flow.placement.all("cpu"), sbp=sbp_of(old))
+    return times_of(lambda: x.to_global(sbp=sbp_of(new)).to_local(), steps)
 
 
 def matmul_times(shapes, steps):
     """The seconds that the matmuls of these shapes, (rows, inner, columns), take this rank alone, one after another."""
     pairs = [(flow.ones(rows, inner), flow.ones(inner, columns)) for rows, inner, columns in shapes]
-    ends = []
-    for _ in range(steps):
-        for x, w in pairs:
-            flow.matmul(x, w)
-        wait()
-        ends.append(time.perf_counter())
-    return [end - begin for begin, end in zip(ends, ends[1:])]
+    return times_of(lambda: [flow.matmul(x, w) for x, w in pairs], steps)
 
 
 def kernel_times(kernel, shapes, steps):
-    """The seconds of each run but the first of one operation on ones of these shapes, on this rank alone."""
+    """The seconds of one operation on ones of these shapes, on this rank alone."""
     given = [flow.ones(*shape) for shape in shapes]
     weight = flow.nn.Parameter(flow.ones(*shapes[0]))
     weight.grad = flow.ones(*shapes[0])
@@ -167,9 +154,4 @@ def kernel_times(kernel, shapes, steps):
         "sgd": flow.optim.SGD([weight], lr=0.1).step,
         "adam": flow.optim.Adam([weight], lr=0.1).step,
     }[kernel]
-    ends = []
-    for _ in range(steps):
-        run()
-        wait()
-        ends.append(time.perf_counter())
-    return [end - begin for begin, end in zip(ends, ends[1:])]
+    return times_of(run, steps)

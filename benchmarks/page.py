@@ -3,10 +3,8 @@
 import re
 import textwrap
 
-from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, step_time
-from harness.report.runs import TRAINING_SIZES
+from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, grouped, step_time
 from harness.report.tables import table
-from harness.report.terminal import bytes_in_words
 
 SIDES = ("eager", "graph", "PyTorch", "JAX")
 INTRODUCTION = """# Performance
@@ -15,7 +13,7 @@ INTRODUCTION = """# Performance
 
 What follows for you:
 
-- On a slow link take the strategy that sends least at your sizes: the bytes stand under Bytes and memory.
+- On a slow link take the strategy that sends least at your sizes: the [atlas](sbp-atlas.md) has the bytes.
 
 - Neither a graph nor eager mode is always faster. A pipeline is faster in a graph: only there its stages overlap.
 
@@ -86,14 +84,12 @@ vary from run to run, and with them the ratio to PyTorch's.
 def limit(data):
     fastest = min(data["matmuls"].values())
     rows = [[name, ms(seconds), f"{seconds / fastest:.2f}"] for name, seconds in data["matmuls"].items()]
-    parts = dict(data["parts"])
-    step = parts.pop("step")
-    alone = data["matmuls"]["OneFlow"]
+    alone, update = (one / data["parts"]["step"] for one in (data["matmuls"]["OneFlow"], data["parts"]["update"]))
     shares = [
-        ["five matmuls, alone", percent(alone / step)],
-        ["update, SGD with momentum", percent(parts["update"] / step)],
+        ["five matmuls, alone", percent(alone)],
+        ["update, SGD with momentum", percent(update)],
+        ["all else: relu, loss, all-reduce, waiting", percent(1 - alone - update)],
     ]
-    shares.append(["all else: relu, loss, all-reduce, waiting", percent(1 - (alone + parts["update"]) / step)])
     return f"""## The limit
 
 Column, then row on 2 ranks. A rank's five matmuls of a step with nothing else to do, in milliseconds, and over those of
@@ -151,16 +147,11 @@ Operations of a step alone on one core, milliseconds, float32: what a recipe can
 
 
 def scaling(rows):
-    def cells(kind, strategy, side):
-        found = {
-            row["ranks"]: row["seconds"][side] for row in rows if (row["kind"], row["strategy"]) == (kind, strategy)
-        }
-        return [f"{ms(found[n])} ({found[1] / found[n]:.2f})" for n in found]
-
-    ways = list(dict.fromkeys((row["kind"], row["strategy"]) for row in rows))
-    lines = [
-        [kind, strategy, side, *cells(kind, strategy, side)] for kind, strategy in ways for side in ("eager", "PyTorch")
-    ]
+    lines = []
+    for (kind, strategy), own in grouped(rows, "kind", "strategy").items():
+        for side in ("eager", "PyTorch"):
+            times = [row["seconds"][side] for row in own]
+            lines.append([kind, strategy, side, *(f"{ms(one)} ({times[0] / one:.2f})" for one in times)])
     return f"""## Scaling
 
 Milliseconds, and in parentheses the time on 1 rank over it: ideal is the number of ranks for strong scaling (a batch of
@@ -174,21 +165,17 @@ weak scaling. The dashed line is that ideal.
 
 
 def sizes(data, cores):
-    steps = data["steps"]
-    lines = []
-    for strategy, ranks in dict.fromkeys((row["strategy"], row["ranks"]) for row in steps):
-        rows = [row for row in steps if row["strategy"] == strategy]
+    lines, rates = [], data["per_rank"]
+    for (strategy, ranks), rows in grouped(data["steps"], "strategy", "ranks").items():
         for side in ("eager", "PyTorch"):
             lines.append([strategy, ranks, side, *(ms(row["seconds"][side]) for row in rows)])
-        lines.append(
-            [strategy, ranks, "formula"]
-            + [ms(step_time(strategy, ranks, row["hidden"], data["per_rank"], cores)) for row in rows]
-        )
+        formula = [step_time(strategy, ranks, row["hidden"], rates, cores) for row in rows]
+        lines.append([strategy, ranks, "formula", *map(ms, formula)])
+    kinds = ("bytes", "formula", "eager", "PyTorch")
     crossed = [
-        [f"{one} · {other}", *(f"{where[kind]:.0f}" if where[kind] else "none" for kind in KINDS)]
+        [f"{one} · {other}", *(f"{where[kind]:.0f}" if where[kind] else "none" for kind in kinds)]
         for one, other, where in crossings(data, cores)
     ]
-    rates = data["per_rank"]
     return f"""## How cost grows with size
 
 Milliseconds of a step with a batch of {BATCH}, {FEATURES} features in and out, by hidden
@@ -206,10 +193,7 @@ bytes data parallel and column, then row cross at batch x out / (in + out), and 
 then row below hidden = out; time adds what bytes do not know, the update (all weights on each rank against half of
 them) and waiting.
 
-{table(["strategies", "bytes", "formula", "eager", "PyTorch"], crossed)}"""
-
-
-KINDS = ("bytes", "formula", "eager", "PyTorch")
+{table(["strategies", *kinds], crossed)}"""
 
 
 def idle(data):
@@ -230,8 +214,7 @@ input, which alone leaves 1 - 5/6 = 17 % idle, and smaller micro-batches have sl
 def collectives(data):
     sizes = list(dict.fromkeys(row["bytes"] for row in data["moves"]))
     lines = []
-    for key in dict.fromkeys((row["collective"], row["sbp"], row["ranks"]) for row in data["moves"]):
-        rows = [row for row in data["moves"] if (row["collective"], row["sbp"], row["ranks"]) == key]
+    for key, rows in grouped(data["moves"], "collective", "sbp", "ranks").items():
         lines.append([*key, *(f"{ms(row['seconds']['ours'])} ({row['ratio']:.2f})" for row in rows)])
     copies = {row["bytes"]: row["bytes"] / row["seconds"] / 1e9 for row in data["copies"]}
     lines.append(["copy in memory, GB/s", "", "", *(f"{copies[size]:.1f}" for size in sizes)])
@@ -247,25 +230,6 @@ many bytes; the size is that of the whole tensor. The last row is what copying a
 
 def size_in_words(size):
     return f"{size >> 20} MB" if size >= 2**20 else f"{size >> 10} KB"
-
-
-def costs(rows):
-    lines, sizes = [], TRAINING_SIZES
-    weights = 4 * sizes["hidden"] * (sizes["in_features"] + sizes["out_features"])
-    for row in rows:
-        cells = []
-        for kind in ("sent", "kept"):
-            found, theory = row[kind], row[f"{kind}_theory"]
-            cells += [bytes_in_words(found), bytes_in_words(theory), f"{found / theory:.3f}" if theory else "–"]
-        lines.append([row["recipe"], row["ranks"], row["mode"], *cells])
-    header = ["recipe", "ranks", "mode", "sends", "theory", "ratio", "keeps", "theory", "ratio"]
-    return f"""## Bytes and memory
-
-A step of each recipe that trains two layers, with weights of {bytes_in_words(weights)}: what the rank that
-sends most sends, and what the one that keeps most keeps of weights, gradients and optimizer state
-between two steps. Control messages are counted.
-
-{table(header, lines)}"""
 
 
 def launches(data):
@@ -302,22 +266,7 @@ def suite(data):
 """
 
 
-WITH_CORES = (sizes,)
-SECTIONS = (
-    training,
-    limit,
-    kernels,
-    busy,
-    levers,
-    scaling,
-    sizes,
-    idle,
-    collectives,
-    costs,
-    launches,
-    fresh_clone,
-    suite,
-)
+SECTIONS = (training, limit, kernels, busy, levers, scaling, sizes, idle, collectives, launches, fresh_clone, suite)
 
 
 def page(found):
@@ -328,7 +277,7 @@ def page(found):
     for section in SECTIONS:
         if section.__name__ in found:
             part = found[section.__name__]
-            more = (part["machine"]["cores"],) if section in WITH_CORES else ()
+            more = [part["machine"]["cores"]] if section is sizes else []
             texts.append(section(part["data"], *more))
     lines = []
     for name, part in found.items():

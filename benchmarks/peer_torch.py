@@ -149,17 +149,16 @@ def copy(elements):
 def main():
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
-    kinds = {"data": data, "tensor": tensor, "hybrid": hybrid, "pipeline": pipeline, "sharded": sharded}
-    kinds.update({"matmuls": matmuls, "kernel": kernel, "collective": collective, "copy": copy})
-    steps = {}
+    kinds = (data, tensor, hybrid, pipeline, sharded, matmuls, kernel, collective, copy)
+    kinds, steps = {kind.__name__: kind for kind in kinds}, {}
     for line in sys.stdin:
         given = json.loads(line)
-        key, count, kind = line, given.pop("steps"), given.pop("kind")
-        if key not in steps:
-            steps[key] = kinds[kind](**given)
+        count, kind = given.pop("steps"), given.pop("kind")
+        if line not in steps:
+            steps[line] = kinds[kind](**given)
         ends = []
         for _ in range(count):
-            steps[key]()
+            steps[line]()
             ends.append(time.perf_counter())
         print(json.dumps([end - begin for begin, end in zip(ends, ends[1:])]), flush=True)
     dist.destroy_process_group()

@@ -35,70 +35,54 @@ STYLES = {
 }
 
 
-def scaling(rows, cores):
-    ways = list(dict.fromkeys((row["kind"], row["strategy"]) for row in rows))
-    figure, axes = stacked(len(ways))
-    for axis, (kind, strategy) in zip(axes, ways):
-        own = [row for row in rows if (row["kind"], row["strategy"]) == (kind, strategy)]
-        ranks = [row["ranks"] for row in own]
-        for side in ("eager", "PyTorch"):
-            axis.plot(ranks, [1e3 * row["seconds"][side] for row in own], **STYLES[side])
-        first = 1e3 * own[0]["seconds"]["eager"]
-        ideal = [first * (1 / min(n, cores) if kind == "strong" else max(1, n / cores)) for n in ranks]
-        axis.plot(ranks, ideal, **{**STYLES["ideal"], "label": f"ideal on {cores} cores"})
-        axis.set(title=f"{kind}: {strategy}", xlabel="ranks, each on one core", xticks=ranks, ylim=(0, None))
-        axis.set_ylabel("ms a step")
-    axes[0].legend()
-    return figure
+def scaling(axis, rows, data, cores):
+    kind, strategy, ranks = rows[0]["kind"], rows[0]["strategy"], [row["ranks"] for row in rows]
+    draw_times(axis, ranks, rows)
+    first = 1e3 * rows[0]["seconds"]["eager"]
+    ideal = [first * (1 / min(n, cores) if kind == "strong" else max(1, n / cores)) for n in ranks]
+    axis.plot(ranks, ideal, **{**STYLES["ideal"], "label": f"ideal on {cores} cores"})
+    axis.set(title=f"{kind}: {strategy}", xlabel="ranks, each on one core", xticks=ranks, ylim=(0, None))
 
 
-def sizes(data, cores):
-    strategies = list(dict.fromkeys((row["strategy"], row["ranks"]) for row in data["steps"]))
-    figure, axes = stacked(len(strategies))
-    crossed = formulas.crossings(data, cores)
-    for axis, (strategy, ranks) in zip(axes, strategies):
-        rows = [row for row in data["steps"] if row["strategy"] == strategy]
-        hidden = [row["hidden"] for row in rows]
-        for side in ("eager", "PyTorch"):
-            axis.plot(hidden, [1e3 * row["seconds"][side] for row in rows], **STYLES[side])
-        fine = formulas.fine()
-        times = [1e3 * formulas.step_time(strategy, ranks, one, data["per_rank"], cores) for one in fine]
-        axis.plot(fine, times, **STYLES["formula"])
-        for one, other, where in crossed:
-            for kind in ("formula", "eager"):
-                if strategy in (one, other) and where[kind]:
-                    axis.axvline(where[kind], color=STYLES[kind]["color"], linewidth=0.8, linestyle=":")
-        axis.set(title=f"{strategy}, {ranks} ranks", xlabel="hidden size", xscale="log", yscale="log")
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_xticks(hidden, [str(one) for one in hidden])
-        axis.minorticks_off()
-        axis.set_ylabel("ms a step")
-    axes[0].legend()
-    return figure
+def sizes(axis, rows, data, cores):
+    strategy, ranks, hidden = rows[0]["strategy"], rows[0]["ranks"], [row["hidden"] for row in rows]
+    draw_times(axis, hidden, rows)
+    times = [1e3 * formulas.step_time(strategy, ranks, one, data["per_rank"], cores) for one in formulas.FINE]
+    axis.plot(formulas.FINE, times, **STYLES["formula"])
+    for where in (where for *both, where in formulas.crossings(data, cores) if strategy in both):
+        for kind in (kind for kind in ("formula", "eager") if where[kind]):
+            axis.axvline(where[kind], color=STYLES[kind]["color"], linewidth=0.8, linestyle=":")
+    axis.set(title=f"{strategy}, {ranks} ranks", xlabel="hidden size", xscale="log", yscale="log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_xticks(hidden, [str(one) for one in hidden])
+    axis.minorticks_off()
 
 
-def collectives(data, _):
-    ways = list(dict.fromkeys((row["collective"], row["ranks"]) for row in data["moves"]))
-    figure, axes = stacked(len(ways))
-    for axis, (name, ranks) in zip(axes, ways):
-        rows = [row for row in data["moves"] if (row["collective"], row["ranks"]) == (name, ranks)]
-        for side in ("ours", "gloo"):
-            rates = [row["sends"] / row["seconds"][side] / 1e9 for row in rows]
-            axis.plot([row["bytes"] for row in rows], rates, **STYLES[side])
-        copies = [(row["bytes"], row["bytes"] / row["seconds"] / 1e9) for row in data["copies"]]
-        axis.plot(*zip(*copies), **STYLES["copy"])
-        axis.set(title=f"{name}, {ranks} ranks", xscale="log", yscale="log", xlabel="bytes of the tensor")
-        axis.set_ylabel("GB/s that a rank sends")
-        axis.xaxis.set_major_formatter(EngFormatter())
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.minorticks_off()
-    axes[0].legend()
-    return figure
+def collectives(axis, rows, data, cores):
+    for side in ("ours", "gloo"):
+        rates = [row["sends"] / row["seconds"][side] / 1e9 for row in rows]
+        axis.plot([row["bytes"] for row in rows], rates, **STYLES[side])
+    copies = [(row["bytes"], row["bytes"] / row["seconds"] / 1e9) for row in data["copies"]]
+    axis.plot(*zip(*copies), **STYLES["copy"])
+    title = f"{rows[0]['collective']}, {rows[0]['ranks']} ranks"
+    axis.set(title=title, xscale="log", yscale="log", xlabel="bytes of the tensor", ylabel="GB/s that a rank sends")
+    axis.xaxis.set_major_formatter(EngFormatter())
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
 
 
-def stacked(count):
-    """A figure and its axes, one below the other."""
-    return plt.subplots(count, 1, figsize=(WIDTH, HEIGHT * count), layout="constrained")
+def draw_times(axis, xs, rows):
+    for side in ("eager", "PyTorch"):
+        axis.plot(xs, [1e3 * row["seconds"][side] for row in rows], **STYLES[side])
+    axis.set_ylabel("ms a step")
+
+
+# What draws an axis -> which of the part's rows it takes, and what the rows of one axis have in common.
+PLOTS = {
+    scaling: (lambda data: data, ("kind", "strategy")),
+    sizes: (lambda data: data["steps"], ("strategy", "ranks")),
+    collectives: (lambda data: data["moves"], ("collective", "ranks")),
+}
 
 
 def use(theme):
@@ -114,14 +98,19 @@ def use(theme):
 
 def main():
     found, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    for plot in (scaling, sizes, collectives):
-        part = found.get(plot.__name__)
+    for draw, (rows, names) in PLOTS.items():
+        part = found.get(draw.__name__)
         for theme in THEMES if part else ():
             use(theme)
-            figure = plot(part["data"], part["machine"]["cores"])
+            groups = formulas.grouped(rows(part["data"]), *names).values()
+            size = (WIDTH, HEIGHT * len(groups))
+            figure, axes = plt.subplots(len(groups), 1, figsize=size, layout="constrained")  # one below the other
+            for axis, group in zip(axes, groups):
+                draw(axis, group, part["data"], part["machine"]["cores"])
+            axes[0].legend()
             mark = hashlib.sha256(json.dumps(part["data"], sort_keys=True).encode()).hexdigest()
             metadata = {"Description": mark, "Date": None, "Creator": None}
-            figure.savefig(folder / f"performance-{plot.__name__}{theme}.svg", metadata=metadata)
+            figure.savefig(folder / f"performance-{draw.__name__}{theme}.svg", metadata=metadata)
             plt.close(figure)
 
 

@@ -1,21 +1,19 @@
 """Training over a slow link: seconds of a step of three strategies on two hosts of one rank each, 80 Mbit/s apart.
 
-    .venv/bin/python benchmarks/slow_link.py [--rounds K]
+    .venv/bin/python benchmarks/slow_link.py
 
 The hosts are network namespaces of this machine. Prints, for a small batch and a large one, what a step sends over the
-link, how long that takes at its rate, and how long a step takes, eager and in a graph: the least of K rounds.
+link, how long that takes at its rate, and how long a step takes, eager and in a graph.
 """
 
-import argparse
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.steps import MODES, of_script, slowest  # noqa: E402
 from harness.pool import Pool  # noqa: E402
-from harness.start import recipe  # noqa: E402
 from tests.hosts import NO_HOSTS, Hosts  # noqa: E402
 
 WIDTH, HIDDEN, BATCHES, RATE = 1024, 256, (64, 512), 80_000_000
@@ -33,36 +31,14 @@ def limit(hosts):
         subprocess.run([*hosts.on(host), "tc", "qdisc", "add", "dev", "eth0", "root", *shape], check=True)
 
 
-def times_of_training(path, more, **arguments):
-    """On a rank: seconds that a run of one step of training takes, and one with so many more. Collective."""
-    import oneflow as flow
-
-    from harness.measure.sent import wait_for
-
-    module, times = recipe.load(path), []
-    for steps in (1, 1 + more):
-        flow.comm.barrier()
-        begin = time.monotonic()
-        wait_for(module.run(steps=steps, **arguments))
-        flow.comm.barrier()
-        times.append(time.monotonic() - begin)
-    return times
-
-
-def step(pool, rounds, name, batch, graph):
-    """Seconds of one step: what a run takes longer with so many more steps, as many as take a second or longer."""
-    more = max(2, round(RATE / 8 / SENDS[name](batch)))
+def step_time(pool, name, batch, mode):
+    """Seconds of a step: the median of as many as keep the link busy for 2 seconds, at least 8."""
     sizes = {"batch": batch, "in_features": WIDTH, "hidden": HIDDEN, "out_features": WIDTH}
-    given = {"path": str(recipe.path_of(name)), "more": more, "graph": graph, **sizes}
-    found = [pool.call(f"{Path(__file__).resolve()}:times_of_training", **given) for _ in range(rounds)]
-    short, longer = (min(max(ranks) for ranks in times) for times in zip(*(zip(*one) for one in found)))
-    return (longer - short) / more
+    steps = max(8, round(2 * RATE / 8 / SENDS[name](batch)))
+    return slowest(of_script(pool, "step_times", name, graph=mode == "graph", steps=steps, **sizes))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
     with Hosts(2) as hosts:
         if not hosts.real:
             sys.exit(NO_HOSTS)
@@ -72,7 +48,7 @@ def main():
             for batch in BATCHES:
                 for name in sorted(SENDS, key=lambda name: SENDS[name](batch)):
                     sent = SENDS[name](batch)
-                    times = [sent / (RATE / 8), *(step(pool, rounds, name, batch, graph) for graph in (False, True))]
+                    times = [sent / (RATE / 8), *(step_time(pool, name, batch, mode) for mode in MODES)]
                     cells = "".join(f"{seconds:>10.3f}" for seconds in times)
                     print(f"{batch:<7}{name:<22}{sent // 1024:>8}{cells}", flush=True)
 

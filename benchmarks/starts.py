@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from benchmarks.peers import PYTHON, PeerError
-from benchmarks.steps import in_turns, medians, ratio
+from benchmarks.steps import compared
 
 HERE = Path(__file__).resolve().parent
 STALL = 8.0  # a rank that looks for rank 0 too early sleeps for 10
@@ -40,15 +40,12 @@ def launches(turns, say, alone=50):
         ours = [HERE.parent / "launch.sh", "-n", n, HERE / "trivial_oneflow.py"]
         torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n]
         pair = {"launch.sh": timed(ours), "torchrun": timed([*torchrun, HERE / "trivial_torch.py"])}
-        found = in_turns(2 * turns, pair)
-        rows.append({"ranks": n, "seconds": medians(found), "ratio": ratio(found["launch.sh"], found["torchrun"])})
+        rows.append({"ranks": n, **compared(2 * turns, pair)})
         say(rows[-1])
     times = [timed(ours)() for _ in range(alone)]
-    longest, stalls = max(times), sum(time > STALL for time in times)
-    return {
-        **{"pairs": rows, "alone": alone, "median": statistics.median(times)},
-        **{"longest": longest, "stalls": stalls},
-    }
+    stalls = sum(time > STALL for time in times)
+    middle, longest = statistics.median(times), max(times)
+    return {"pairs": rows, "alone": alone, "median": middle, "longest": longest, "stalls": stalls}
 
 
 PHASES = {  # what is on the terminal when a phase ends -> the phase that ends

@@ -5,6 +5,7 @@ Each function measures one part of the page and returns what page.py and plots.p
 
 import itertools
 import os
+import re
 import statistics
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,13 +17,13 @@ from harness.start import recipe
 
 OURS = f"{Path(__file__).with_name('ours.py')}"
 WIDE = {"batch": 512, "in_features": 1024, "hidden": 4096, "out_features": 1024}
-SQUARE = {"batch": 512, "in_features": 1024, "hidden": 1024, "out_features": 1024}
-STRATEGIES = {  # name -> (kind of the peers, recipe, its options, sizes, numbers of ranks)
-    "data parallel": ("data", "train_data_parallel", {"optimizer": "momentum"}, WIDE, (2, 4)),
-    "column, then row": ("tensor", "train_model_parallel", {"input_gradient": False}, WIDE, (2, 4)),
-    "pipeline": ("pipeline", "train_pipeline", {"micro_batches": 8}, SQUARE, (2, 4)),
-    "data x tensor": ("hybrid", "train_data_tensor", {}, WIDE, (4,)),
-    "fully sharded, Adam": ("sharded", "fully_sharded", {}, WIDE, (2, 4)),
+SQUARE = {**WIDE, "hidden": 1024}
+STRATEGIES = {  # name -> (kind of the peers, recipe, arguments of its run, numbers of ranks)
+    "data parallel": ("data", "train_data_parallel", {"optimizer": "momentum", **WIDE}, (2, 4)),
+    "column, then row": ("tensor", "train_model_parallel", {"input_gradient": False, **WIDE}, (2, 4)),
+    "pipeline": ("pipeline", "train_pipeline", {"micro_batches": 8, **SQUARE}, (2, 4)),
+    "data x tensor": ("hybrid", "train_data_tensor", WIDE, (4,)),
+    "fully sharded, Adam": ("sharded", "fully_sharded", WIDE, (2, 4)),
 }
 PEERS = {"PyTorch": "torch", "JAX": "jax"}
 MODES = ("eager", "graph")
@@ -54,16 +55,31 @@ def ratio(ones, others):
     return statistics.median(one / other for one, other in zip(ones, others))
 
 
+def compared(turns, sides):
+    """{"seconds": by side, "ratio": that of the first side to the second}"""
+    found = in_turns(turns, sides)
+    return {"seconds": medians(found), "ratio": ratio(*found.values())}
+
+
+def timed(run, *arguments, **named):
+    """A function that returns the seconds of a step, which `run` measures on each rank."""
+    return lambda: slowest(run(*arguments, **named))
+
+
+def of_script(pool, function, script, **given):
+    """What a function of ours.py returns for a recipe, by rank."""
+    return pool.call(f"{OURS}:{function}", path=str(recipe.path_of(script)), **given)
+
+
 def of_peer(peer, kind, given):
-    """A function that trains some steps and returns the time of one."""
+    """The same of a peer that trains some steps."""
     sizes = {key: value for key, value in given.items() if key in (*WIDE, "micro_batches")}
-    return lambda: slowest(peer.step_times(steps=STEPS, kind=kind, **sizes))
+    return timed(peer.step_times, steps=STEPS, kind=kind, **sizes)
 
 
 def of_recipe(pool, script, mode, given):
     """The same of a recipe."""
-    path = str(recipe.path_of(script))
-    return lambda: slowest(pool.call(f"{OURS}:step_times", path=path, graph=mode == "graph", steps=STEPS + 1, **given))
+    return timed(of_script, pool, "step_times", script, graph=mode == "graph", steps=STEPS + 1, **given)
 
 
 @contextmanager
@@ -78,8 +94,8 @@ def sides(n, names, variables=None, bind=True):
         pool.call(f"{OURS}:wait")
 
         def of(strategy, **changed):
-            kind, script, options, sizes, _ = STRATEGIES[strategy]
-            given = {**options, **sizes, **changed}
+            kind, script, given, _ = STRATEGIES[strategy]
+            given = {**given, **changed}
             return {
                 name: of_peer(peers[name], kind, given) if name in peers else of_recipe(pool, script, name, given)
                 for name in names
@@ -114,51 +130,36 @@ def tall(batch, inner, hidden, out, n=2):
 def limit(turns, say):
     """Column, then row on 2 ranks: {"matmuls": seconds of a step's matmuls alone, by framework, "shares": of a step's
     time, that they are, by mode, "parts": seconds of the parts of an eager step}."""
-    shapes, strategy = tall(*WIDE.values()), "column, then row"
-    _, script, options, sizes, _ = STRATEGIES[strategy]
+    work = {"shapes": tall(*WIDE.values()), "steps": STEPS}
+    _, script, given, _ = STRATEGIES["column, then row"]
     with ExitStack() as stack:
         pool = stack.enter_context(Pool(2, timeout=300))
         peers = {name: stack.enter_context(Peer(PEERS[name], 2)) for name in PEERS}
-        alone = {
-            name: lambda peer=peer: slowest(peer.step_times(steps=STEPS, kind="matmuls", shapes=shapes))
-            for name, peer in peers.items()
-        }
-        alone["OneFlow"] = lambda: slowest(pool.call(f"{OURS}:matmul_times", shapes=shapes, steps=STEPS))
-        given = {**options, **sizes}
+        alone = {name: timed(peer.step_times, kind="matmuls", **work) for name, peer in peers.items()}
+        alone["OneFlow"] = timed(pool.call, f"{OURS}:matmul_times", **work)
         found = in_turns(turns, {**alone, **{mode: of_recipe(pool, script, mode, given) for mode in MODES}})
-        path = str(recipe.path_of(script))
-        [parts, *_] = pool.call(f"{OURS}:parts_of_step", path=path, steps=STEPS + 3, **given)
+        [parts, *_] = of_script(pool, "parts_of_step", script, steps=STEPS + 3, **given)
     shares = {mode: ratio(found["OneFlow"], found[mode]) for mode in MODES}
     say(shares)
     return {"matmuls": {name: statistics.median(found[name]) for name in alone}, "shares": shares, "parts": parts}
 
 
-LEVERS = {  # -> strategy, the ranks' environment without it, the recipe's arguments without it, what sets it
+LEVERS = {  # -> strategy, what sets it, and without it the keywords of `sides` or the recipe's arguments
     "OpenBLAS 0.3.34 in place of the one in OneFlow": (
-        *("column, then row", {"variables": {"COOKBOOK_BLAS": "builtin"}}, {}),
-        "launch.sh; elsewhere `LD_PRELOAD`",
+        *("column, then row", "launch.sh; elsewhere `LD_PRELOAD`"),
+        {"variables": {"COOKBOOK_BLAS": "builtin"}},
     ),
-    "each rank bound to its cores": ("data parallel", {"bind": False}, {}, "launch.sh; elsewhere `taskset`"),
+    "each rank bound to its cores": ("data parallel", "launch.sh; elsewhere `taskset`", {"bind": False}),
     "`zero_grad(set_to_none=True)`, PyTorch's default, in place of OneFlow's": (
-        *("data parallel", {}, {"change": "zeros"}),
-        "the recipes",
+        *("data parallel", "the recipes", {"change": "zeros"}),
     ),
-    "`mse_loss` in place of `((out - y) ** 2).mean()`": ("data parallel", {}, {"change": "squares"}, "the recipes"),
-    "`SGD` with momentum in place of without": (
-        *("data parallel", {}, {"optimizer": "sgd"}),
-        "`--optimizer momentum`",
-    ),
+    "`mse_loss` in place of `((out - y) ** 2).mean()`": ("data parallel", "the recipes", {"change": "squares"}),
+    "`SGD` with momentum in place of without": ("data parallel", "`--optimizer momentum`", {"optimizer": "sgd"}),
 }
-TRIED = {  # what is not set -> strategy, the ranks' environment with it
-    "huge pages: `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`": (
-        *("column, then row", {"variables": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}),
-    ),
-    "computing on the scheduling thread: `ONEFLOW_VM_COMPUTE_ON_WORKER_THREAD=0`": (
-        *("data parallel", {"variables": {"ONEFLOW_VM_COMPUTE_ON_WORKER_THREAD": "0"}}),
-    ),
-    "kernels without oneDNN: `ONEFLOW_ENABLE_ONEDNN_OPTS=0`": (
-        *("pipeline", {"variables": {"ONEFLOW_ENABLE_ONEDNN_OPTS": "0"}}),
-    ),
+TRIED = {  # what is not set, with the variable that sets it -> strategy
+    "huge pages: `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`": "column, then row",
+    "computing on the scheduling thread: `ONEFLOW_VM_COMPUTE_ON_WORKER_THREAD=0`": "data parallel",
+    "kernels without oneDNN: `ONEFLOW_ENABLE_ONEDNN_OPTS=0`": "pipeline",
 }
 
 
@@ -169,18 +170,19 @@ def levers(turns, say):
     """
     rows = []
 
-    def compare(lever, strategy, with_it, without_it, arguments, set_by):
+    def compare(lever, strategy, set_by, with_it, without_it, arguments):
         with sides(2, ("eager",), **with_it) as one, sides(2, ("eager",), **without_it) as other:
-            pair = {"with": one(strategy)["eager"], "without": other(strategy, **arguments)["eager"]}
-            found = in_turns(2 * turns, pair)
-        gain = ratio(found["without"], found["with"])
+            pair = {"without": other(strategy, **arguments)["eager"], "with": one(strategy)["eager"]}
+            gain = compared(2 * turns, pair)["ratio"]
         rows.append({"lever": lever, "strategy": strategy, "gain": gain, "set": set_by})
         say(f"{lever}: {gain:.2f}")
 
-    for lever, (strategy, environment, arguments, set_by) in LEVERS.items():
-        compare(lever, strategy, {}, environment, arguments, set_by)
-    for lever, (strategy, environment) in TRIED.items():
-        compare(lever, strategy, environment, {}, {}, "nothing: tried")
+    for lever, (strategy, set_by, without) in LEVERS.items():
+        of_ranks = {"variables", "bind"} & set(without)
+        compare(lever, strategy, set_by, {}, *((without, {}) if of_ranks else ({}, without)))
+    for lever, strategy in TRIED.items():
+        [variable] = re.findall(r"`(\w+)=(.*)`", lever)
+        compare(lever, strategy, "nothing: tried", {"variables": dict([variable])}, {}, {})
     return rows
 
 
@@ -205,14 +207,10 @@ def kernels(turns, say):
     with cores(1), Pool(1, timeout=300) as pool, Peer("torch", 1) as torch:
         for name, (kind, shapes) in KERNELS.items():
             given = {"kernel": kind, "shapes": shapes, "steps": 30}
-            pair = {
-                "OneFlow": lambda given=given: slowest(pool.call(f"{OURS}:kernel_times", **given)),
-                "PyTorch": lambda given=given: slowest(torch.step_times(kind="kernel", **given)),
-            }
-            found = in_turns(2 * turns, pair)
-            seconds = medians(found)
-            rows.append({"kernel": name, "seconds": seconds, "ratio": ratio(found["OneFlow"], found["PyTorch"])})
-            say(name, {side: f"{1e3 * one:.3f} ms" for side, one in seconds.items()})
+            ours = timed(pool.call, f"{OURS}:kernel_times", **given)
+            pair = {"OneFlow": ours, "PyTorch": timed(torch.step_times, kind="kernel", **given)}
+            rows.append({"kernel": name, **compared(2 * turns, pair)})
+            say(name, {side: f"{1e3 * one:.3f} ms" for side, one in rows[-1]["seconds"].items()})
     return rows
 
 
@@ -223,10 +221,9 @@ def busy(turns, say):
     for n in (2, 4):
         with Pool(n, timeout=300) as pool:
             cores = min(n, len(os.sched_getaffinity(0)))
-            for strategy, (_, script, options, sizes, ranks) in STRATEGIES.items():
+            for strategy, (_, script, given, ranks) in STRATEGIES.items():
                 if n in ranks:
-                    path = str(recipe.path_of(script))
-                    found = pool.call(f"{OURS}:cpu_times", path=path, steps=10, **options, **sizes)[::cores]
+                    found = of_script(pool, "cpu_times", script, steps=10, **given)[::cores]
                     total = {kind: sum(one[kind] for one in found) for kind in ("scheduling", "others")}
                     rows.append({"strategy": strategy, "ranks": n, **total, "step": found[0]["step"]})
                     say(rows[-1])
@@ -272,23 +269,16 @@ def sizes(turns, say):
 
 def rates(turns):
     """What formulas for a step's time need, measured with 2 ranks at work: see `sizes`."""
-    path = str(recipe.path_of("train_data_parallel"))
     shapes, elements = tall(*WIDE.values()), 2**22
     with Pool(2, timeout=300) as pool:
-        found = in_turns(
-            turns,
-            {
-                "matmuls": lambda: slowest(pool.call(f"{OURS}:matmul_times", shapes=shapes, steps=STEPS)),
-                "moved": lambda: slowest(
-                    pool.call(f"{OURS}:move_times", old="P", new="B", elements=elements, steps=2 * STEPS)
-                ),
-                "update": lambda: max(
-                    one["update"]
-                    for one in pool.call(f"{OURS}:parts_of_step", path=path, optimizer="momentum", steps=STEPS, **WIDE)
-                ),
-            },
-        )
-    seconds = medians(found)
+        moved = timed(pool.call, f"{OURS}:move_times", old="P", new="B", elements=elements, steps=2 * STEPS)
+
+        def update():
+            _, script, given, _ = STRATEGIES["data parallel"]
+            return max(one["update"] for one in of_script(pool, "parts_of_step", script, steps=STEPS, **given))
+
+        matmuls = timed(pool.call, f"{OURS}:matmul_times", shapes=shapes, steps=STEPS)
+        seconds = medians(in_turns(turns, {"matmuls": matmuls, "moved": moved, "update": update}))
     parameters = WIDE["hidden"] * (WIDE["in_features"] + WIDE["out_features"])
     flops = sum(2 * rows * inner * columns for rows, inner, columns in shapes)
     return {
@@ -305,12 +295,11 @@ def idle(turns, say):
     its time is the work of all of them; what is not work in n times the time of a step is idle.
     The formula: (n-1)/(m+n-1).
     """
-    rows, n, given = [], 2, {"batch": 2048}
+    rows, n = [], 2
     for m in (2, 4, 8, 16):
         with sides(n, ("graph",)) as of:  # new ranks for each, as graphs are never freed
-            pair = {"one": of("pipeline", micro_batches=1, **given), "m": of("pipeline", micro_batches=m, **given)}
-            found = in_turns(turns, {name: side["graph"] for name, side in pair.items()})
-        shorter = ratio(found["m"], found["one"])
+            pair = {count: of("pipeline", micro_batches=count, batch=2048)["graph"] for count in (m, 1)}
+            shorter = compared(turns, pair)["ratio"]
         formula = (n - 1) / (m + n - 1)
         rows.append({"micro_batches": m, "ratio": shorter, "idle": 1 - 1 / (n * shorter), "formula": formula})
         say(rows[-1])

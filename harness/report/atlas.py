@@ -78,29 +78,22 @@ def expected(mode, shape, old, new):
 def measured_on(pool):
     """Measure all that a harness.pool.Pool of this world size can measure. Units are of the tensor.
 
-    Returns {"conversions": {(source, target, mode): {(old, new): [units sent by each rank]}},
-    "signatures": {(n, which of MATMULS, mode): {(x, w): (out, [bytes sent by each rank])}}}.
+    Returns {("conversions", source, target, mode): {(old, new): [units sent by each rank]},
+    ("signatures", n, which of MATMULS, mode): {(x, w): (out, [bytes sent by each rank])}}.
     """
-    functions, n = HARNESS / "measure" / "conversions.py", pool.world_size
-    found = {"conversions": {}, "signatures": {}}
+    functions, n, found = HARNESS / "measure" / "conversions.py", pool.world_size, {}
     for mode in MODES:
         for number, (source, target) in enumerate([SAME[n], DISJOINT[n], *OVERLAPPING.get(n, [])]):
             ranks = {"source": source, "target": target}
             by_rank = pool.call(f"{functions}:conversions", shape=SHAPE, graph=mode == "graph", **ranks)
             table = {pair: [sent[pair] / (4 * np.prod(SHAPE)) for sent in by_rank] for pair in PAIRS}
-            found["conversions"][tuple(source), tuple(target), mode] = table
+            found["conversions", tuple(source), tuple(target), mode] = table
             if mode == "graph" and number % 2:
                 pool.close()  # frees the memory of its graphs; the next call starts it anew
         for which in {(2, "eager"): list(MATMULS), (2, "graph"): ["equal"]}.get((n, mode), []):
             shapes = dict(zip(("x_shape", "w_shape"), MATMULS[which]))
             by_rank = pool.call(f"{functions}:signatures", graph=mode == "graph", **shapes)
             table = {pair: (by_rank[0][pair][0], [sent[pair][1] for sent in by_rank]) for pair in PAIRS}
-            found["signatures"][n, which, mode] = table
+            found["signatures", n, which, mode] = table
     pool.close()
     return found
-
-
-def merged(parts):
-    """Several results of `measured_on` as one."""
-    parts = list(parts)
-    return {what: {key: table for part in parts for key, table in part[what].items()} for what in parts[0]}

@@ -2,12 +2,12 @@
 
 import re
 from dataclasses import dataclass
-from typing import Optional
 
 import numpy as np
 
 from harness.measure import theory
 from harness.measure.sbp import KINDS, Layout, split_dim
+from harness.measure.steps import bytes_of
 from harness.report.svg import colour_of, wide
 
 SMALL = 1000  # bytes of a tensor, such as a loss, that is not drawn
@@ -36,11 +36,11 @@ class Tensor:
         return in_words(self.layout.sbp) if len(self.layout.axes) == 1 else self.layout.sbp
 
     @property
-    def heading(self):
-        return f"{self.name} ({', '.join(map(str, self.shape))})"
+    def shape_in_words(self):
+        return f"({', '.join(map(str, self.shape))})"
 
     def across(self, cell):
-        return max(self.shape[1] * cell, wide(self.heading, bold=True), wide(self.sbp))
+        return max(self.shape[1] * cell, wide(f"{self.name} {self.shape_in_words}", bold=True), wide(self.sbp))
 
 
 @dataclass
@@ -58,20 +58,48 @@ class Product:
 
 @dataclass
 class Move:
-    """A tensor that goes to another layout. sent, formula: what each rank sends, in units of the tensor."""
+    """A tensor that goes to another layout. sent: what each rank sends, in units of the tensor."""
 
     of: Tensor
     new: Tensor
     sent: list
     backward: bool = False
-    formula: Optional[float] = None  # where all ranks send the same
 
-    def __post_init__(self):
+    @property
+    def collective(self):
+        return theory.collective(self.of.layout, self.new.layout)
+
+    @property
+    def in_words(self):
+        """The name of the move, and what each rank sends: one line for those that send the same."""
         old, new = self.of.layout, self.new.layout
-        self.collective = theory.collective(old, new)
-        one = theory.Boxing(self.of.shape, old, new)
-        if one.by_rank and len(set(one.by_rank.values())) == 1:
-            self.formula = one.by_rank[old.members[0]] / np.prod(self.of.shape)
+        name, of = self.collective, f"({self.of.name})" if " " in self.of.name else self.of.name
+        if old.ranks != new.ranks:
+            name = name.replace(" to other ranks", "")
+            name += f", {ranks_in_words(old.members)} → {ranks_in_words(new.members)}"
+        groups = {}
+        for rank, sent in enumerate(self.sent):
+            if sent >= 0.02:
+                groups.setdefault(f"{sent:.2f}", []).append(rank)
+        lines, formula = [name], self.formula
+        for amount, ranks in groups.items():
+            each = len(ranks) == len(self.sent)
+            verb = "sends" if each or len(ranks) == 1 else "each send"
+            lines.append(f"{'each rank' if each else ranks_in_words(ranks)} {verb} {amount} × {of}")
+            if each and formula is not None and abs(float(amount) - formula) > 0.02 * formula + 0.011:
+                lines.append(f"({formula:.2f} by the formula)")
+        return lines
+
+    @property
+    def formula(self):
+        """What each rank sends by the formula, where all send the same; else None."""
+        by_rank = theory.Boxing(self.of.shape, self.of.layout, self.new.layout).by_rank or {}
+        amounts = set(by_rank.values())
+        return amounts.pop() / np.prod(self.of.shape) if len(amounts) == 1 else None
+
+
+def ranks_in_words(ranks):
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 class Forward:
@@ -89,8 +117,8 @@ class Forward:
             whole = large[0]["steps"][number]
             if step["what"] == "matmul":
                 self.matmul(step, sent)
-            elif step["what"] == "to_global" and size(whole["inputs"][0]) >= SMALL:
-                self.to_global(step, [one / size(whole["inputs"][0]) for one in sent])
+            elif step["what"] == "to_global" and bytes_of(whole["inputs"][0]) >= SMALL:
+                self.to_global(step, [one / bytes_of(whole["inputs"][0]) for one in sent])
             elif step["what"] == "backward":
                 self.backward(step, sent, whole["outputs"])
 
@@ -130,8 +158,4 @@ class Forward:
             if one["sbp"] == "B":  # each rank had a part of it
                 new = self.tensor(one, self.name(one, "·"))
                 part = Tensor(new.name, new.colour, new.shape, Layout("P", one["ranks"]))
-                self.items.append(Move(part, new, [amount / size(large) for amount in sent], backward=True))
-
-
-def size(one):
-    return one["item"] * int(np.prod(one["shape"]))
+                self.items.append(Move(part, new, [amount / bytes_of(large) for amount in sent], backward=True))

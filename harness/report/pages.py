@@ -2,66 +2,62 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from harness.pool import Pool
 from harness.report import atlas, pictures, runs, tables
-from harness.start import recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 ATLAS = ROOT / "docs" / "sbp-atlas.md"
 PAGE = Path(__file__).with_name("atlas_template.md")  # the text, with a {name} for each table
 
 
+def calls():
+    """What the pages are made of: key -> (number of ranks, function of a pool that measures it)."""
+    found = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
+    for name, n, mode in runs.training_runs():
+        found["step", name, n, mode] = (n, partial(runs.training_run, name=name, n=n, mode=mode))
+    return {**found, **pictures.calls()}
+
+
 def measured():
-    """What the pages are made of, measured: a thread and a pool for each world size, as ranks mostly wait."""
+    """The result of each of `calls`: a thread and a pool for each number of ranks, as ranks mostly wait."""
+    wanted = calls()
+
+    def on(n):
+        with Pool(n, timeout=600, repeat=True) as pool:
+            return {key: function(pool) for key, (ranks, function) in wanted.items() if ranks == n}
+
     with ThreadPoolExecutor() as threads:
-        found, by_recipe, steps, own = zip(*threads.map(measured_on, (1, 2, 3, 4)))
-    by_recipe = {name: by_mode for part in by_recipe for name, by_mode in part.items()}
-    own = {key: result for part in own for key, result in part.items()}
-    steps = {run: part[run] for run in runs.training_runs() for part in steps if run in part}
-    return atlas.merged(filter(None, found)), by_recipe, steps, own
+        return {key: result for part in threads.map(on, (1, 2, 3, 4)) for key, result in part.items()}
 
 
-def measured_on(n):
-    """(what atlas.measured_on says, runs of the recipes that are drawn by name and mode, training runs, what the
-    pictures need besides) on n ranks."""
-    with Pool(n, timeout=600, repeat=True) as pool:
-        found = atlas.measured_on(pool) if n in atlas.SAME else None
-        paths = [path for path in map(recipe.path_of, pictures.EQUATIONS) if recipe.world_sizes(path)[0] == n]
-        by_recipe = {
-            path.stem: {mode: runs.recipe_run(pool, path, mode) for mode in runs.measured_modes(path)} for path in paths
-        }
-        steps = {run: runs.training_run(pool, *run) for run in runs.training_runs() if run[1] == n}
-        own = {key: function(pool) for key, (ranks, function) in pictures.calls().items() if ranks == n}
-    return found, by_recipe, steps, own
+def made(results):
+    """Every file that is made, as path -> text; results: of `calls`."""
+    return {ATLAS: page(results), **pictures.made(results)}
 
 
-def made(found, by_recipe, steps, own):
-    """Every file that is made, as path -> text."""
-    return {ATLAS: page(found, by_recipe["two_d_sbp"], steps), **pictures.made(own, found, by_recipe)}
-
-
-def page(found, on_a_mesh, steps):
+def page(results):
+    found = {key: table for n in atlas.SAME for key, table in results["atlas", n].items()}
     others = [*atlas.DISJOINT.values()], [pair for pairs in atlas.OVERLAPPING.values() for pair in pairs]
     disjoint, overlapping = (
         "\n".join(f"### {a} → {b}\n\n{tables.other_ranks(found, a, b)}" for a, b in group) for group in others
     )
-    same = {"same": atlas.SAME}
     return PAGE.read_text().format(
         shape=" x ".join(map(str, atlas.SHAPE)),
         megabytes=f"{4 * np.prod(atlas.SHAPE) / 1e6:.1f}",
-        headline=tables.conversions(found, tables.HEADLINE, {**same, "disjoint": atlas.DISJOINT}),
-        same=tables.conversions(found, atlas.PAIRS, same),
+        headline=tables.conversions(found, tables.HEADLINE, "same", "disjoint"),
+        same=tables.conversions(found, atlas.PAIRS, "same"),
         deviations=tables.deviations(),
         disjoint=disjoint,
         overlapping=overlapping,
         signatures=tables.signatures(found),
-        mesh=tables.mesh(on_a_mesh["eager"]),
-        mesh_graph=tables.graph_to_formula(on_a_mesh["graph"]),
-        training=tables.training_costs(steps),
+        mesh=tables.mesh(results["run", "two_d_sbp", 4, "eager"]),
+        mesh_graph=tables.graph_to_formula(results["run", "two_d_sbp", 4, "graph"]),
+        training=tables.training_costs(results),
     )
 
 
@@ -78,8 +74,7 @@ def differs(old, new):
 
 def main():
     print("measuring every conversion, every matmul signature and every recipe: 2 minutes", flush=True)
-    files = made(*measured())
-    for path, text in files.items():
+    for path, text in made(measured()).items():
         changed = differs(path.read_text() if path.exists() else "", text)
         if changed:
             path.write_text(text)

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from harness.report import conversions, equation, timeline, traffic
-from harness.report.runs import MEASURE_SCRIPT, TRAINING_SIZES
+from harness.report.runs import MEASURE_SCRIPT, TRAINING_SIZES, measured_modes, recipe_run
 from harness.report.svg import THEMES
 from harness.start import recipe
 
@@ -20,59 +20,44 @@ NAMES = (*EQUATIONS, *TIMELINES, "sbp_conversions", "parameter_server")
 RING = {"in_features": 720, "out_features": 1080}  # of the tensor that goes round the ring
 
 
-def example(pool, name):
-    """What measure_script says of one step of a recipe at its own sizes, where each number of a tensor is drawn."""
-    path = recipe.path_of(name)
-    given = {"graph": False, **({"steps": 1} if "steps" in recipe.entry(path) else {})}
-    return pool.call(MEASURE_SCRIPT, path=str(path), keywords=given)
-
-
-def measured(pool, function, name, **given):
-    """A function of measure/order.py, for a recipe."""
-    return pool.call(f"{ORDER}:{function}", path=str(recipe.path_of(name)), **given)
-
-
 def calls():
-    """What is measured for the pictures besides what the atlas needs: key -> (number of ranks, function of a pool)."""
+    """What the pictures are drawn from besides the conversions: key -> (number of ranks, function of a pool)."""
     found = {}
-    for name in EQUATIONS:
-        found["example", name] = (recipe.world_sizes(recipe.path_of(name))[0], partial(example, name=name))
+    for path in map(recipe.path_of, EQUATIONS):
+        n = recipe.world_sizes(path)[0]
+        own_sizes = {"graph": False, **({"steps": 1} if "steps" in recipe.entry(path) else {})}
+        found["example", path.stem] = (n, calling(MEASURE_SCRIPT, path.stem, keywords=own_sizes))
+        for mode in measured_modes(path):  # at large sizes
+            found["run", path.stem, n, mode] = (n, partial(recipe_run, path=path, mode=mode))
     for name, given in TIMELINES.items():
-        found["order", name] = (2, partial(measured, function="order", name=name, **TRAINING_SIZES, **given))
+        found["order", name] = (2, calling(f"{ORDER}:order", name, **TRAINING_SIZES, **given))
     for kind in ("adam", *BESIDE.values()):
-        given = {"function": "order", "name": "train_data_parallel", "optimizer": kind}
-        found["plain", kind] = (2, partial(measured, **given, **TRAINING_SIZES))
-    found["sends", "parameter_server"] = (
-        4,
-        partial(measured, function="sends", name="parameter_server", steps=1, graph=False, **TRAINING_SIZES),
-    )
-    found["sends", "ring_all_reduce"] = (4, partial(measured, function="sends", name="ring_all_reduce", **RING))
+        data_parallel = {"name": "train_data_parallel", "optimizer": kind, **TRAINING_SIZES}
+        found["plain", kind] = (2, calling(f"{ORDER}:order", **data_parallel))
+    for name, given in {"parameter_server": {"graph": False, **TRAINING_SIZES}, "ring_all_reduce": RING}.items():
+        found["sends", name] = (4, calling(f"{ORDER}:sends", name, steps=1, **given))
     return found
 
 
-def drawn(own, found, runs):
-    """Each picture by its name. own: the results of `calls`; found: those of the atlas; runs: those of the recipes at
-    large sizes."""
-    drawings = {}
+def calling(function, name, **given):
+    """A function of a pool, which calls one of harness/measure for a recipe."""
+    return lambda pool: pool.call(function, path=str(recipe.path_of(name)), **given)
+
+
+def made(results):
+    """Every file of a picture: path -> text; results: of pages.calls."""
+    drawn = {}
     for name in EQUATIONS:
-        drawings[name] = equation.picture(title_of(name), own["example", name], runs[name]["eager"])
+        n = recipe.world_sizes(recipe.path_of(name))[0]
+        drawn[name] = equation.picture(title_of(name), results["example", name], results["run", name, n, "eager"])
     for name, given in TIMELINES.items():
-        plain = own["plain", BESIDE.get(name, "adam")]
-        parts = given.get("micro_batches", 1)
-        drawings[name] = timeline.picture(title_of(name), own["order", name], plain, parts)
-    sent = found["conversions"][(0, 1), (0, 1), "eager"]
-    drawings["sbp_conversions"] = conversions.picture(title_of("sbp_conversions"), sent)
-    both = (own["sends", name] for name in ("parameter_server", "ring_all_reduce"))
-    drawings["parameter_server"] = traffic.picture(BOTH, *both)
-    return drawings
-
-
-def made(own, found, runs):
-    """Every file of a picture: path -> text."""
-    pictures = drawn(own, found, runs)
-    return {
-        PICTURES / f"{name}{theme}.svg": picture.svg(theme) for name, picture in pictures.items() for theme in THEMES
-    }
+        plain, parts = results["plain", BESIDE.get(name, "adam")], given.get("micro_batches", 1)
+        drawn[name] = timeline.picture(title_of(name), results["order", name], plain, parts)
+    sent = results["atlas", 2]["conversions", (0, 1), (0, 1), "eager"]
+    drawn["sbp_conversions"] = conversions.picture(title_of("sbp_conversions"), sent)
+    both = (results["sends", name] for name in ("parameter_server", "ring_all_reduce"))
+    drawn["parameter_server"] = traffic.picture(BOTH, *both)
+    return {PICTURES / f"{name}{theme}.svg": one.svg(theme) for name, one in drawn.items() for theme in THEMES}
 
 
 def title_of(name):

@@ -1,7 +1,7 @@
 """Run the recipes on pools of ranks: all that a run does, for the pictures, and what a training step costs."""
 
 from harness.report.atlas import MODES
-from harness.start.recipe import HARNESS, all_paths, entry, path_of, world_sizes
+from harness.start.recipe import HARNESS, entry, path_of, world_sizes
 
 MEASURE_SCRIPT = f"{HARNESS / 'measure' / 'script.py'}:measure_script"
 PER_STEP = f"{HARNESS / 'measure' / 'training.py'}:per_step"
@@ -18,7 +18,15 @@ OTHER_SIZES = {
     "mixture_of_experts": {"tokens": 2048, "features": 64, "hidden_features": 96, "capacity": 1024},
     "vocab_parallel": {"tokens": 9600, "vocabulary": 500, "features": 32},
 }
-SAVING = ("checkpoint", "elastic_training")  # they save between steps, so no step is like the others
+STRATEGIES = {  # of training the same layers at the same sizes, by name; the first recipe is the plain one
+    "data parallel": ("train_data_parallel", "ddp", "gradient_accumulation", "activation_checkpointing"),
+    "data parallel through rank 0": ("loss_placement", "parameter_server"),
+    "data parallel, sharded": ("zero_optimizer", "fully_sharded"),
+    "data x pipeline": ("train_data_pipeline",),
+    "data x tensor": ("train_data_tensor",),
+    "pipeline": ("train_pipeline",),
+    "tensor parallel": ("train_model_parallel",),
+}
 
 
 def modes(path):
@@ -44,11 +52,10 @@ def recipe_run(pool, path, mode):
 
 
 def training_runs():
-    """(name, number of ranks, mode) of every run of a recipe that trains these two layers."""
-    for path in all_paths():
-        if {"steps", "hidden"} <= set(entry(path)):
-            for n in (n for n in TRAINED_ON if n in world_sizes(path)):
-                yield from ((path.stem, n, mode) for mode in modes(path))
+    """(name, number of ranks, mode) of every run of a recipe whose costs are compared."""
+    for path in (path_of(name) for names in STRATEGIES.values() for name in names):
+        for n in (n for n in TRAINED_ON if n in world_sizes(path)):
+            yield from ((path.stem, n, mode) for mode in modes(path))
 
 
 def training_sizes(name):

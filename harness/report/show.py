@@ -36,10 +36,10 @@ def keywords_of(script, arguments):
     for name, default in defaults.items():
         if isinstance(default, bool):
             parser.add_argument(options[name], action="store_true", default=default)
-        elif isinstance(default, tuple):
-            parser.add_argument(options[name], type=type((*default, 0)[0]), nargs="+", default=default)
-        elif default is None or isinstance(default, (int, float, str)):
-            parser.add_argument(options[name], type=int if default is None else type(default), default=default)
+            continue
+        many = isinstance(default, tuple)
+        kind = type((*default, 0)[0]) if many else int if default is None else type(default)
+        parser.add_argument(options[name], type=kind, nargs="+" if many else None, default=default)
     try:
         return vars(parser.parse_args(arguments))
     except BadInput as error:
@@ -73,13 +73,11 @@ def main(command, arguments):
         return TIME_LIMIT_REACHED if error.hung else 128 + error.signal if error.signal else 1
     title = f"{options.script} {' '.join(options.arguments)}".strip() + f" on {options.nproc_per_node} ranks"
     form = {"show": show, "bytes": list_bytes}[command]
-    if sys.stdout.isatty():
-        form(Console(highlight=False), title, results)
-    else:  # by default wide enough for any table, and no spaces at the end of lines
-        console = Console(highlight=False, width=int(os.environ.get("COLUMNS", 160)))
-        with console.capture() as captured:
-            form(console, title, results)
-        print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160))  # wide enough for any table
+    console = Console(highlight=False, width=width)
+    with console.capture() as captured:
+        form(console, title, results)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0
 
 

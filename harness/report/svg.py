@@ -3,6 +3,7 @@
 import re
 import textwrap
 import xml.etree.ElementTree as ElementTree
+from string import Template
 
 WIDTH = 358  # pixels of a page that a phone 390 wide shows: a picture is never shown smaller than it is
 LETTER = 11  # the smallest letter
@@ -38,46 +39,87 @@ class Picture:
 
     def __init__(self, title):
         """title: "name: what it does.", which becomes the heading."""
-        self.title, self.down, self.shapes, self.striped = title, 0.0, [], set()
+        self.down, self.striped = 0.0, set()
+        self.root = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg")
+        self.root.set("font-family", "Helvetica, Arial, sans-serif")
+        self.add("title", title)
         name, _, rest = title.rstrip(".").partition(": ")
         self.lines(0, name, size=14, fill="text", bold=True)
         self.lines(0, rest, size=12)
         self.down += 8
 
-    def add(self, tag, text=None, **attributes):
-        """One element. `fill` and `stroke` name a colour; "P name" is striped in it."""
-        names = {key: value for key, value in attributes.items() if key in ("fill", "stroke")}
-        self.striped.update(value[2:] for value in names.values() if value.startswith("P "))
-        self.shapes.append((tag, text, {key.replace("_", "-"): value for key, value in attributes.items()}))
+    def add(self, tag, text=None, inside=None, **attributes):
+        """One element. `fill` and `stroke` name a colour of THEMES, which `svg` puts in."""
+        for key in ("fill", "stroke"):
+            if attributes.get(key, "none") != "none":
+                attributes[key] = f"${attributes[key]}"
+        written = {
+            key.replace("_", "-"): value if isinstance(value, str) else f"{value:.5g}"
+            for key, value in attributes.items()
+        }
+        element = ElementTree.SubElement(self.root if inside is None else inside, tag, written)
+        element.text = text
+        return element
 
     def text(self, x, y, text, size=LETTER, fill="text", anchor="start", bold=False, turned=False, then=None):
         """A line of text; y is where its letters stand. then: what follows on the line, thin and quiet."""
         more = {"font_weight": "bold"} if bold else {}
         more.update({"transform": f"rotate(-90 {x:.5g} {y:.5g})"} if turned else {})
-        self.add("text", text, x=x, y=y, font_size=size, fill=fill, text_anchor=anchor, **more)
+        line = self.add("text", text, x=x, y=y, font_size=size, fill=fill, text_anchor=anchor, **more)
         if then:
-            self.shapes.append(("tspan", f" {then}", {"fill": "quiet", "font-weight": "normal"}))
+            self.add("tspan", f" {then}", line, fill="quiet", font_weight="normal")
 
-    def lines(self, x, text, across=WIDTH, size=LETTER, fill="quiet", bold=False):
-        """A text from `down` on, broken where it would be wider than `across`."""
-        letters = int(across / (wide(text, size, bold) / len(text)))
+    def lines(self, x, text, size=LETTER, fill="quiet", bold=False):
+        """A text from `down` on, broken where it would be wider than the picture."""
+        letters = int(WIDTH / (wide(text, size, bold) / len(text)))
         for line in textwrap.wrap(text, letters, break_on_hyphens=False):
             self.down += size + 4
             self.text(x, self.down - 3, line, size, fill, bold=bold)
 
+    def heading(self, text):
+        self.lines(0, text, size=12, fill="text", bold=True)
+
+    def move(self, x, y, lines, anchor="start", size=12):
+        """What moves, in words: the first line is its name, in letters of this size."""
+        for number, line in enumerate(lines):
+            self.text(x, y + 15 * number, line, LETTER if number else size, "move", anchor, bold=not number)
+
     def rect(self, x, y, width, height, fill="none", **more):
         self.add("rect", x=x, y=y, width=width, height=height, fill=fill, **more)
 
+    def dashed(self, x, y, width, height):
+        self.rect(x, y, width, height, stroke="quiet", stroke_dasharray="2 2")
+
+    def tinted(self, x, y, width, height, colour):
+        self.rect(x, y, width, height, colour, fill_opacity="0.3", stroke=colour)
+
+    def legend(self, *entries):
+        """One line: a square of each colour and what it means; entries: (x, colour, words)."""
+        for x, colour, words in entries:
+            self.tinted(x, self.down + 4, 9, 9, colour)
+            self.text(x + 14, self.down + 13, words, fill="quiet")
+        self.down += 20
+
     def cells(self, x, y, cell, block, shape, colour, partial=False):
-        """A tensor as a rank holds it: its cells, inside a dashed outline of the whole tensor."""
+        """A tensor as a rank holds it: its cells, striped if partial, in a dashed outline of the whole tensor."""
         (top, bottom), (first, last) = ([(0, 1)] * 2 + list(block))[-2:]
         rows, columns = ([1, 1] + list(shape))[-2:]
         if (top, bottom, first, last) != (0, rows, 0, columns):
-            self.rect(x, y, columns * cell - 1, rows * cell - 1, stroke="quiet", stroke_dasharray="2 2")
+            self.dashed(x, y, columns * cell - 1, rows * cell - 1)
         side = f"h{cell - 1}v{cell - 1}h-{cell - 1}z"
         places = [(x + j * cell, y + i * cell) for i in range(top, bottom) for j in range(first, last)]
-        path = "".join(f"M{left:.5g} {up:.5g}{side}" for left, up in places)
-        self.add("path", d=path, fill=("P " if partial else "") + colour)
+        squares = self.add("path", d="".join(f"M{left:.5g} {up:.5g}{side}" for left, up in places), fill=colour)
+        if partial:
+            squares.set("fill", f"url(#P-{colour})")
+            self.stripe(colour)
+
+    def stripe(self, colour):
+        """The pattern of stripes in a colour, once."""
+        if colour not in self.striped:
+            self.striped.add(colour)
+            pattern = {"width": 4, "height": 4, "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+            stripes = self.add("pattern", id=f"P-{colour}", **pattern)
+            self.add("rect", inside=stripes, width=2.4, height=4, fill=colour)
 
     def arrow(self, *points, fill="move", width=1.6):
         """A line through points with a head at its end, which is drawn upright or level."""
@@ -91,27 +133,11 @@ class Picture:
 
     def svg(self, theme):
         """The file's text in one of THEMES."""
-        colours, height = THEMES[theme], self.down + 20
-        size = {"width": str(WIDTH), "height": f"{height:.0f}", "viewBox": f"0 0 {WIDTH} {height:.0f}"}
-        root = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg", **size)
-        root.set("font-family", "Helvetica, Arial, sans-serif")
-        ElementTree.SubElement(root, "title").text = self.title
-        defs = ElementTree.SubElement(root, "defs") if self.striped else None
-        for name in sorted(self.striped):
-            pattern = {"id": f"P-{name}", "width": "4", "height": "4", "patternUnits": "userSpaceOnUse"}
-            stripes = ElementTree.SubElement(defs, "pattern", pattern, patternTransform="rotate(45)")
-            ElementTree.SubElement(stripes, "rect", width="2.4", height="4", fill=colours[name])
-
-        def written(key, value):
-            if key in ("fill", "stroke") and value != "none":
-                return f"url(#P-{value[2:]})" if value.startswith("P ") else colours[value]
-            return f"{value:.5g}" if isinstance(value, (int, float)) else value
-
-        for tag, text, attributes in self.shapes:
-            attributes = {key: written(key, value) for key, value in attributes.items()}
-            ElementTree.SubElement(root if tag != "tspan" else root[-1], tag, attributes).text = text
+        height = f"{self.down + 20:.0f}"
+        self.root.attrib.update(width=str(WIDTH), height=height, viewBox=f"0 0 {WIDTH} {height}")
+        text = Template(ElementTree.tostring(self.root, encoding="unicode")).substitute(THEMES[theme])
         # one element on each line; ElementTree itself can do that only from Python 3.9 on
-        return re.sub("><(?!tspan)", ">\n<", ElementTree.tostring(root, encoding="unicode")) + "\n"
+        return re.sub("><(?!tspan)", ">\n<", text) + "\n"
 
 
 def at(points):

@@ -1,5 +1,7 @@
 """Draw what a script did on a terminal: a row for each tensor, its ranks side by side, and the moves between."""
 
+from itertools import chain, zip_longest
+
 import numpy as np
 from rich.padding import Padding
 from rich.text import Text
@@ -28,70 +30,70 @@ def held_in_words(tensor, rank):
     if block is None:
         return "-"
     names = ("rows", "columns") if len(tensor.shape) == 2 else tuple(f"dim {dim}:" for dim in range(len(tensor.shape)))
-    cut = [
+    words = [
         f"{name} {start}-{stop - 1}" if stop - start > 1 else f"{name.rstrip('s')} {start}"
         for name, (start, stop), size in zip(names, block, tensor.shape)
         if stop - start < size
     ]
-    kind = "part of the sum" if tensor.partial else "its own" if tensor.sbp == "local" else "whole"
-    shape = [f"({', '.join(str(stop - start) for start, stop in block)})"] if block else []
-    return " ".join([*shape, ", ".join(cut + ["part of the sum"] * (tensor.partial and bool(cut))) or kind])
+    if tensor.partial or not words:
+        words.append("part of the sum" if tensor.partial else "its own" if tensor.sbp == "local" else "whole")
+    shape = f"({', '.join(str(stop - start) for start, stop in block)}) " if block else ""
+    return shape + ", ".join(words)
 
 
-def cells(tensor, named):
-    """The ranks of a tensor as they are shown: on one line, those of a mesh on one for each row of it."""
-    mesh = np.array(tensor.ranks)
-    lines = mesh.tolist() if mesh.ndim == 2 else [list(range(len(tensor.blocks)))]
+def colour(rank):
+    return COLOURS[rank % len(COLOURS)]
+
+
+def rank_lines(tensor, named):
+    """What each rank holds as it is shown: all on one line, those of a mesh on one for each row of it."""
+    ranks = tensor.ranks if np.ndim(tensor.ranks) == 2 else [range(len(tensor.blocks))]
     return [
-        [Text((f"rank {rank} " if named else "") + held_in_words(tensor, rank), colour(tensor, rank)) for rank in line]
-        for line in lines
+        [
+            Text(
+                (f"rank {rank} " if named else "") + held_in_words(tensor, rank),
+                "dim" if tensor.blocks[rank] is None else colour(rank),
+            )
+            for rank in line
+        ]
+        for line in ranks
     ]
-
-
-def colour(tensor, rank):
-    return "dim" if tensor.blocks[rank] is None else COLOURS[rank % len(COLOURS)]
 
 
 def on_terminal(console, items):
     """Print tensors and moves, one below the other: as a table, or, where the console is too narrow, as a list."""
     tensors = [item for item in items if isinstance(item, Tensor)]
     mesh = any(np.ndim(tensor.ranks) == 2 for tensor in tensors)
-    heads = [Text(head) for head in HEADS] + [
-        Text(f"rank {rank}", COLOURS[rank % len(COLOURS)])
-        for rank in range(0 if mesh or not tensors else len(tensors[0].blocks))
-    ]
+    ranks = range(0 if mesh or not tensors else len(tensors[0].blocks))
+    heads = [*map(Text, HEADS), *(Text(f"rank {rank}", colour(rank)) for rank in ranks)]
     rows = {id(tensor): rows_of(tensor, mesh) for tensor in tensors}
-    lines = [heads, *(line for own in rows.values() for line in own)]
-    widths = [max(len(line[k]) for line in lines if k < len(line)) for k in range(max(map(len, lines)))]
+    widths = [max(map(len, column)) for column in zip_longest(heads, *chain(*rows.values()), fillvalue="")]
     table = sum(widths) + 2 * len(widths) <= console.width
     arrow = "↓" if (console.encoding or "").lower().replace("-", "").startswith("utf8") else "v"
     if table and tensors:
         console.print(Text("\n"), aligned(heads, widths, "dim"), sep="")
     for item in items:
         if not isinstance(item, Tensor):
-            console.print(
-                Padding(Text(f"{arrow} {in_words(item)}", "" if quiet(item) else "bold yellow"), (0, 0, 0, 4))
-            )
+            move = Text(f"{arrow} {in_words(item)}", "" if quiet(item) else "bold yellow")
+            console.print(Padding(move, (0, 0, 0, 4)))
         elif table:
             for line in rows[id(item)]:
                 console.print(aligned(line, widths))
         else:
             console.print(Text.assemble("\n", (item.name, "bold"), f" {shape_in_words(item.shape)} {item.sbp}"))
-            for cell in (cell for line in cells(item, True) for cell in line):
+            for cell in chain(*rank_lines(item, True)):
                 console.print(Padding(cell, (0, 0, 0, 2)))
 
 
 def rows_of(tensor, named):
     """The lines of a tensor in the table, each a list of Texts."""
     first = [Text(tensor.name, "bold"), Text(shape_in_words(tensor.shape)), Text(tensor.sbp, "bold")]
-    return [
-        (first if not number else [Text("")] * len(first)) + line for number, line in enumerate(cells(tensor, named))
-    ]
+    return [(first if not number else [Text("")] * 3) + line for number, line in enumerate(rank_lines(tensor, named))]
 
 
 def aligned(line, widths, style=""):
-    parts = [text + Text(" " * (width - len(text))) for text, width in zip(line, widths)]
-    return Text("  ", style, end="\n").append_text(Text("  ").join(parts))
+    cells = [text + " " * (width - len(text)) for text, width in zip(line, widths)]
+    return Text("  ", style).append_text(Text("  ").join(cells))
 
 
 def quiet(move):

@@ -38,26 +38,25 @@ def blocks_of(results):
     blocks, waiting, of = [], [], {}  # of: the number of a move -> the layer and the part of the matmul that it is for
     events = results[0]["events"]
     for number, event in enumerate(events):
-        sent = [result["events"][number]["sent"] for result in results]
-        if event["what"] == "move":
+        what, sent = event["what"], [result["events"][number]["sent"] for result in results]
+        if what == "move":
             if max(sent) >= CONTROL:
                 following = next(one for one in events[number:] if one["what"] == "forward")
                 of[event["number"]] = following["weight"], following["part"]
                 blocks.append(move(event, sent, *of[event["number"]], backward=False))
             continue
         if max(sent) >= CONTROL:
-            one, layer, part = waiting.pop(0)
-            blocks.append(move(one, sent, layer, part, backward=True))
-        if event["what"] == "ready":
-            layer, part = of.get(event["number"], (None, 0)) if "number" in event else (event["weight"], event["part"])
-            if event["shape"] and (layer, part) not in [tuple(own) for _, *own in waiting] and layer is not None:
-                waiting.append((event, layer, part))
-        elif event["what"] == "update":
+            blocks.append(move(waiting[0][0], sent, *waiting.pop(0)[1], backward=True))
+        if what == "ready":
+            place = of.get(event["number"]) if "number" in event else (event["weight"], event["part"])
+            if event["shape"] and place and place not in [known for _, known in waiting]:
+                waiting.append((event, place))
+        elif what == "update":
             ranks = sorted({rank for ranks in event["of"] for rank in ranks})
             blocks += [Block("update", None, None, [rank], "state") for rank in ranks]
         else:
-            colour = "out" if event["what"] == "forward" else "gradient"
-            blocks.append(Block(event["what"], event["weight"], event["part"], event["ranks"], colour))
+            colour = "out" if what == "forward" else "gradient"
+            blocks.append(Block(what, event["weight"], event["part"], event["ranks"], colour))
     assert not waiting, f"gradients that never went on: {waiting}"
     return blocks
 
@@ -73,23 +72,23 @@ def move(event, sent, layer, part, backward):
 
 def needs(block):
     """The (kind, layer, part) of the block that makes the input of another."""
-    if block.what == "send":
-        return (
-            ("forward", block.layer - 1, block.part) if block.colour == "out" else ("backward", block.layer, block.part)
-        )
-    return (block.what, (block.layer or 0) + {"forward": -1}.get(block.what, 1), block.part)
+    if block.what == "forward" or (block.what == "send" and block.colour == "out"):
+        return ("forward", block.layer - 1, block.part)
+    layer = (block.layer or 0) + (block.what != "send")
+    return ("backward" if block.what == "send" else block.what, layer, block.part)
 
 
 def placed(blocks, width):
     """Where each block begins, when its ranks are free and its input is there, and ends. width: of a block."""
     free, ends, places = {}, {}, []
     for block in blocks:
-        start = max([ends.get(needs(block), 0), *(free.get(rank, 0) for rank in block.ranks if block.what != "send")])
+        busy = block.ranks if block.what != "send" else []
+        start = max([ends.get(needs(block), 0), *(free.get(rank, 0) for rank in busy)])
         if block.what == "update":  # optimizer.step() comes when all gradients are there
             start = max(end for one, (_, end) in zip(blocks, places) if one.what != "update")
         places.append((start, start + width(block)))
         ends[block.what, block.layer, block.part] = places[-1][1]
-        free.update(dict.fromkeys(block.ranks if block.what != "send" else [], places[-1][1]))
+        free.update(dict.fromkeys(busy, places[-1][1]))
     return places
 
 
@@ -103,12 +102,9 @@ def picture(text, results, plain, parts=1):
     """The Picture of a step. plain: the results of data parallelism with the same optimizer; parts: micro-batches."""
     drawn, blocks, n = Picture(text), blocks_of(results), len(results)
     rows(drawn, blocks, n, parts)
-    drawn.text(LEFT, drawn.down, "time →", fill="quiet")
-    drawn.down += 6
+    drawn.text(LEFT, drawn.down + 13, "time →", fill="quiet")
+    drawn.legend(*[(110, "out", "forward"), (180, "gradient", "backward")] * (parts > 1))
     if parts > 1:
-        for x, what, colour in ((110, "forward", "out"), (180, "backward", "gradient")):
-            tinted(drawn, x, drawn.down - 15, 9, 9, colour)
-            drawn.text(x + 13, drawn.down - 6, what, fill="quiet")
         drawn.lines(0, f"0 to {parts - 1}: the micro-batch; arrows: sends")
         share = (n - 1) / (parts + n - 1)
         drawn.lines(0, f"idle: (n-1)/(m+n-1) = {share:.0%} with n = {n}, m = {parts}")
@@ -129,30 +125,27 @@ def rows(drawn, blocks, n, parts):
     for rank in range(n):
         drawn.text(0, row[rank] + tall / 2 + 4, f"rank {rank}")
         for start, end in idle(blocks, places, rank):
-            drawn.rect(LEFT + start, row[rank], end - start - 2, tall, stroke="quiet", stroke_dasharray="2 2")
+            drawn.dashed(LEFT + start, row[rank], end - start - 2, tall)
             middle = LEFT + (start + end) / 2 - 1
             drawn.text(middle, row[rank] + tall / 2 + 4, "idle", fill="quiet", anchor="middle")
     for block, (start, end) in zip(blocks, places):
         top, bottom = row[block.ranks[0]], row[block.ranks[-1]] + tall
-        x, width, middle = LEFT + start, end - start - 2, LEFT + (start + end) / 2 - 1
+        x, width = LEFT + start, end - start - 2
         if block.what == "send":
             ends = (bottom, row[block.to[0]]) if block.to[0] > block.ranks[0] else (top, row[block.to[0]] + tall)
             drawn.arrow(*[(x - 3, y) for y in ends], fill=block.colour)
-        elif block.what in wide or block.what == "update":
-            for rank in block.ranks:
-                tinted(drawn, x, row[rank], width, tall, block.colour)
-                named(drawn, block, middle, row[rank] + tall / 2, parts)
-        else:
-            tinted(drawn, x, top, width, bottom - top, block.colour)
-            words = f"{block.what} w{block.layer}"
-            drawn.text(middle + 4, (top + bottom) / 2, words, anchor="middle", turned=True)
-    drawn.down = row[-1] + tall + 14
+            continue
+        for y, height in [(row[rank], tall) for rank in block.ranks] if block.what in wide else [(top, bottom - top)]:
+            drawn.tinted(x, y, width, height, block.colour)
+            named(drawn, block, x + width / 2, y + height / 2, parts)
+    drawn.down = row[-1] + tall + 1
 
 
 def named(drawn, block, x, y, parts):
-    """What stands in a block of one rank."""
-    if block.what == "update":
-        drawn.text(x + 4, y, block.what, anchor="middle", turned=True)
+    """What stands in a block."""
+    if block.what not in WIDE:
+        words = block.what if block.layer is None else f"{block.what} w{block.layer}"
+        drawn.text(x + 4, y, words, anchor="middle", turned=True)
     elif parts > 1:
         drawn.text(x, y + 4, str(block.part), anchor="middle")
     else:
@@ -160,45 +153,34 @@ def named(drawn, block, x, y, parts):
         drawn.text(x, y + 11, f"w{block.layer}", fill="quiet", anchor="middle")
 
 
-def tinted(drawn, x, y, width, height, colour):
-    drawn.rect(x, y, width, height, colour, fill_opacity="0.3", stroke=colour)
-
-
 def sent_in_words(blocks):
     """One line for each kind of move: how much a rank sends for each tensor."""
-    lines = []
+    lines, of = [], {"out": "output", "gradient": "gradient"}
     for what in dict.fromkeys(block.what for block in blocks if block.sent):
         own = [block for block in blocks if block.what == what]
-        of = {"out": "output", "gradient": "gradient"}
         each = " and ".join(dict.fromkeys(f"each {of.get(block.colour, 'weight')}" for block in own))
-        amount = f"{max(max(block.sent) for block in own):.2f}"
-        lines.append(f"{what}: {'each rank sends ' if what != 'send' else ''}{amount} × {each}")
+        who = "each rank sends " if what != "send" else ""
+        lines.append(f"{what}: {who}{max(max(block.sent) for block in own):.2f} × {each}")
     return lines
 
 
 def keeps(drawn, results, plain):
     """What each rank keeps between two steps, to scale beside what data parallelism keeps."""
     drawn.down += 10
-    drawn.lines(0, "kept between two steps, in units of all weights", size=12, fill="text", bold=True)
-    whole = [one["kept"] for one in plain]
-    left = {}
-    x = LEFT
-    for kind in KINDS:
-        left[kind] = x
-        x += UNIT * whole[0][kind] / plain[0]["weights"] + 6
-    drawn.down += 14
-    for kind in KINDS:
-        words = {"state": "optimizer state"}.get(kind, kind)
-        drawn.text(left[kind], drawn.down, words, fill=KINDS[kind])
-    drawn.down += 6
-    for rank, result in enumerate(results):
-        drawn.text(0, drawn.down + 14, f"rank {rank}")
-        for kind, colour in KINDS.items():
-            own, full = result["kept"][kind] / result["weights"], whole[rank][kind] / plain[0]["weights"]
+    drawn.heading("kept between two steps, in units of all weights")
+    top, left = drawn.down + 14, LEFT
+    for kind, colour in KINDS.items():
+        drawn.text(left, top, "optimizer state" if kind == "state" else kind, fill=colour)
+        for rank, (result, whole) in enumerate(zip(results, plain)):
+            own, full = (one["kept"][kind] / one["weights"] for one in (result, whole))
+            y = top + 6 + 26 * rank
             if own < full:
-                drawn.rect(left[kind], drawn.down, UNIT * full, 20, stroke="quiet", stroke_dasharray="2 2")
-            tinted(drawn, left[kind], drawn.down, UNIT * own, 20, colour)
-            drawn.text(left[kind] + 4, drawn.down + 14, f"{own:.2f}")
-        drawn.down += 26
-    if any(result["kept"] != whole[rank] for rank, result in enumerate(results)):
+                drawn.dashed(left, y, UNIT * full, 20)
+            drawn.tinted(left, y, UNIT * own, 20, colour)
+            drawn.text(left + 4, y + 14, f"{own:.2f}")
+        left += UNIT * plain[0]["kept"][kind] / plain[0]["weights"] + 6
+    for rank in range(len(results)):
+        drawn.text(0, top + 20 + 26 * rank, f"rank {rank}")
+    drawn.down = top + 6 + 26 * len(results)
+    if any(result["kept"] != whole["kept"] for result, whole in zip(results, plain)):
         drawn.lines(0, "dashed: what data parallelism keeps")
