@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import moves, page, peers, starts, steps  # noqa: E402
+from benchmarks import gpt, moves, page, peers, starts, steps  # noqa: E402
 from harness.pool import PoolError  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -30,6 +30,7 @@ PARTS = {  # in the order in which they run: name -> function of the number of t
     "limit": steps.limit,
     "kernels": steps.kernels,
     "busy": steps.busy,
+    "gpt": gpt.gpt,
     "levers": steps.levers,
     "scaling": steps.scaling,
     "sizes": steps.sizes,

@@ -27,12 +27,23 @@ def wait():
 
 def step_times(path, change=None, **arguments):
     """The seconds of each step but the first and the last of a training recipe's own loop, on this rank."""
-    begins = [begin for begin, _ in steps(path, time.perf_counter, change, **arguments)]
+    return between(steps(path, time.perf_counter, change, **arguments)[0])
+
+
+def losses_and_times(path, **arguments):
+    """Of recipes/transformer/gpt.py: {"losses", "seconds" of each step but two, on this rank}."""
+    found, tensors = steps(path, time.perf_counter, **arguments)
+    return {"losses": tensors["losses"].numpy().tolist(), "seconds": between(found)}
+
+
+def between(found):
+    begins = [begin for begin, _ in found]
     return [end - begin for begin, end in zip(begins[1:], begins[2:])]
 
 
 def steps(path, clock, change=None, in_parts=False, **arguments):
-    """Run a training recipe; returns for each step clock() when it begins and, if in_parts, {part: its seconds}.
+    """Run a training recipe; returns for each step (clock() when it begins, if in_parts {part: its seconds}), and what
+    the recipe returned.
 
     Parts are of eager mode only, and the rank waits for the end of each, which takes some time itself.
     """
@@ -53,7 +64,8 @@ def steps(path, clock, change=None, in_parts=False, **arguments):
             start = time.perf_counter()
             result = function(*given, **named)
             wait()
-            found[-1][1][name] += time.perf_counter() - start
+            for _, seconds in found[-1:]:  # none before gpt.py's first step, which ends with zero_grad
+                seconds[name] += time.perf_counter() - start
             return result
 
         return timed
@@ -62,17 +74,18 @@ def steps(path, clock, change=None, in_parts=False, **arguments):
     places = dict(CHANGES.get(change, {}))
     places[first] = begin(places.get(first) or getattr(*first))
     if in_parts:
-        for name, place in {"backward": (flow.Tensor, "backward"), "update": (flow.optim.SGD, "step")}.items():
-            places[place] = part(name, getattr(*place))
+        names = {(flow.Tensor, "backward"): "backward"}
+        names.update({(optimizer, "step"): "update" for optimizer in (flow.optim.SGD, flow.optim.AdamW)})
+        places.update({place: part(name, getattr(*place)) for place, name in names.items()})
     with replaced(places):
-        module.run(**arguments)
+        tensors = module.run(**arguments)
         wait()
-    return found
+    return found, tensors
 
 
 def parts_of_step(path, **arguments):
     """The median seconds on this rank of {"backward", "update", "step": all of it} of a step in eager mode."""
-    parts = [seconds for _, seconds in steps(path, time.perf_counter, in_parts=True, **arguments)][1:-1]
+    parts = [seconds for _, seconds in steps(path, time.perf_counter, in_parts=True, **arguments)[0]][1:-1]
     middle = {name: statistics.median(one[name] for one in parts) for name in ("backward", "update")}
     return {**middle, "step": statistics.median(step_times(path, **arguments))}
 
@@ -109,7 +122,7 @@ def many_operations():
 def cpu_times(path, **arguments):
     """Seconds a step that this rank's threads ran: {"scheduling": OneFlow's thread that spins, "others", "step"}."""
     spinning = busiest(many_operations, busiest(one_matmul))
-    found = steps(path, lambda: (thread_times(), time.perf_counter()), **arguments)
+    found, _ = steps(path, lambda: (thread_times(), time.perf_counter()), **arguments)
     [_, ((before, begin), _), *_, ((after, end), _)] = found
     count = len(found) - 2
     used = {thread: (after[thread] - before.get(thread, 0)) / count for thread in after}
@@ -134,8 +147,8 @@ def move_times(old, new, elements, steps):
 
 
 def matmul_times(shapes, steps):
-    """The seconds that the matmuls of these shapes, (rows, inner, columns), take this rank alone, one after another."""
-    pairs = [(flow.ones(rows, inner), flow.ones(inner, columns)) for rows, inner, columns in shapes]
+    """The seconds of matmuls of these shapes, (..., rows, inner, columns), on this rank alone, one after another."""
+    pairs = [(flow.ones(*many, m, k), flow.ones(*many, k, n)) for *many, m, k, n in shapes]
     return times_of(lambda: [flow.matmul(x, w) for x, w in pairs], steps)
 
 

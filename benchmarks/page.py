@@ -4,6 +4,7 @@ import re
 import textwrap
 
 from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, grouped, step_time
+from benchmarks.gpt import SIZES, TRAINED
 from harness.report.tables import table
 
 SIDES = ("eager", "graph", "PyTorch", "JAX")
@@ -56,13 +57,16 @@ def percent(share):
     return f"{100 * share:.0f} %"
 
 
-def training(rows):
+def beside_peers(rows):
     lines = []
     for row in rows:
         cells = [ms(row["seconds"][side]) if side in row["seconds"] else "–" for side in SIDES]
         ratios = [f"{row['ratios'][peer]:.2f}" if peer in row["ratios"] else "–" for peer in SIDES[2:]]
         lines.append([row["strategy"], row["ranks"], *cells, row["best"], *ratios])
-    header = ["strategy", "ranks", *(f"{side}, ms" for side in SIDES), "faster mode", "/ PyTorch", "/ JAX"]
+    return table(["strategy", "ranks", *(f"{side}, ms" for side in SIDES), "faster mode", "/ PyTorch", "/ JAX"], lines)
+
+
+def training(rows):
     return f"""## A training step
 
 The recipes' own loops, SGD with momentum 0.9, float32, batch 512, 1024 features in and out, hidden 4096; the pipeline
@@ -71,7 +75,7 @@ DistributedDataParallel; DTensor; GPipe of distributed.pipelining; DTensor with 
 FSDP2. JAX: sharded jit, one process, a host device for each rank, which it does not bind; it has no pipeline. The last
 columns are the faster mode's time over the peer's: above 1 we are slower.
 
-{table(header, lines)}
+{beside_peers(rows)}
 Where a ratio stays above 1, the next sections show why. Pipelines: OneFlow's matmul of a micro-batch and its addition
 of gradients are slower kernels (Kernels), and its scheduling thread takes time from ranks that work (What the first
 core does). Column, then row against JAX: all but matmuls and the update is little there too (The limit); JAX's matmuls
@@ -118,6 +122,30 @@ wait anyway. Where two share one, the thread of the rank that waits takes turns 
 what pipelines on more ranks than cores pay.
 
 {table(header, lines)}"""
+
+
+def gpt(rows):
+    lines = []
+    for row in (row for row in rows if "parts" in row):
+        for side, parts in row["parts"].items():
+            step, rest = parts["step"], parts["step"] - parts["backward"] - parts["update"]
+            times = (step, rest, parts["backward"], parts["update"], parts["matmuls"])
+            shares = [percent(parts[part] / step) for part in ("update", "matmuls")]
+            lines.append([row["strategy"], row["ranks"], side, *map(ms, times), *shares])
+    header = ["strategy", "ranks", "side", "step, ms", "forward", "backward", "update", "matmuls alone"]
+    return f"""## A GPT
+
+A step of [gpt.py](../recipes/transformer/gpt.py): {SIZES["layers"]} layers of width {SIZES["width"]},
+{SIZES["heads"]} heads, {SIZES["batch"]} sequences of {SIZES["length"]} letters, float32, AdamW. PyTorch: one process,
+DistributedDataParallel, DTensor with the vocabulary and the loss split too, FSDP2; its fused attention and AdamW. JAX:
+sharded jit. All begin with the same weights and train on the same text; in the first {TRAINED} steps no loss differs
+from PyTorch's by more than {max(row["difference"] for row in rows):.1g}.
+
+{beside_peers(rows)}
+Where the time goes, on at most one rank for each core: the parts of a step, OneFlow's in eager mode, and a rank's
+matmuls of a step with nothing else to do. What is sent belongs to the part that waits for it.
+
+{table([*header, "update / step", "matmuls / step"], lines)}"""
 
 
 def levers(rows):
@@ -266,7 +294,21 @@ def suite(data):
 """
 
 
-SECTIONS = (training, limit, kernels, busy, levers, scaling, sizes, idle, collectives, launches, fresh_clone, suite)
+SECTIONS = (
+    training,
+    limit,
+    kernels,
+    busy,
+    gpt,
+    levers,
+    scaling,
+    sizes,
+    idle,
+    collectives,
+    launches,
+    fresh_clone,
+    suite,
+)
 
 
 def page(found):

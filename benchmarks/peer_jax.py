@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 
 N = int(os.environ["WORLD_SIZE"])
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={N}"
@@ -13,6 +14,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
+from peer_gpt_jax import adamw, trained  # noqa: E402
 
 MESHES = {"data": ((N,), ("data",)), "tensor": ((N,), ("tensor",)), "hybrid": ((2, N // 2), ("data", "tensor"))}
 MESHES["sharded"] = MESHES["data"]
@@ -24,16 +26,7 @@ def momentum(weights, gradients, state):
     return jax.tree.map(lambda w, m: w - 0.1 * m, weights, m), {"m": m}
 
 
-def adam(weights, gradients, state):
-    """state: {"m", "v": the moments, "t": steps so far}."""
-    t = state["t"] + 1
-    m = jax.tree.map(lambda m, gradient: 0.9 * m + 0.1 * gradient, state["m"], gradients)
-    v = jax.tree.map(lambda v, gradient: 0.999 * v + 0.001 * gradient**2, state["v"], gradients)
-
-    def moved(w, m, v):
-        return w - 0.1 * (m / (1 - 0.9**t)) / (jnp.sqrt(v / (1 - 0.999**t)) + 1e-8)
-
-    return jax.tree.map(moved, weights, m, v), {"m": m, "v": v, "t": t}
+adam = partial(adamw, rate=0.1, decay=0)
 
 
 def training(kind, batch, in_features, hidden, out_features):
@@ -91,6 +84,9 @@ def main():
     steps = {}
     for line in sys.stdin:
         given = json.loads(line)
+        if "file" in given:
+            print(json.dumps(trained(**given)), flush=True)
+            continue
         count = given.pop("steps")
         if line not in steps:
             steps[line] = matmuls(given["shapes"]) if given["kind"] == "matmuls" else training(**given)

@@ -53,7 +53,10 @@ class Peer:
         self.log.close()
 
     def step_times(self, **given):
-        """The seconds of each step but the first, by rank. Raises PeerError if a process ends or gives no answer."""
+        """The seconds of each step but the first, by rank; of a GPT what `trained` returns.
+
+        Raises PeerError if a process ends or gives no answer.
+        """
         try:
             for process in self.processes:
                 process.stdin.write(json.dumps(given) + "\n")

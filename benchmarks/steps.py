@@ -111,13 +111,16 @@ def training(turns, say, short=False):
     for n in (2,) if short else (2, 4):
         for strategy in (name for name, row in STRATEGIES.items() if n in row[-1]):
             with sides(n, (*PEERS, *MODES)) as of:  # new ranks for each, as graphs are never freed
-                found = in_turns(turns, of(strategy))
-            seconds = medians(found)
-            best = min(MODES, key=seconds.get)
-            ratios = {name: ratio(found[best], found[name]) for name in PEERS if name in found}
-            rows.append({"strategy": strategy, "ranks": n, "seconds": seconds, "best": best, "ratios": ratios})
-            say(strategy, n, {name: round(1e3 * one) for name, one in seconds.items()})
+                rows.append(beside_peers(strategy, n, in_turns(turns, of(strategy)), say))
     return rows
+
+
+def beside_peers(strategy, n, found, say):
+    seconds = medians(found)
+    best = min(MODES, key=seconds.get)
+    ratios = {name: ratio(found[best], found[name]) for name in PEERS if name in found}
+    say(strategy, n, {name: round(1e3 * one) for name, one in seconds.items()})
+    return {"strategy": strategy, "ranks": n, "seconds": seconds, "best": best, "ratios": ratios}
 
 
 def tall(batch, inner, hidden, out, n=2):
