@@ -33,6 +33,6 @@ def between_ranks(before, after):
     for rank, found in enumerate(after):
         for (here, there), count in found.items():
             other = owner.get((there, here))
-            if other is not None:
+            if other not in (None, rank):
                 sent[rank, other] = sent.get((rank, other), 0) + count - before[rank].get((here, there), 0)
     return sent

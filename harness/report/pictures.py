@@ -4,7 +4,7 @@ import ast
 from functools import partial
 from pathlib import Path
 
-from harness.report import conversions, equation, timeline, traffic
+from harness.report import block, conversions, equation, timeline, traffic
 from harness.report.runs import MEASURE_SCRIPT, TRAINING_SIZES
 from harness.report.svg import THEMES
 from harness.start import recipe
@@ -16,7 +16,7 @@ EQUATIONS += ("train_model_parallel",)
 TIMELINES = {"train_data_parallel": {}, "train_pipeline": {"micro_batches": 4}, "fully_sharded": {}}  # with arguments
 BESIDE = {"train_pipeline": "momentum"}  # the optimizer of the data parallelism beside it, where it is not Adam
 BOTH = "Parameter server and ring: the same sum of gradients, through one rank or from neighbour to neighbour."
-NAMES = (*EQUATIONS, *TIMELINES, "sbp_conversions", "parameter_server")
+NAMES = (*EQUATIONS, *TIMELINES, "sbp_conversions", "parameter_server", "gpt_block")
 RING = {"in_features": 720, "out_features": 1080}  # of the tensor that goes round the ring
 
 
@@ -42,6 +42,9 @@ def calls():
     for kind in ("adam", *BESIDE.values()):
         given = {"function": "order", "name": "train_data_parallel", "optimizer": kind}
         found["plain", kind] = (2, partial(measured, **given, **TRAINING_SIZES))
+    for size, given in block.SIZES.items():
+        run = {"function": MEASURE_SCRIPT, "path": str(recipe.path_of("gpt")), "keywords": given}
+        found["block", size] = (4, lambda pool, run=run: pool.call(**run))
     found["sends", "parameter_server"] = (
         4,
         partial(measured, function="sends", name="parameter_server", steps=1, graph=False, **TRAINING_SIZES),
@@ -62,6 +65,7 @@ def drawn(own, found, runs):
         drawings[name] = timeline.picture(title_of(name), own["order", name], plain, parts)
     sent = found["conversions"][(0, 1), (0, 1), "eager"]
     drawings["sbp_conversions"] = conversions.picture(title_of("sbp_conversions"), sent)
+    drawings["gpt_block"] = block.picture(*(own["block", size] for size in block.SIZES))
     both = (own["sends", name] for name in ("parameter_server", "ring_all_reduce"))
     drawings["parameter_server"] = traffic.picture(BOTH, *both)
     return drawings
