@@ -6,44 +6,75 @@ import pathlib
 
 import oneflow as flow
 
+from harness.measure.connections import acknowledged
+from harness.measure.graph import gradient_bytes
 from harness.measure.observe import recorded, replaced
-from harness.measure.sent import sent_by
+from harness.measure.sent import quiet_wchar, sent_by
 from harness.measure.tensors import snapshot
 from harness.start import recipe
 
+COUNTED = (2, 4)  # steps after which the bytes are read: the first one connects the ranks
 
-def moment(state, i, name):
-    """AdamW's first moment of the i-th weight, from a state of eager mode or of a graph."""
-    return state["optimizer"]["state"][i]["exp_avg"] if "optimizer" in state else state[f"module.{name}-m"]
+
+def moment(state, i, name, second=False):
+    """AdamW's first or second moment of the i-th weight, from a state of eager mode or of a graph."""
+    if "optimizer" in state:
+        return state["optimizer"]["state"][i]["exp_avg_sq" if second else "exp_avg"]
+    return state[f"module.{name}-{'v' if second else 'm'}"]
+
+
+def local_bytes(tensor):
+    """The bytes of this rank's shard: none outside the placement."""
+    shard = tensor.to_local()
+    return shard.numel() * shard.element_size()
 
 
 def trained(path, bare=(), folder="", **arguments):
     """Run gpt.py; what `run` returned, as a `snapshot` of each; AdamW's first moments after the first step, by name.
 
-    And the SBPs of matmuls and moves, and what its graph read without identity.
+    And the SBPs of matmuls and moves, what its graph read without identity, the bytes that this rank "kept" after the
+    first step, and what its connections had "sent" after the steps COUNTED, for `between_ranks`.
     bare: names of weights that it reads so on purpose.
     """
-    module, moments = recipe.load(path), {}
-    weight, save = module.Part.weight, module.save
+    module, moments, kept, sent, graphs = recipe.load(path), {}, {}, {}, []
+    weight, save, call, update = module.Part.weight, module.save, flow.nn.Graph.__call__, flow.optim.AdamW.step
 
     def without_identity(part, name):
         return getattr(part, name) if name in bare else weight(part, name)
+
+    def keeping_call(graph, *inputs, **named):
+        graphs.append(graph)
+        return call(graph, *inputs, **named)
+
+    def counting_update(optimizer, *rest, **named):
+        weights = [weight for group in optimizer.param_groups for weight in group.parameters]
+        kept["gradients"] = sum(local_bytes(weight.grad) for weight in weights)
+        return update(optimizer, *rest, **named)
 
     def look(state, where, step):
         if not moments:
             names = state["module"]
             moments.update({name: moment(state, i, name).numpy() for i, name in enumerate(names)})  # collective
+            kept["weights"] = sum(local_bytes(tensor) for tensor in names.values())
+            both = [moment(state, i, name, second) for i, name in enumerate(names) for second in (False, True)]
+            kept["moments"] = sum(map(local_bytes, both))
+        if step in COUNTED:
+            quiet_wchar()
+            sent[step] = acknowledged()
         if folder:
             save(state, where, step)
 
     module.save = look
-    with replaced({(module.Part, "weight"): without_identity}), recorded() as seen:
+    places = {(module.Part, "weight"): without_identity, (flow.nn.Graph, "__call__"): keeping_call}
+    with replaced({**places, (flow.optim.AdamW, "step"): counting_update}), recorded() as seen:
         tensors = module.run(folder=folder or "nowhere", every=1, **arguments)
+    for graph in graphs[:1]:
+        kept["gradients"] = gradient_bytes(graph, flow.env.get_rank())
     held = {name: snapshot(tensor) for name, tensor in tensors.items()}
     matmuls = {tuple(sbp for sbp, *_ in operands) for operands in seen["matmuls"]}
     moves = {(old[0], new[0], *grad_sbp) for old, new, *grad_sbp in seen["moves"]}
     facts = {"matmuls": matmuls, "moves": moves, "without_identity": seen["without_identity"]}
-    return {"tensors": held, "moments": moments, **facts}
+    return {"tensors": held, "moments": moments, "kept": kept, "sent": sent, **facts}
 
 
 def losses_and_letters(path, **arguments):

@@ -7,8 +7,10 @@ import shutil
 import numpy as np
 import pytest
 
+from harness.measure.connections import between_ranks
+from harness.measure.sbp import Layout
 from harness.start.recipe import path_of
-from tests.cases import ROOT, reference_gpt
+from tests.cases import ROOT, gpt, reference_gpt
 from tests.cases.gpt import check, mesh_of
 
 GPT = str(path_of("gpt"))
@@ -54,6 +56,27 @@ def test_gradients_of_the_reference_are_finite_differences():
             reference_gpt.loss_and_gradients({**w, name: value + s * e * way}, ids, targets, 2)[0] for s in (1, -1)
         )
         np.testing.assert_allclose((gradients[name] * way).sum(), (up - down) / (2 * e), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("mesh, layout", gpt.ROWS, ids=str)
+def test_formula_of_memory_counts_the_shards(mesh, layout):
+    sizes = {name: gpt.SIZES[name] for name in ("length", "layers", "width")}
+    kept, shapes = np.zeros(np.prod(mesh)), reference_gpt.new_weights(gpt.letters(), **sizes)
+    for name, weight in shapes.items():
+        sbps, ranks = gpt.layout_of(name, mesh, sizes["layers"], layout == "sharded weights")
+        for rank in ranks.ravel():
+            block = Layout(", ".join(sbps), ranks.tolist()).block(weight.shape, rank)
+            kept[rank] += 4 * 4 * np.prod([stop - start for start, stop in block])
+    assert gpt.formulas(mesh, layout)[1] == kept.max()
+
+
+def test_bytes_between_ranks_belong_to_an_axis():
+    ranks = range(8)  # 2 stages of 2 x 2
+    axes = {other: gpt.axis_of((2, 2, 2), 0, other) for other in ranks[1:]}
+    assert axes == {1: "tensor", 2: "data", 3: "others", **dict.fromkeys(ranks[4:], "pipeline")}
+    before = [{(10, 20): 5}, {(20, 10): 1, (30, 9): 7}]
+    after = [{(10, 20): 9}, {(20, 10): 4, (30, 9): 8, (21, 11): 3}]  # a connection to who is no rank, and to none
+    assert between_ranks(before, after) == {(0, 1): 4, (1, 0): 3}
 
 
 @pytest.mark.slow

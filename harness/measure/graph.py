@@ -26,15 +26,7 @@ def boxings_of(graph):
     """
     job = graph._full_job_proto
     signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
-    blobs = job.helper.lbn2logical_blob_desc
-    ranks = {}
-    for group in job.placement.placement_group:
-        conf = group.parallel_conf
-        members = [int(name.split(":")[0].lstrip("@")) for name in conf.device_name]
-        mesh = np.reshape(members, list(conf.hierarchy.dim) or -1).tolist()
-        ranks.update(dict.fromkeys(group.op_set.op_name, mesh))
-
-    found = {}
+    blobs, ranks, found = job.helper.lbn2logical_blob_desc, ranks_of(job), {}
     for op in job.net.op:
         if op.WhichOneof("op_type") == "user_conf":
             inputs = sorted(op.user_conf.input.items())  # else they come in any order
@@ -55,6 +47,31 @@ def boxings_of(graph):
                 target = ("B", new.ranks) if len(new.ranks) == 1 else new  # one rank has it all, whatever the SBP
                 found.setdefault((lbn, str(target)), edge)  # OneFlow moves it once for all its consumers there
     return list(found.values())
+
+
+def ranks_of(job):
+    """{name of an op: the ranks or the mesh that it runs on}."""
+    ranks = {}
+    for group in job.placement.placement_group:
+        conf = group.parallel_conf
+        members = [int(name.split(":")[0].lstrip("@")) for name in conf.device_name]
+        mesh = np.reshape(members, list(conf.hierarchy.dim) or -1).tolist()
+        ranks.update(dict.fromkeys(group.op_set.op_name, mesh))
+    return ranks
+
+
+def gradient_bytes(graph, rank):
+    """The bytes of the gradients that a rank hands to AdamW in a compiled graph."""
+    job = graph._full_job_proto
+    signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
+    blobs, ranks, total = job.helper.lbn2logical_blob_desc, ranks_of(job), 0
+    for op in job.net.op:
+        if op.user_conf.op_type_name == "adam_update":
+            blob = blobs[op.user_conf.input["model_diff"].s[0]]
+            layout = Layout(label_of_proto(signatures[op.name].bn_in_op2nd_sbp["model_diff_0"]), ranks[op.name])
+            block = layout.block(tuple(blob.shape.dim), rank) or [(0, 0)]
+            total += ITEM_SIZES.get(blob.data_type, 4) * int(np.prod([stop - start for start, stop in block]))
+    return total
 
 
 def without_identity(graph):

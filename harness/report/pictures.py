@@ -4,7 +4,7 @@ import ast
 from functools import partial
 from pathlib import Path
 
-from harness.report import conversions, equation, timeline, traffic
+from harness.report import block, conversions, equation, timeline, traffic
 from harness.report.runs import MEASURE_SCRIPT, TRAINING_SIZES, measured_modes, recipe_run
 from harness.report.svg import THEMES
 from harness.start import recipe
@@ -16,7 +16,7 @@ EQUATIONS += ("train_model_parallel",)
 TIMELINES = {"train_data_parallel": {}, "train_pipeline": {"micro_batches": 4}, "fully_sharded": {}}  # with arguments
 BESIDE = {"train_pipeline": "momentum"}  # the optimizer of the data parallelism beside it, where it is not Adam
 BOTH = "Parameter server and ring: the same sum of gradients, through one rank or from neighbour to neighbour."
-NAMES = (*EQUATIONS, *TIMELINES, "sbp_conversions", "parameter_server")
+NAMES = (*EQUATIONS, *TIMELINES, "sbp_conversions", "parameter_server", "gpt_block")
 RING = {"in_features": 720, "out_features": 1080}  # of the tensor that goes round the ring
 
 
@@ -36,6 +36,8 @@ def calls():
         found["plain", kind] = (2, calling(f"{ORDER}:order", **data_parallel))
     for name, given in {"parameter_server": {"graph": False, **TRAINING_SIZES}, "ring_all_reduce": RING}.items():
         found["sends", name] = (4, calling(f"{ORDER}:sends", name, steps=1, **given))
+    for size, given in block.SIZES.items():
+        found["block", size] = (4, calling(MEASURE_SCRIPT, "gpt", keywords=given))
     return found
 
 
@@ -55,6 +57,7 @@ def made(results):
         drawn[name] = timeline.picture(title_of(name), results["order", name], plain, parts)
     sent = results["atlas", 2]["conversions", (0, 1), (0, 1), "eager"]
     drawn["sbp_conversions"] = conversions.picture(title_of("sbp_conversions"), sent)
+    drawn["gpt_block"] = block.picture(*(results["block", size] for size in block.SIZES))
     both = (results["sends", name] for name in ("parameter_server", "ring_all_reduce"))
     drawn["parameter_server"] = traffic.picture(BOTH, *both)
     return {PICTURES / f"{name}{theme}.svg": one.svg(theme) for name, one in drawn.items() for theme in THEMES}

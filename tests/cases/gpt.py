@@ -1,9 +1,36 @@
-"""What is asserted of a run of recipes/transformer/gpt.py: layout, first gradients, losses, letters."""
+"""recipes/transformer/gpt.py on all meshes: the runs of docs/gpt.md, and what is asserted of any run."""
+
+from functools import lru_cache
 
 import numpy as np
 
-from tests.cases import reference
+from harness.measure import megatron
+from harness.measure.connections import between_ranks
+from harness.start.recipe import path_of
+from tests.cases import ROOT, reference, reference_gpt
 from tests.cases.ladder import Checks
+
+TRAINED = f"{ROOT / 'tests' / 'on_rank_gpt.py'}:trained"
+MESHES = [
+    (data, tensor, pipeline)
+    for data in (1, 2, 4)
+    for tensor in (1, 2, 4)
+    for pipeline in (1, 2, 4)
+    if data * tensor * pipeline <= 4
+]
+SIZES = {"batch": 16, "length": 32, "layers": 4, "width": 128, "heads": 4}  # large enough for the formulas of bytes
+LAYOUTS = {  # options and steps, by their names in docs/gpt.md
+    "plain": {"steps": 50, "sample": 40},
+    "sequence parallel": {"steps": 4, "sequence_parallel": True},
+    "sharded weights": {"steps": 4, "shard_weights": True},
+}
+ROWS = [  # of the page's table: each layout on the meshes where it differs from the plain one
+    (mesh, layout)
+    for mesh in MESHES
+    for layout in LAYOUTS
+    if layout == "plain" or mesh[1 if layout == "sequence parallel" else 0] > 1
+]
+wanted = lru_cache(maxsize=None)(reference_gpt.trained)
 
 KINDS = {"tokens": "vocabulary", "qkv": "column", "project": "row", "up": "column", "down": "row"}
 SBPS = {"vocabulary": ("B", "S(0)"), "column": ("B", "S(1)"), "row": ("B", "S(0)"), "whole": ("B", "B")}
@@ -18,6 +45,62 @@ SHARDED = {"vocabulary": ("S(1)", "S(0)"), "column": ("S(0)", "S(1)"), "row": ("
 def mesh_of(mesh):
     """The arguments of `run` for (data, tensor, pipeline)."""
     return dict(zip(("data", "tensor", "pipeline"), mesh))
+
+
+def row_run(pool, mesh, layout, graph):
+    """Make the run of a row on a pool, check it and return its figures, as data."""
+    if layout == "plain" and not graph:
+        pool.close()  # other ranks for each mesh: they keep their graphs
+    given = {"graph": graph, **mesh_of(mesh), **LAYOUTS[layout], **SIZES}
+    seen = pool.call(TRAINED, path=str(path_of("gpt")), **given)
+    check(seen, known(layout), mesh, SIZES["layers"], mesh, layout, **LAYOUTS[layout])
+    return facts(seen, mesh, layout, graph)
+
+
+def known(layout):
+    """What numpy finds for a row."""
+    return wanted(steps=LAYOUTS[layout]["steps"], sample=LAYOUTS[layout].get("sample", 0), **SIZES)
+
+
+def facts(seen, mesh, layout, graph):
+    """The figures of a run: how far it is from numpy, what moved along each axis in a step, what a rank keeps."""
+    exact, first = known(layout), seen[0]
+    off = first["tensors"]["losses"]["value"] - exact["losses"]
+    gradients = [
+        np.abs(first["moments"][name] / 0.1 - gradient).max() / np.abs(gradient).max()
+        for name, gradient in exact["first"].items()
+    ]
+    sent = between_ranks(*([result["sent"][step] for result in seen] for step in sorted(first["sent"])))
+    moved = dict.fromkeys((*megatron.AXES, "others"), 0)
+    for (rank, other), count in sent.items():
+        moved[axis_of(mesh, rank, other)] += count / 2  # of two steps
+    most = max((result["kept"] for result in seen), key=lambda kept: sum(kept.values()))
+    costs = {"moved": {axis: round(count) for axis, count in moved.items()}, "kept": most}
+    return {"mesh": mesh, "layout": layout, "graph": graph, "off": off.tolist(), "gradient": max(gradients), **costs}
+
+
+def axis_of(mesh, *ranks):
+    """The axis along which two ranks differ: of several, the pipeline's, else none of them."""
+    data, tensor, pipeline = mesh
+    here, there = (np.unravel_index(rank, (pipeline, data, tensor)) for rank in ranks)
+    if here[0] != there[0]:
+        return "pipeline"
+    axes = [axis for axis, one, other in zip(("data", "tensor"), here[1:], there[1:]) if one != other]
+    return axes[0] if len(axes) == 1 else "others"
+
+
+@lru_cache(maxsize=None)
+def letters():
+    """The rows of the table of letters, which the heads divide."""
+    return -(-len(reference_gpt.text()[0]) // SIZES["heads"]) * SIZES["heads"]
+
+
+def formulas(mesh, layout):
+    """(bytes by axis, bytes that are kept) of a row by megatron.py."""
+    sizes = {**SIZES, "letters": letters()}
+    options = [name for name in LAYOUTS[layout] if name not in ("steps", "sample")]
+    given = {**{name: size for name, size in sizes.items() if name != "heads"}, **dict.fromkeys(options, True)}
+    return megatron.moved(mesh, **given), megatron.kept(mesh, **given)
 
 
 def layout_of(name, mesh, layers, shard_weights):

@@ -25,7 +25,8 @@ def softmax(x):
 
 
 def gelu_and_slope(x):
-    below = 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))  # the chance that a normal number is below x
+    erf = np.fromiter(map(math.erf, (x / math.sqrt(2)).ravel().tolist()), float, x.size).reshape(x.shape)
+    below = 0.5 * (1 + erf)  # the chance that a normal number is below x
     return x * below, below + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
 
 

@@ -1,62 +1,67 @@
-"""The GPT on all ten meshes of up to 4 ranks, eager and in a graph; checkpoints, and the harm that its traps do."""
+"""The GPT on all ten meshes of up to 4 ranks, eager and in a graph, and docs/gpt.md, whose runs these are.
 
+Checkpoints, and the harm that its traps do.
+"""
+
+import json
 import os
-from functools import lru_cache
+import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 
+from benchmarks import meshes
 from harness.pool import Pool, PoolError
 from harness.start.recipe import path_of
-from tests.cases import ROOT, reference_gpt
-from tests.cases.gpt import check, mesh_of
+from tests.cases import ROOT
+from tests.cases.gpt import MESHES, ROWS, check, formulas, mesh_of, row_run, wanted
 from tests.cases.ladder import Checks
 
 GPT = str(path_of("gpt"))
 HERE = str(ROOT / "tests" / "on_rank_gpt.py")
-SIZES = {"batch": 16, "length": 8, "layers": 4, "width": 16, "heads": 4}
-SMALL = {**SIZES, "layers": 2}
-MESHES = [
-    (data, tensor, pipeline)
-    for data in (1, 2, 4)
-    for tensor in (1, 2, 4)
-    for pipeline in (1, 2, 4)
-    if data * tensor * pipeline <= 4
-]
+SMALL = {"batch": 16, "length": 8, "layers": 2, "width": 16, "heads": 4}
 MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-WAYS = {  # what else a mesh runs with
-    "plain": {"steps": 50, "sample": 40},
-    "sequence parallel": {"steps": 5, "sequence_parallel": True},
-    "sharded": {"steps": 5, "shard_weights": True},
-    "micro-batches": {"steps": 5, "micro_batches": 4},
-    "all": {"steps": 5, "sequence_parallel": True, "shard_weights": True, "micro_batches": 4, "clip": 0.5},
-}
-wanted = lru_cache(maxsize=None)(reference_gpt.trained)
+PAIRS = [((2, 1, 1), (1, 2, 2)), ((1, 1, 2), (2, 2, 1)), ((1, 2, 1), (4, 1, 1)), ((2, 1, 2), (1, 4, 1))]
+RESUMED = [(*pair, False) for pair in PAIRS] + [(*pair, True) for pair in PAIRS[:2]]  # these have all axes, both ways
+FOUND = json.loads(meshes.FOUND.read_text())
+CONTROL = 30_000  # bytes of OneFlow's own messages in a step, at most
+
+
+def background_calls(item):
+    """The run of docs/gpt.md that a test needs: see background.py."""
+    if item.originalname != "test_row_of_the_page_trains_as_numpy":
+        return {}
+    (mesh, layout), graph = item.callspec.params["row"], item.callspec.params["graph"]
+    run = partial(row_run, mesh=mesh, layout=layout, graph=graph)
+    return {("gpt", (mesh, layout), graph): (int(np.prod(mesh)), run)}
 
 
 @MODES
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_mesh_trains_as_numpy_in_every_way(mesh, graph):
+def test_mesh_trains_as_numpy_with_all_options(mesh, graph):
+    """And with micro-batches alone where they matter: in a pipeline, and beside tensor parallelism, where a trap is."""
+    sizes = {**SMALL, "layers": max(2, mesh[2])}
+    ways = {"all options": {"sequence_parallel": True, "shard_weights": True, "micro_batches": 4, "clip": 0.5}}
+    if mesh[2] > 1 or mesh == (1, 2, 1):
+        ways["micro-batches"] = {"micro_batches": 4}
     with Pool(int(np.prod(mesh)), timeout=300, repeat=True) as pool:  # of its own: it keeps each graph
-        for way, given in WAYS.items():
-            found = pool.call(f"{HERE}:trained", path=GPT, graph=graph, **mesh_of(mesh), **given, **SIZES)
-            known = {"sample": given.get("sample", 0), "clip": given.get("clip", 0.0)}
-            check(found, wanted(steps=given["steps"], **known, **SIZES), mesh, SIZES["layers"], way, **given)
+        for way, given in ways.items():
+            found = pool.call(f"{HERE}:trained", path=GPT, graph=graph, steps=5, **mesh_of(mesh), **given, **sizes)
+            known = wanted(steps=5, clip=given.get("clip", 0.0), **sizes)
+            check(found, known, mesh, sizes["layers"], way, **given)
 
 
-@MODES
-@pytest.mark.parametrize(
-    "saved, loaded", [((2, 1, 1), (1, 2, 2)), ((1, 2, 1), (4, 1, 1)), ((1, 1, 2), (2, 2, 1)), ((2, 1, 2), (1, 4, 1))]
-)
+@pytest.mark.parametrize("saved, loaded, graph", RESUMED)
 def test_training_goes_on_on_another_mesh(tmp_path, saved, loaded, graph):
-    def losses(mesh, steps, folder, **more):
+    def losses(mesh, **more):
         with Pool(int(np.prod(mesh)), timeout=300, repeat=True) as pool:
-            given = {"steps": steps, "folder": str(folder), "graph": graph, **mesh_of(mesh), **more, **SMALL}
-            return np.array(pool.call(f"{HERE}:losses_and_letters", path=GPT, **given)[0][0])
+            given = {"steps": 20, "every": 10, "folder": str(tmp_path), "graph": graph, **mesh_of(mesh), **more}
+            return np.array(pool.call(f"{HERE}:losses_and_letters", path=GPT, **given, **SMALL)[0][0])
 
-    unbroken = losses(saved, 20, tmp_path / "unbroken")
-    losses(saved, 10, tmp_path / "broken")
-    went_on = losses(loaded, 20, tmp_path / "broken", shard_weights=True)
+    unbroken = losses(saved)
+    shutil.rmtree(tmp_path / "20")
+    went_on = losses(loaded, shard_weights=True)
     Checks.equal(len(went_on), 11, "steps done after the checkpoint, and the next loss")
     off = np.abs(went_on - unbroken[10:]).max()
     Checks.that(off <= 1e-5, "losses differ from those of the unbroken run by", off)
@@ -64,8 +69,9 @@ def test_training_goes_on_on_another_mesh(tmp_path, saved, loaded, graph):
     Checks.that(off <= 1e-4, "losses of the unbroken run are off by", off)
 
 
-@MODES
-@pytest.mark.parametrize("moment", ["in training", "not all files", "not named"])
+@pytest.mark.parametrize(
+    "moment, graph", [("in training", False), ("not all files", False), ("not named", False), ("not named", True)]
+)
 def test_death_loses_at_most_one_interval(tmp_path, moment, graph):
     given = {"path": GPT, "folder": str(tmp_path), "steps": 6, "every": 2, "graph": graph, "data": 2, **SMALL}
     with Pool(2, timeout=300) as pool:
@@ -105,3 +111,33 @@ def test_gradient_of_the_normed_input_needs_its_sbp(tmp_path):
     formula = all_reduces * 2 * activation  # of both ranks together; the loss, its input's maxima and ids come on top
     Checks.that(formula <= with_it <= 1.1 * formula, with_it / formula, "x Megatron's formula")
     Checks.that(without >= 1.4 * with_it, without / with_it, "x without grad_sbp")
+
+
+@MODES
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_row_of_the_page_trains_as_numpy(measured, row, graph):
+    """Layout, first gradients, losses and letters of the run are checked where it is made."""
+    found, stored = measured("gpt", row, graph), meshes.by_row(FOUND)[row][graph]
+    Checks.equal(found["kept"], stored["kept"], row, "bytes that a rank keeps; ./launch.sh meshes makes the page anew")
+    for axis, before in stored["moved"].items():
+        near = abs(found["moved"][axis] - before) <= 0.02 * before + CONTROL
+        Checks.that(near, row, axis, "moved", found["moved"][axis], "and in docs/gpt.json", before)
+
+
+def test_page_and_picture_are_of_what_was_found():
+    for path, text in meshes.made(FOUND).items():
+        assert path.read_text() == text, f"{path}; ./launch.sh meshes makes it anew"
+    assert list(meshes.by_row(FOUND)) == ROWS
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_bytes_and_memory_are_those_of_the_formulas(row):
+    moved, kept = formulas(*row)
+    for one in meshes.by_row(FOUND)[row]:
+        mode = meshes.MODES[one["graph"]]
+        Checks.equal(sum(one["kept"].values()), kept, *row, mode, "bytes that a rank keeps")
+        Checks.that(one["moved"]["others"] <= 0.01 * sum(moved.values()), *row, mode, "between ranks of no axis")
+        for axis, formula in moved.items():
+            found, off = one["moved"][axis], meshes.off(one["moved"][axis], formula)
+            known = (*row, axis, mode) in meshes.KNOWN
+            Checks.equal(off, known, *row, mode, axis, found, "is more than 5 % from", formula)

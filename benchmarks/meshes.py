@@ -1,0 +1,156 @@
+"""Train gpt.py on all meshes of up to 4 ranks, in each layout, and make docs/gpt.md of what was found.
+
+    ./launch.sh meshes
+
+Writes docs/gpt.json, docs/gpt.md and the picture of the losses. tests/slow/test_gpt.py makes the same runs.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from harness.measure.megatron import AXES  # noqa: E402
+from harness.pool import Pool  # noqa: E402
+from harness.report import curves  # noqa: E402
+from harness.report.svg import THEMES  # noqa: E402
+from harness.report.tables import table  # noqa: E402
+from tests.cases import ROOT, gpt  # noqa: E402
+
+FOUND, PAGE, PICTURES = ROOT / "docs" / "gpt.json", ROOT / "docs" / "gpt.md", ROOT / "docs" / "pictures"
+TEXT = Path(__file__).with_name("meshes_template.md")  # the page, with a {name} for each table
+TITLE = "Losses on ten meshes: {runs} runs of {steps} steps of AdamW, eager and in a graph."
+NEAR = 0.05  # how far what was measured may be from a formula
+ALL_TO_ALL = "an all-to-all comes on top for weights that dimension 1 splits, as in the atlas"
+ONE_SENDS = "one rank of a stage sends the residual, and the next stage spreads it by an all-reduce, as in the atlas"
+NOT_TRACED = "the cause was not found"
+KNOWN = {  # (mesh, layout, axis, mode): why it is not the formula
+    **{(mesh, "sharded weights", "data", "eager"): ALL_TO_ALL for mesh in ((2, 1, 1), (2, 1, 2), (4, 1, 1))},
+    **{((1, 2, 2), "plain", axis, "eager"): ONE_SENDS for axis in ("tensor", "pipeline")},
+    ((1, 2, 2), "sequence parallel", "pipeline", "eager"): NOT_TRACED,
+    **{((2, 1, 2), layout, "pipeline", "eager"): NOT_TRACED for layout in ("plain", "sharded weights")},
+    **{
+        ((2, 2, 1), layout, axis, "eager"): NOT_TRACED
+        for layout in ("plain", "sequence parallel", "sharded weights")
+        for axis in ("data", "tensor")
+    },
+    ((1, 2, 2), "sequence parallel", "pipeline", "graph"): "one way the residual goes on as the whole sequence",
+    ((2, 2, 1), "sequence parallel", "tensor", "graph"): "for the loss an all-to-all splits the logits by rows",
+}
+MODES = {False: "eager", True: "graph"}
+
+
+def by_row(found):
+    """{(mesh, layout): [what was found in eager mode, in a graph]}."""
+    rows = {}
+    for one in found["runs"]:
+        rows.setdefault((tuple(one["mesh"]), one["layout"]), []).append(one)
+    return rows
+
+
+def name_of(mesh):
+    return " × ".join(map(str, mesh))
+
+
+def errors(found):
+    """The table of the errors."""
+    rows = []
+    for (mesh, layout), both in by_row(found).items():
+        cells = [f"{max(map(abs, one['off'])):.0e}" for one in both] + [f"{one['gradient']:.0e}" for one in both]
+        rows.append([name_of(mesh), layout, *(cell.replace("e-0", "e-") for cell in cells)])
+    return table(
+        ["D × T × P", "layout", *(f"{what}, {mode}" for what in ("losses", "gradients") for mode in MODES.values())],
+        rows,
+    )
+
+
+def off(measured, formula):
+    """Whether a figure is not that of its formula."""
+    return abs(measured - formula) > NEAR * formula
+
+
+def cell(measured, formula):
+    """Figures of both modes in MB, the formula in brackets; bold where they differ."""
+    if not formula:
+        return "–"
+    figures = [f"**{one / 1e6:.2f}**" if off(one, formula) else f"{one / 1e6:.2f}" for one in measured]
+    return f"{figures[0] if len(set(figures)) == 1 else ' · '.join(figures)} ({formula / 1e6:.2f})"
+
+
+def costs(found):
+    """The table of bytes and memory."""
+    rows = []
+    for (mesh, layout), both in by_row(found).items():
+        moved, kept = gpt.formulas(mesh, layout)
+        cells = [cell([one["moved"][axis] for one in both], moved[axis]) for axis in AXES]
+        cells.append(cell([sum(one["kept"].values()) for one in both], kept))
+        rows.append([name_of(mesh), layout, *cells])
+    return table(["D × T × P", "layout", *AXES, "kept by a rank"], rows)
+
+
+def remarks():
+    """{why figures are not those of the formulas: where}."""
+    places = {}
+    for (mesh, *rest), why in KNOWN.items():
+        places.setdefault(why, []).append(", ".join([name_of(mesh), *rest]))
+    return places
+
+
+def page(found):
+    plain = [one for one in found["runs"] if one["layout"] == "plain"]
+    return TEXT.read_text().format(
+        **gpt.SIZES,
+        steps=gpt.LAYOUTS["plain"]["steps"],
+        few=gpt.LAYOUTS["sharded weights"]["steps"],
+        loss=f"{max(abs(x) for one in plain for x in one['off']):.0e}".replace("e-0", "e-"),
+        gradient=f"{max(one['gradient'] for one in found['runs']):.0e}".replace("e-0", "e-"),
+        errors=errors(found),
+        costs=costs(found),
+        others=f"{max(one['moved']['others'] for one in found['runs']) / 1e6:.2f}",
+        remarks="\n".join(f"- {why}: {'; '.join(places)}." for why, places in remarks().items()),
+    )
+
+
+def picture(found):
+    plain = [one for one in found["runs"] if one["layout"] == "plain"]
+    title = TITLE.format(runs=len(plain), steps=gpt.LAYOUTS["plain"]["steps"])
+    return curves.picture(
+        title, found["numpy"], [(int(np.prod(one["mesh"])), one["graph"], one["off"]) for one in plain]
+    )
+
+
+def made(found):
+    """Every file that is made of what was found: path -> text."""
+    drawn = picture(found)
+    return {PAGE: page(found), **{PICTURES / f"gpt_losses{theme}.svg": drawn.svg(theme) for theme in THEMES}}
+
+
+def collected(runs):
+    """What is written down of the `facts` of all runs."""
+    for one in runs:
+        one.update(off=[float(f"{x:.2g}") for x in one["off"]], gradient=float(f"{one['gradient']:.2g}"))
+    return {"numpy": [round(loss, 6) for loss in gpt.known("plain")["losses"]], "runs": runs}
+
+
+def write(found):
+    FOUND.write_text(json.dumps(found).replace('{"mesh"', '\n{"mesh"') + "\n")
+    for path, text in made(found).items():
+        path.write_text(text)
+
+
+def main():
+    runs = []
+    for mesh, layout in gpt.ROWS:
+        for graph, mode in MODES.items():
+            print(f"{name_of(mesh)}, {layout}, {mode}", flush=True)
+            with Pool(int(np.prod(mesh)), timeout=600, repeat=True) as pool:
+                runs.append(gpt.row_run(pool, mesh, layout, graph))
+    write(collected(runs))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
