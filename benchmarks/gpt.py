@@ -13,7 +13,7 @@ from harness.pool import Pool
 from harness.start import recipe
 from tests.cases import reference_gpt
 
-SIZES = {"batch": 16, "length": 128, "layers": 4, "width": 512, "heads": 8}
+SIZES = {"batch": 8, "length": 128, "layers": 4, "width": 512, "heads": 8}
 KINDS = {  # strategy -> (kind of the peers, numbers of ranks)
     "one rank": ("data", (1,)),
     "data parallel": ("data", (2, 4)),
@@ -94,7 +94,7 @@ def gpt(turns, say, sizes=SIZES, ranks=(1, 2, 4)):
         file = f"{folder}/given.npz"
         letters = save_text_and_weights(file, **sizes)
         return [
-            compared(strategy, n, turns // 2 + 1, say, file, letters, sizes)
+            compared(strategy, n, turns // 2, say, file, letters, sizes)
             for n in ranks
             for strategy, (_, ways) in KINDS.items()
             if n in ways

@@ -24,8 +24,6 @@ What follows for you:
 
 - On GPUs the bytes and the memory of each rank are the same. Times are not: measure them there.
 
-The times below were measured with OneFlow's own OpenBLAS, before ranks loaded a newer one.
-
 Made by `./launch.sh bench` from runs on {cores} cores of {model}, Linux {kernel}, with {versions}; parts that were
 measured elsewhere are named at the end. Times belong to a machine; what counts are ratios, medians of turns in one run,
 in which the sides alternate on the same cores. OneFlow's and PyTorch's ranks are bound to their cores. Where there are
@@ -76,12 +74,12 @@ FSDP2. JAX: sharded jit, one process, a host device for each rank, which it does
 columns are the faster mode's time over the peer's: above 1 we are slower.
 
 {beside_peers(rows)}
-Where a ratio stays above 1, the next sections show why. Pipelines: OneFlow's matmul of a micro-batch and its addition
-of gradients are slower kernels (Kernels), and its scheduling thread takes time from ranks that work (What the first
-core does). Column, then row against JAX: all but matmuls and the update is little there too (The limit); JAX's matmuls
-are faster, and its ranks share one memory, so that its all-reduce crosses no socket. Fully sharded against JAX: weights
-and gradients cross sockets (Collectives), and Adam (Kernels). Data parallel and data x tensor on more ranks than cores
-vary from run to run, and with them the ratio to PyTorch's.
+Where a ratio stays above 1, the next sections show why. PyTorch's matmuls, by MKL, are faster on this CPU than
+OpenBLAS's, those of small micro-batches most of all (The limit, Kernels): data parallel, column, then row and data x
+tensor lose about that. Pipelines lose that too, and OneFlow's scheduling thread takes time from ranks that work (What
+the first core does). JAX's ranks share one memory, so that no all-reduce crosses a socket: column, then row and fully
+sharded pay for theirs, most of all where ranks share a core (Collectives). Data parallel and data x tensor on more
+ranks than cores vary from run to run, and with them the ratio to PyTorch's.
 """
 
 
@@ -143,7 +141,9 @@ from PyTorch's by more than {max(row["difference"] for row in rows):.1g}.
 
 {beside_peers(rows)}
 Where the time goes, on at most one rank for each core: the parts of a step, OneFlow's in eager mode, and a rank's
-matmuls of a step with nothing else to do. What is sent belongs to the part that waits for it.
+matmuls of a step with nothing else to do. What is sent belongs to the part that waits for it. What OneFlow loses, it
+loses in its kernels (Kernels): gelu, a broadcast along the last dimension in each norm, copies for transposed tensors
+and heads, and matmuls that are OpenBLAS's. This is why the recipe's norms expand what they subtract.
 
 {table([*header, "update / step", "matmuls / step"], lines)}"""
 

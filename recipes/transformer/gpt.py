@@ -54,8 +54,8 @@ class Part(flow.nn.Module):
         return weight if weight.sbp == sbp else weight.to_global(sbp=sbp, grad_sbp=weight.sbp)
 
     def normed(self, x, name):
-        x = x - x.mean(-1, keepdim=True)  # nn.LayerNorm is slower: its var
-        x = x / flow.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * self.weight(name)
+        x = x - x.mean(-1, keepdim=True).expand(*x.shape)  # on a CPU nn.LayerNorm, and - without expand, are slow
+        x = x / flow.sqrt((x * x).mean(-1, keepdim=True) + 1e-5).expand(*x.shape) * self.weight(name)
         return x.to_global(sbp=self.layout["batch"], grad_sbp=self.layout["residual"])  # the whole sequence
 
     def summed(self, x):
