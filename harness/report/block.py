@@ -1,8 +1,9 @@
 """The attention of a block of gpt.py on 2 x 2 ranks as a picture: columns, heads, rows, and the sum of their parts."""
 
 from harness.measure.sbp import Layout, split_dim
+from harness.measure.steps import bytes_of
 from harness.report import equation
-from harness.report.forward import Move, Tensor, size
+from harness.report.forward import Move, Tensor
 from harness.report.svg import Picture
 
 TITLE = "Attention on 2 × 2 ranks: batch along axis 0, heads along axis 1."
@@ -28,8 +29,8 @@ class Activation(Tensor):
         return self.whole
 
     @property
-    def heading(self):
-        return f"{self.name} (s, {', '.join(map(str, self.shape))})"
+    def shape_in_words(self):
+        return f"(s, {', '.join(map(str, self.shape))})"
 
 
 def picture(small, large):
@@ -40,29 +41,24 @@ def picture(small, large):
         for name in ("qkv", "project")
     )
     x, qkv, heads = three(steps[first], "x", "qkv", "q k v")
-    heading(drawn, "columns: each rank makes q, k and v of its heads")
+    drawn.heading("columns: each rank makes q, k and v of its heads")
     equation.product(drawn, [x, qkv, heads], CELL)
     moved = max(result["steps"][k]["sent"] for result in large for k in range(first, last + 1))
-    assert moved < 0.01 * size(large[0]["steps"][last]["outputs"][0]), moved
-    heading(drawn, "heads: softmax(q @ k.T + mask) @ v on each rank")
+    assert moved < 0.01 * bytes_of(large[0]["steps"][last]["outputs"][0]), moved
+    drawn.heading("heads: softmax(q @ k.T + mask) @ v on each rank")
     drawn.lines(0, "nothing moves, neither for the columns nor for the heads", fill="move")
     drawn.down += 6
     values, project, partial = three(steps[last], "values", "project", "partial")
-    heading(drawn, "rows: each rank has one part of the sum")
+    drawn.heading("rows: each rank has one part of the sum")
     where = equation.product(drawn, [values, project, partial], CELL)
     move = next(k for k in range(last, len(steps)) if steps[k]["what"] == "to_global")
-    sent = [result["steps"][move]["sent"] / size(large[0]["steps"][move]["inputs"][0]) for result in large]
+    sent = [result["steps"][move]["sent"] / bytes_of(large[0]["steps"][move]["inputs"][0]) for result in large]
     summed = Activation("summed", "out", steps[move]["outputs"][0])
     equation.meshes(drawn, [Move(partial, summed, sent)], where, CELL)
     words = "filled: what the rank holds; dashed: the whole tensor; striped: one part of a sum"
     drawn.lines(0, f"{words}; mesh: axis 0 runs down, axis 1 across")
     drawn.lines(0, "x: the normed residual, to which summed is added; s: the letters of a text, of which one is drawn")
     return drawn
-
-
-def heading(drawn, words):
-    drawn.lines(0, words, size=12, fill="text", bold=True)
-    drawn.down += 4
 
 
 def three(step, *names):
