@@ -157,9 +157,17 @@ class Ranks:
         self._signal_groups(signal.SIGKILL)
         for process in self.processes:
             process.wait()
-        for pid in self._descendants():
+        deadline = time.monotonic() + 5  # for one that not even SIGKILL ends, as it waits for a disk
+        while self._kill_descendants() and time.monotonic() < deadline:
+            time.sleep(0.01)  # one that was just starting has no environment yet: look again
+
+    def _kill_descendants(self):
+        """Kill what ranks have started in sessions of their own; whether there was anything."""
+        found = list(self._descendants())
+        for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        return bool(found)
 
     def _descendants(self):
         """What ranks have started in sessions of their own: found by HARNESS_JOB, which they inherit."""
