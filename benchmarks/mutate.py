@@ -10,23 +10,26 @@ Prints a line for each change and then the survivors; exit code 1 if one has no 
 import argparse
 import ast
 import contextlib
+import math
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.pool import Pool, PoolError  # noqa: E402
 from harness.start.recipe import path_of  # noqa: E402
-from tests.cases import CASES, ROOT, runs  # noqa: E402
+from tests.cases import CASES, ROOT, WITHOUT_CASE, gpt, runs  # noqa: E402
 from tests.cases.ladder import prove  # noqa: E402
 
 WORLD = "flow.env.get_world_size()"
 SBPS = ("flow.sbp.broadcast", "flow.sbp.split(0)", "flow.sbp.split(1)", "flow.sbp.partial_sum")
+SHORT = ("B", "S(0)", "S(1)")  # where a recipe has B, S = flow.sbp.broadcast, flow.sbp.split
 OPTIONS = ("lr", "momentum", "weight_decay")  # of an optimizer
 STATEMENTS = (  # what a recipe must not leave out
     *("zero_grad", "backward", "step", "add_optimizer", "retain_grad", "set_gradient_accumulation_steps"),
@@ -40,6 +43,7 @@ TESTS = {
     "rendezvous": ["tests/test_cures.py", "-k", "meet"],
     "spawn": ["tests/test_cures.py", "-k", "spawn"],
     "checkpoint": ["tests/test_cures.py", "tests/slow/test_state.py", "-k", "checkpoint"],
+    "gpt": ["tests/test_gpt.py", "tests/slow/test_gpt.py", "-k", "not of_the_page and not with_all"],
     "elastic_training": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "on_disk or damaged or death"],
 }
 BY_NUMPY = "the product, in eager mode, computed by numpy"
@@ -110,6 +114,8 @@ def replacements(node, text):
     old = text(node)
     if old in SBPS or (isinstance(node, ast.Call) and text(node.func) == "flow.sbp.split"):
         return [sbp for sbp in SBPS if sbp != old]
+    if old in SHORT and not isinstance(getattr(node, "ctx", None), ast.Store):
+        return [sbp for sbp in SHORT if sbp != old]
     if isinstance(node, ast.IfExp) and text(node.test) == "graph":
         return [text(node.body), text(node.orelse)]
     if isinstance(node, ast.Compare) and "rank" in old.lower():
@@ -193,11 +199,24 @@ def replacements(node, text):
     return []
 
 
-def first_red(pools, path, name):
-    """Where the changed recipe fails on the proof ladder, in one line, or None if it does not."""
+def proofs(name):
+    """Yields (number of ranks, graph, function of a pool and a path) for each run that proves a recipe."""
+    for mesh, more in gpt.RUNS if name == "gpt" else ():
+        yield math.prod(mesh), more.get("graph", False), partial(on_new_ranks, gpt.prove, mesh=mesh, **more)
     for _, n, graph, sizes in (run for run in runs() if run[0] == name):
+        yield n, graph, partial(prove, name=name, graph=graph, sizes=sizes)
+
+
+def on_new_ranks(proof, pool, **arguments):
+    pool.close()  # the old ones keep the graphs of other mutants, and the open files of each
+    proof(pool, **arguments)
+
+
+def first_red(pools, path, name):
+    """Where the changed recipe fails when it is proven, in one line, or None if it does not."""
+    for n, graph, proof in proofs(name):
         try:
-            prove(pools(n), path, name, graph, sizes)
+            proof(pools(n), path=path)
         except (AssertionError, PoolError) as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
             reason = lines[0] if isinstance(error, AssertionError) else f"{lines[0].split(':')[-1]} {lines[-1]}"
@@ -230,10 +249,11 @@ def why_equal(name, change):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="launch.sh mutate", description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="*", metavar="recipe", help="default: all of them")
-    names = [Path(recipe).stem for recipe in parser.parse_args(arguments).recipes] or list(CASES)
+    known = [*CASES, *WITHOUT_CASE]
+    names = [Path(recipe).stem for recipe in parser.parse_args(arguments).recipes] or known
     for name in names:
-        if name not in CASES:
-            parser.error(f"{name}: no such recipe; there are {', '.join(CASES)}")
+        if name not in known:
+            parser.error(f"{name}: no such recipe; there are {', '.join(known)}")
     started, survivors, equivalent, count, begin = {}, [], [], 0, time.monotonic()
 
     def pools(n):

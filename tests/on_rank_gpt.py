@@ -9,7 +9,7 @@ import oneflow as flow
 from harness.measure.connections import acknowledged
 from harness.measure.graph import gradient_bytes
 from harness.measure.observe import recorded, replaced
-from harness.measure.sent import quiet_wchar, sent_by
+from harness.measure.sent import quiet_wchar
 from harness.measure.tensors import snapshot
 from harness.start import recipe
 
@@ -114,15 +114,3 @@ def die(path, moment, step, **arguments):
     if flow.env.get_rank() == 0:
         module.save = dying
     module.run(**arguments)
-
-
-def sent_in_a_step(path, **arguments):
-    """The bytes that this rank sends in a step of gpt.py: a run of 3 steps less one of 1 step, by two."""
-    module = recipe.load(path)
-
-    def sent(steps):
-        return sent_by(lambda: module.run(steps=steps, **arguments))[1]
-
-    sent(1)  # ranks connect when they first send
-    one, three = sent(1), sent(3)
-    return (three - one) / 2

@@ -1,6 +1,5 @@
 """The GPT on meshes of data x tensor x pipeline: layouts, gradients, losses, letters, all as in numpy."""
 
-import functools
 import re
 import shutil
 
@@ -11,17 +10,11 @@ from harness.measure.connections import between_ranks
 from harness.measure.sbp import Layout
 from harness.start.recipe import path_of
 from tests.cases import ROOT, gpt, reference_gpt
-from tests.cases.gpt import check, mesh_of
+from tests.cases.gpt import RUNS, SMALL, TRAINED, check, mesh_of, prove, wanted
 
 GPT = str(path_of("gpt"))
 HERE = str(ROOT / "tests" / "on_rank_gpt.py")
 MAIN = str(ROOT / "tests" / "on_rank.py")
-SIZES = {"batch": 8, "length": 8, "layers": 2, "width": 16, "heads": 4}
-RUNS = [  # data, tensor, pipeline, and what else; tests/slow/test_gpt.py has all meshes
-    ((2, 1, 1), {"shard_weights": True, "micro_batches": 2, "clip": 0.5}),
-    ((1, 2, 1), {"graph": True, "sequence_parallel": True, "micro_batches": 2}),
-    ((1, 1, 2), {"graph": True, "micro_batches": 4}),
-]
 
 
 def run_id(run):
@@ -29,19 +22,10 @@ def run_id(run):
     return "-".join([f"{data}x{tensor}x{pipeline}", *more])
 
 
-@pytest.fixture(scope="module")
-def wanted():
-    """What numpy finds, by its arguments: each is computed once."""
-    return functools.lru_cache(maxsize=None)(reference_gpt.trained)
-
-
 @pytest.mark.parametrize("run", RUNS, ids=run_id)
-def test_mesh_trains_as_numpy(pools, wanted, run):
+def test_mesh_trains_as_numpy(pools, run):
     mesh, more = run
-    found = pools(int(np.prod(mesh))).call(
-        f"{HERE}:trained", path=GPT, steps=2, sample=9, **mesh_of(mesh), **more, **SIZES
-    )
-    check(found, wanted(steps=2, sample=9, clip=more.get("clip", 0.0), **SIZES), mesh, SIZES["layers"], **more)
+    prove(pools(int(np.prod(mesh))), GPT, mesh, **more)
 
 
 def test_gradients_of_the_reference_are_finite_differences():
@@ -83,11 +67,11 @@ def test_bytes_between_ranks_belong_to_an_axis():
 def test_weight_without_identity_is_seen_under_accumulation(pools):
     """The harm itself is seen only now and then: here the graph is looked at, with all weights read so."""
     bare = ["tokens", "positions", "norm", "qkv", "project", "norm_mlp", "up", "down"]
-    [found] = pools(1).call(f"{HERE}:trained", path=GPT, bare=bare, graph=True, micro_batches=2, steps=1, **SIZES)
+    [found] = pools(1).call(TRAINED, path=GPT, bare=bare, graph=True, micro_batches=2, steps=1, **SMALL)
     names = [name for name in found["tensors"] if "." in name]
     assert (
         found["without_identity"] == sorted(f"module.{name}" for name in names)
-        and len(names) == 3 + 6 * SIZES["layers"]
+        and len(names) == 3 + 6 * SMALL["layers"]
     )
 
 
@@ -100,7 +84,7 @@ def test_weight_without_identity_is_seen_under_accumulation(pools):
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_in_one_line(pools, arguments, line):
-    [said] = pools(1).call(f"{HERE}:refused", path=GPT, **{**SIZES, **arguments})
+    [said] = pools(1).call(f"{HERE}:refused", path=GPT, **{**SMALL, **arguments})
     assert said.startswith(line) and "\n" not in said
 
 
@@ -123,14 +107,14 @@ def test_sizes_that_do_not_divide_are_refused_in_one_line(pools, arguments, line
     ],
 )
 def test_all_ranks_refuse_alike(pools, mesh, sizes, line):
-    assert pools(2).call(f"{HERE}:refused", path=GPT, **mesh_of(mesh), **{**SIZES, **sizes}) == [line] * 2
+    assert pools(2).call(f"{HERE}:refused", path=GPT, **mesh_of(mesh), **{**SMALL, **sizes}) == [line] * 2
 
 
-def test_sizes_that_do_not_divide_but_fit_train_as_numpy(pools, wanted):
+def test_sizes_that_do_not_divide_but_fit_train_as_numpy(pools):
     """An odd sequence whose residual is not split, and a vocabulary that is padded."""
     sizes = {"batch": 6, "length": 7, "layers": 1, "width": 18, "heads": 6}
     assert len(reference_gpt.text()[0]) % 6
-    found = pools(2).call(f"{HERE}:trained", path=GPT, steps=2, sample=9, data=1, tensor=2, micro_batches=3, **sizes)
+    found = pools(2).call(TRAINED, path=GPT, steps=2, sample=9, data=1, tensor=2, micro_batches=3, **sizes)
     check(found, wanted(steps=2, sample=9, **sizes), (1, 2, 1), 1)
 
 

@@ -30,6 +30,12 @@ ROWS = [  # of the page's table: each layout on the meshes where it differs from
     for layout in LAYOUTS
     if layout == "plain" or mesh[1 if layout == "sequence parallel" else 0] > 1
 ]
+SMALL = {"batch": 8, "length": 8, "layers": 2, "width": 16, "heads": 4}
+RUNS = [  # of the default suite: data, tensor, pipeline, and what else
+    ((2, 1, 1), {"shard_weights": True, "micro_batches": 2, "clip": 0.5}),
+    ((1, 2, 1), {"graph": True, "sequence_parallel": True, "micro_batches": 2}),
+    ((1, 1, 2), {"graph": True, "micro_batches": 4}),
+]
 wanted = lru_cache(maxsize=None)(reference_gpt.trained)
 
 KINDS = {"tokens": "vocabulary", "qkv": "column", "project": "row", "up": "column", "down": "row"}
@@ -45,6 +51,12 @@ SHARDED = {"vocabulary": ("S(1)", "S(0)"), "column": ("S(0)", "S(1)"), "row": ("
 def mesh_of(mesh):
     """The arguments of `run` for (data, tensor, pipeline)."""
     return dict(zip(("data", "tensor", "pipeline"), mesh))
+
+
+def prove(pool, path, mesh, **more):
+    """Two small steps of the recipe, or of a changed one, on a mesh."""
+    seen = pool.call(TRAINED, path=str(path), steps=2, sample=9, **mesh_of(mesh), **more, **SMALL)
+    check(seen, wanted(steps=2, sample=9, clip=more.get("clip", 0.0), **SMALL), mesh, SMALL["layers"], **more)
 
 
 def row_run(pool, mesh, layout, graph):
@@ -70,13 +82,18 @@ def facts(seen, mesh, layout, graph):
         np.abs(first["moments"][name] / 0.1 - gradient).max() / np.abs(gradient).max()
         for name, gradient in exact["first"].items()
     ]
-    sent = between_ranks(*([result["sent"][step] for result in seen] for step in sorted(first["sent"])))
     moved = dict.fromkeys((*megatron.AXES, "others"), 0)
-    for (rank, other), count in sent.items():
-        moved[axis_of(mesh, rank, other)] += count / 2  # of two steps
+    for ranks, count in sent_in_a_step(seen).items():
+        moved[axis_of(mesh, *ranks)] += count
     most = max((result["kept"] for result in seen), key=lambda kept: sum(kept.values()))
     costs = {"moved": {axis: round(count) for axis, count in moved.items()}, "kept": most}
     return {"mesh": mesh, "layout": layout, "graph": graph, "off": off.tolist(), "gradient": max(gradients), **costs}
+
+
+def sent_in_a_step(seen):
+    """The bytes between two ranks, by (from, to): half of what two steps sent."""
+    before, after = ([result["sent"][step] for result in seen] for step in sorted(seen[0]["sent"]))
+    return {ranks: count / 2 for ranks, count in between_ranks(before, after).items()}
 
 
 def axis_of(mesh, *ranks):

@@ -15,7 +15,7 @@ from benchmarks import meshes
 from harness.pool import Pool, PoolError
 from harness.start.recipe import path_of
 from tests.cases import ROOT
-from tests.cases.gpt import MESHES, ROWS, check, formulas, mesh_of, row_run, wanted
+from tests.cases.gpt import MESHES, ROWS, TRAINED, check, formulas, mesh_of, row_run, sent_in_a_step, wanted
 from tests.cases.ladder import Checks
 
 GPT = str(path_of("gpt"))
@@ -47,7 +47,7 @@ def test_mesh_trains_as_numpy_with_all_options(mesh, graph):
         ways["micro-batches"] = {"micro_batches": 4}
     with Pool(int(np.prod(mesh)), timeout=300, repeat=True) as pool:  # of its own: it keeps each graph
         for way, given in ways.items():
-            found = pool.call(f"{HERE}:trained", path=GPT, graph=graph, steps=5, **mesh_of(mesh), **given, **sizes)
+            found = pool.call(TRAINED, path=GPT, graph=graph, steps=5, **mesh_of(mesh), **given, **sizes)
             known = wanted(steps=5, clip=given.get("clip", 0.0), **sizes)
             check(found, known, mesh, sizes["layers"], way, **given)
 
@@ -90,7 +90,7 @@ def test_table_by_ids_has_a_wrong_gradient(tmp_path):
     assert source.count(cure) == 1
     (tmp_path / "gpt.py").write_text(source.replace(cure, "table[ids.transpose(0, 1)]"))
     with Pool(2, timeout=120) as pool:
-        found = pool.call(f"{HERE}:trained", path=str(tmp_path / "gpt.py"), steps=1, data=2, **SMALL)
+        found = pool.call(TRAINED, path=str(tmp_path / "gpt.py"), steps=1, data=2, **SMALL)
     gradient = wanted(steps=1, sample=0, clip=0.0, **SMALL)["first"]["embedding.tokens"]
     for result in found:
         assert np.abs(result["moments"]["embedding.tokens"] / 0.1 - gradient).max() > 0.1 * np.abs(gradient).max()
@@ -104,7 +104,7 @@ def test_gradient_of_the_normed_input_needs_its_sbp(tmp_path):
     sizes = {"batch": 8, "length": 32, "layers": 2, "width": 64, "heads": 4}
     with Pool(2, timeout=120, repeat=True) as pool:
         with_it, without = (
-            sum(pool.call(f"{HERE}:sent_in_a_step", path=str(path), data=1, tensor=2, **sizes))
+            sum(sent_in_a_step(pool.call(TRAINED, path=str(path), steps=4, tensor=2, **sizes)).values())
             for path in (GPT, tmp_path / "gpt.py")
         )
     all_reduces, activation = 4 * sizes["layers"] + 2, 4 * sizes["batch"] * sizes["length"] * sizes["width"]

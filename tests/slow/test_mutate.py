@@ -2,7 +2,7 @@
 
 from benchmarks import mutate
 from harness.start.recipe import path_of
-from tests.cases import CASES
+from tests.cases import CASES, WITHOUT_CASE
 from tests.cases.ladder import OBSERVE
 
 # What a lesson says -> how many mutants each place has, at least, that begin with it.
@@ -19,7 +19,7 @@ METHODS = {".set_stage(": 5, ".set_epoch(": 1, ".zero_grad(": 1, ".kill()": 1, "
 
 
 def test_every_recipe_is_broken_in_every_layout_and_every_cure_that_it_states():
-    for name in CASES:
+    for name in (*CASES, *WITHOUT_CASE):
         source = path_of(name).read_text()
         changes = [change.split(" -> ")[0] for _, change, _ in mutate.mutants(source)]
         lesson = mutate.lesson(source)[source.index("\nimport") :]  # without the docstring
