@@ -119,9 +119,17 @@ def many_operations():
     x.numpy()
 
 
+def scheduling_thread():
+    return busiest(many_operations, busiest(one_matmul))
+
+
+def lower_scheduling_thread():
+    os.setpriority(os.PRIO_PROCESS, scheduling_thread(), 19)
+
+
 def cpu_times(path, **arguments):
     """Seconds a step that this rank's threads ran: {"scheduling": OneFlow's thread that spins, "others", "step"}."""
-    spinning = busiest(many_operations, busiest(one_matmul))
+    spinning = scheduling_thread()
     found, _ = steps(path, lambda: (thread_times(), time.perf_counter()), **arguments)
     [_, ((before, begin), _), *_, ((after, end), _)] = found
     count = len(found) - 2

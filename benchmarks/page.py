@@ -109,15 +109,15 @@ def busy(rows):
     for row in rows:
         idle = max(0.0, row["step"] - row["others"] - row["scheduling"])
         cells = [percent(one / row["step"]) for one in (row["others"], row["scheduling"], idle)]
-        lines.append([row["strategy"], row["ranks"], ms(row["step"]), *cells])
-    header = ["strategy", "ranks", "step, ms", "working", "OneFlow's scheduling thread", "idle"]
+        lines.append([row["strategy"], row["ranks"], ms(row["step"]), *cells, f"{row['gain']:.2f}"])
+    header = ["strategy", "ranks", "step, ms", "working", "OneFlow's scheduling thread", "idle", "gain with nice 19"]
     return f"""## What the first core does
 
 The CPU time of the threads of the ranks that share it, in an eager step. The thread in OneFlow that schedules
 operations (`vm::VirtualMachine::ScheduleLoop`) does not sleep while work is under way, a message that it waits for
-included: it calls `sched_yield` without end. Where a rank has a core of its own, it does so while the rank would
-wait anyway. Where two share one, the thread of the rank that waits takes turns with the one that computes: it is
-what pipelines on more ranks than cores pay.
+included: it calls `sched_yield` without end. Mostly it does so while its rank would wait anyway: a step takes about
+as long when this thread has the lowest priority, and gives way to all others (last column: the time without it over
+that with it).
 
 {table(header, lines)}"""
 
