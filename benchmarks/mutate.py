@@ -202,14 +202,9 @@ def replacements(node, text):
 def proofs(name):
     """Yields (number of ranks, graph, function of a pool and a path) for each run that proves a recipe."""
     for mesh, more in gpt.RUNS if name == "gpt" else ():
-        yield math.prod(mesh), more.get("graph", False), partial(on_new_ranks, gpt.prove, mesh=mesh, **more)
+        yield math.prod(mesh), more.get("graph", False), partial(gpt.prove, mesh=mesh, **more)
     for _, n, graph, sizes in (run for run in runs() if run[0] == name):
         yield n, graph, partial(prove, name=name, graph=graph, sizes=sizes)
-
-
-def on_new_ranks(proof, pool, **arguments):
-    pool.close()  # the old ones keep the graphs of other mutants, and the open files of each
-    proof(pool, **arguments)
 
 
 def first_red(pools, path, name):

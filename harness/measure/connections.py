@@ -3,6 +3,7 @@
 import os
 import socket
 import struct
+from pathlib import Path
 
 ACKNOWLEDGED = 120  # where `struct tcp_info` of Linux has bytes_acked
 
@@ -10,12 +11,10 @@ ACKNOWLEDGED = 120  # where `struct tcp_info` of Linux has bytes_acked
 def acknowledged():
     """{(port here, port there): bytes that this rank has sent and the other has received} of its connections."""
     found = {}
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            one = socket.socket(fileno=os.dup(int(number)))
-        except OSError:  # no socket, or closed since
+    for file in Path("/proc/self/fd").iterdir():
+        if not file.is_socket():  # nor what was closed since
             continue
-        with one:
+        with socket.socket(fileno=os.dup(int(file.name))) as one:
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
                 try:
                     ports = one.getsockname()[1], one.getpeername()[1]

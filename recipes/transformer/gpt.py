@@ -86,8 +86,7 @@ class Block(Part):
 
 class Head(Part):
     def forward(self, x, table):
-        sbp = self.layout["vocabulary"]
-        table = table.to_global(placement=self.mesh, sbp=sbp, grad_sbp=sbp)  # tied: the embedding's, from stage 0
+        table = table.to_global(placement=self.mesh, grad_sbp=self.layout["vocabulary"])  # tied: the embedding's
         return flow.matmul(self.normed(x.to_global(placement=self.mesh), "norm"), table.transpose(0, 1))
 
 
@@ -109,7 +108,8 @@ class GPT(flow.nn.Module):
         logits = self.head(x, table)
         if targets is None:
             return logits  # (length, batch, letters)
-        return flow._C.sparse_softmax_cross_entropy(logits.transpose(0, 1), targets).mean()  # batch first: S(0)
+        logits = logits.transpose(0, 1).flatten(0, 1)  # (batch x length, letters): only these stay split in the loss
+        return flow._C.sparse_softmax_cross_entropy(logits, targets.flatten()).mean()
 
 
 class TrainingGraph(flow.nn.Graph):

@@ -61,8 +61,6 @@ def prove(pool, path, mesh, **more):
 
 def row_run(pool, mesh, layout, graph):
     """Make the run of a row on a pool, check it and return its figures, as data."""
-    if not graph:
-        pool.close()  # other ranks for each row: they keep their graphs, and each its open files
     given = {"graph": graph, **mesh_of(mesh), **LAYOUTS[layout], **SIZES}
     seen = pool.call(TRAINED, path=str(path_of("gpt")), **given)
     check(seen, known(layout), mesh, SIZES["layers"], mesh, layout, **LAYOUTS[layout])
