@@ -43,9 +43,16 @@ TESTS = {
     "rendezvous": ["tests/test_cures.py", "-k", "meet"],
     "spawn": ["tests/test_cures.py", "-k", "spawn"],
     "checkpoint": ["tests/test_cures.py", "tests/slow/test_state.py", "-k", "checkpoint"],
-    "gpt": ["tests/test_gpt.py", "tests/slow/test_gpt.py", "-k", "not of_the_page and not with_all"],
+    "gpt": ["tests/test_gpt.py", "tests/slow/test_gpt.py", "-k", "not of_the_page and not with_all and not trains_as"],
     "elastic_training": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "on_disk or damaged or death"],
 }
+EVERY = {"sequence_parallel": True, "shard_weights": True, "micro_batches": 2, "clip": 0.5}
+GPT = [  # what proves gpt.py: the runs of the default suite, and meshes on which each axis of a layout shows
+    *gpt.RUNS,
+    *(((2, 2, 1), {**EVERY, "graph": graph}) for graph in (False, True)),
+    ((2, 2, 1), {}),
+    ((1, 2, 2), {"graph": True}),
+]
 BY_NUMPY = "the product, in eager mode, computed by numpy"
 COPIED = "copied file by file"
 ALL = rf"list\(range\((n|world_size|{re.escape(WORLD)})\)\)"
@@ -201,7 +208,7 @@ def replacements(node, text):
 
 def proofs(name):
     """Yields (number of ranks, graph, function of a pool and a path) for each run that proves a recipe."""
-    for mesh, more in gpt.RUNS if name == "gpt" else ():
+    for mesh, more in GPT if name == "gpt" else ():
         yield math.prod(mesh), more.get("graph", False), partial(gpt.prove, mesh=mesh, **more)
     for _, n, graph, sizes in (run for run in runs() if run[0] == name):
         yield n, graph, partial(prove, name=name, graph=graph, sizes=sizes)

@@ -76,10 +76,10 @@ columns are the faster mode's time over the peer's: above 1 we are slower.
 {beside_peers(rows)}
 Where a ratio stays above 1, the next sections show why. PyTorch's matmuls, by MKL, are faster on this CPU than
 OpenBLAS's, those of small micro-batches most of all (The limit, Kernels): data parallel, column, then row and data x
-tensor lose about that. Pipelines lose that too, and OneFlow's scheduling thread takes time from ranks that work (What
-the first core does). JAX's ranks share one memory, so that no all-reduce crosses a socket: column, then row and fully
-sharded pay for theirs, most of all where ranks share a core (Collectives). Data parallel and data x tensor on more
-ranks than cores vary from run to run, and with them the ratio to PyTorch's.
+tensor lose about that. Pipelines lose that too, and their stages wait for each other (What the first core does). JAX's
+ranks share one memory, so that no all-reduce crosses a socket: column, then row and fully sharded pay for theirs, most
+of all where ranks share a core (Collectives). Data parallel and data x tensor on more ranks than cores vary from run to
+run, and with them the ratio to PyTorch's.
 """
 
 
@@ -109,15 +109,15 @@ def busy(rows):
     for row in rows:
         idle = max(0.0, row["step"] - row["others"] - row["scheduling"])
         cells = [percent(one / row["step"]) for one in (row["others"], row["scheduling"], idle)]
-        lines.append([row["strategy"], row["ranks"], ms(row["step"]), *cells, f"{row['gain']:.2f}"])
-    header = ["strategy", "ranks", "step, ms", "working", "OneFlow's scheduling thread", "idle", "gain with nice 19"]
+        step = [row["strategy"], row["ranks"], row["mode"], ms(row["step"])]
+        lines.append([*step, *cells, f"{row['gain']:.2f}"])
+    header = ["strategy", "ranks", "mode", "step, ms", "working", "OneFlow's scheduling thread", "idle", "nice 19"]
     return f"""## What the first core does
 
-The CPU time of the threads of the ranks that share it, in an eager step. The thread in OneFlow that schedules
-operations (`vm::VirtualMachine::ScheduleLoop`) does not sleep while work is under way, a message that it waits for
-included: it calls `sched_yield` without end. Mostly it does so while its rank would wait anyway: a step takes about
-as long when this thread has the lowest priority, and gives way to all others (last column: the time without it over
-that with it).
+The CPU time of the threads of the ranks that share it, in a step. The thread in OneFlow that schedules operations
+(`vm::VirtualMachine::ScheduleLoop`) does not sleep while work is under way, a message that it waits for included: it
+calls `sched_yield` without end. So its share is mostly that of waiting. With the lowest priority for this thread a
+step takes about as long: the last column is the time without that over the time with it.
 
 {table(header, lines)}"""
 

@@ -222,21 +222,22 @@ def kernels(turns, say):
 
 
 def busy(turns, say):
-    """[{"strategy", "ranks", "scheduling", "others", "step": seconds, "gain"}]: what the ranks of a core do in an eager
-    step, by CPU time, summed over the ranks on the first core; its time / that with the scheduling threads at nice 19.
+    """[{"strategy", "ranks", "mode", "scheduling", "others", "step": seconds, "gain"}]: what the ranks of a core do in
+    a step, by CPU time, summed over the ranks on the first core; its time / that with scheduling threads at nice 19.
     """
     rows = []
     for n in (2, 4):
         with Pool(n, timeout=300) as pool, Pool(n, timeout=300) as nice:
             nice.call(f"{OURS}:lower_scheduling_thread")
             cores = min(n, len(os.sched_getaffinity(0)))
-            for strategy, (_, script, given, ranks) in STRATEGIES.items():
+            for strategy, mode in [*((name, "eager") for name in STRATEGIES), ("pipeline", "graph")]:
+                _, script, given, ranks = STRATEGIES[strategy]
                 if n in ranks:
-                    found = of_script(pool, "cpu_times", script, steps=10, **given)[::cores]
+                    found = of_script(pool, "cpu_times", script, steps=10, graph=mode == "graph", **given)[::cores]
                     total = {kind: sum(one[kind] for one in found) for kind in ("scheduling", "others")}
-                    sides = {name: of_recipe(one, script, "eager", given) for name, one in (("", pool), ("nice", nice))}
-                    gain = compared(turns, sides)["ratio"]
-                    rows.append({"strategy": strategy, "ranks": n, **total, "step": found[0]["step"], "gain": gain})
+                    sides = {name: of_recipe(one, script, mode, given) for name, one in (("", pool), ("nice", nice))}
+                    costs = {**total, "step": found[0]["step"], "gain": compared(turns, sides)["ratio"]}
+                    rows.append({"strategy": strategy, "ranks": n, "mode": mode, **costs})
                     say(rows[-1])
     return rows
 

@@ -160,12 +160,15 @@ def by_axis(found, mesh):
 
 def check(seen, wanted, mesh, layers, *what, shard_weights=False, sequence_parallel=False, **_):
     """What all ranks saw of a run on a mesh, against what numpy found."""
+    steps = len(wanted["losses"]) - 1
     for rank, result in enumerate(seen):
         tensors, told = result["tensors"], (*what, "rank", rank)
         for name, gradient in wanted["first"].items():
             check_layout(name, tensors[name], *layout_of(name, mesh, layers, shard_weights), rank)
             off = np.abs(result["moments"][name] / 0.1 - gradient).max()  # AdamW's first moment is a tenth of it
             Checks.that(off <= 1e-5 * np.abs(gradient).max(), *told, name, "first gradient is off by", off)
+            off = np.abs(tensors[name]["value"] - wanted["weights"][name]).mean()  # a tiny gradient may go either way
+            Checks.that(off <= 1e-7 * steps, *told, name, "weight at the end is off by", off)
         off = np.abs(tensors["losses"]["value"] - wanted["losses"]).max()
         Checks.that(off <= 1e-4, *told, "losses are off by", off)
         off = abs(tensors["loss alone"]["value"] - wanted["losses"][-1])
