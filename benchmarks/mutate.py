@@ -27,6 +27,7 @@ from harness.start.recipe import path_of  # noqa: E402
 from tests.cases import CASES, ROOT, WITHOUT_CASE, gpt, runs  # noqa: E402
 from tests.cases.ladder import prove  # noqa: E402
 
+WHOLE = "(lambda t: t.to_global(sbp=[flow.sbp.broadcast] * len(t.sbp)))"
 WORLD = "flow.env.get_world_size()"
 SBPS = ("flow.sbp.broadcast", "flow.sbp.split(0)", "flow.sbp.split(1)", "flow.sbp.partial_sum")
 SHORT = ("B", "S(0)", "S(1)")  # where a recipe has B, S = flow.sbp.broadcast, flow.sbp.split
@@ -57,7 +58,7 @@ BY_NUMPY = "the product, in eager mode, computed by numpy"
 COPIED = "copied file by file"
 ALL = rf"list\(range\((n|world_size|{re.escape(WORLD)})\)\)"
 SORTED = "OneFlow sorts the ranks of a placement"
-WHOLE = "it is B already, and to_global keeps an SBP that it is not told to change"
+SAME = "it is B already, and to_global keeps an SBP that it is not told to change"
 # What is found in a recipe's name and the change -> why nothing changes; a survivor with a reason is no failure.
 EQUIVALENT = {
     rf"\[\(r \+ 1\) % {re.escape(WORLD)} for r in {ALL}\]\)$": SORTED,
@@ -65,9 +66,9 @@ EQUIVALENT = {
     rf"list\(range\((n|world_size)\)\)\) -> flow.placement\(device, {ALL}\)$": "it is the world size",
     r"\(\[[^,\]]+\]\)\[(:1|-1:)\]\)$": "the first and the last of one rank are that rank",
     r"flow\.tensor\(\[\[.*\]\]\[::-1\]\.copy\(\)": "one row in reverse order is that row",
-    r", sbp=flow.sbp.broadcast((?:, grad_sbp=\S+)?)\) -> \w+\.to_global\(placement=[\w.[\]]+\1\)$": WHOLE,
+    r", sbp=flow.sbp.broadcast((?:, grad_sbp=\S+)?)\) -> \w+\.to_global\(placement=[\w.[\]]+\1\)$": SAME,
     r"to_global\(sbp=x.sbp, grad_sbp=x.sbp\) -> .*\.to_global\(grad_sbp=x.sbp\)$": "it keeps its SBP either way",
-    r"spawn.py: .* -> flow.matmul\(x, self.w.to_global\(sbp=flow.sbp.broadcast\)\)$": "the weight is B already",
+    rf"spawn.py: .* -> flow.matmul\(x, {re.escape(WHOLE)}\(self.w\)\)$": "the weight is B already",
     rf"spawn.py: .* -> (\(flow.matmul.* \* 0.5|{BY_NUMPY})$": "the ranks that it starts tell nobody how they multiply",
     r"spawn.py: rank == 0 -> (True|False)$": "it only says how long a rank waits for rank 0",
     r"elastic_training.py: .* - 1 -> True$": "the job ends when one rank dies, and when all do",
@@ -194,9 +195,9 @@ def replacements(node, text):
         by_numpy = f"flow.tensor({x}.detach().numpy() @ {w}.detach().numpy()"
         same_layout = "**({'placement': product.placement, 'sbp': product.sbp} if product.is_global else {})"
         return [
-            f"flow.matmul({x}.to_global(sbp=flow.sbp.broadcast), {w})",
-            f"flow.matmul({x}, {w}.to_global(sbp=flow.sbp.broadcast))",
-            f"flow.matmul({x}, {w}).to_global(sbp=flow.sbp.broadcast)",
+            f"flow.matmul({WHOLE}({x}), {w})",
+            f"flow.matmul({x}, {WHOLE}({w}))",
+            f"{WHOLE}(flow.matmul({x}, {w}))",
             f"flow.matmul({x}, -{w})",
             f"flow.matmul({x} * 1.00001, {w})",
             f"flow.matmul({x}, {w}.transpose(0, 1))",

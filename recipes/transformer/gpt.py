@@ -86,8 +86,8 @@ class Block(Part):
 
 class Head(Part):
     def forward(self, x, table):
-        table = table.to_global(placement=self.mesh, grad_sbp=self.layout["vocabulary"])  # tied: the embedding's
-        return flow.matmul(self.normed(x.to_global(placement=self.mesh), "norm"), table.transpose(0, 1))
+        x, table = x.to_global(placement=self.mesh), table.to_global(placement=self.mesh)  # tied: the embedding's table
+        return flow.matmul(self.normed(x, "norm"), table.transpose(0, 1))
 
 
 class GPT(flow.nn.Module):
