@@ -28,6 +28,9 @@ def pytest_arguments(arguments):
 
 def main():
     command, arguments = (sys.argv[1:] or [""])[0], sys.argv[2:]
+    if command in ("docs", "meshes") and arguments:
+        print(f"launch.sh: {command} takes no arguments, got {' '.join(arguments)}", file=sys.stderr)
+        return 2
     if command in PROGRAMS:
         if command == "test":
             arguments = pytest_arguments(arguments)

@@ -207,6 +207,8 @@ def test_limit_of_addresses_is_refused():
 REFUSED = {
     "-n 0 recipes/data_parallel.py": "launch.sh: -n must be 1 or more, got 0",
     "--log-dir /dev/null recipes/data_parallel.py": "--log-dir /dev/null: File exists: name another folder",
+    "docs --short": "launch.sh: docs takes no arguments, got --short",
+    "meshes 2": "launch.sh: meshes takes no arguments, got 2",
     "recipes/data_parallel.py --graf": "data_parallel.py: error: unrecognized arguments: --graf",
 }
 
