@@ -9,6 +9,7 @@ import oneflow as flow
 from harness.measure.connections import acknowledged
 from harness.measure.graph import gradient_bytes
 from harness.measure.observe import recorded, replaced
+from harness.measure.sbp import label
 from harness.measure.sent import quiet_wchar
 from harness.measure.tensors import snapshot
 from harness.start import recipe
@@ -32,11 +33,12 @@ def local_bytes(tensor):
 def trained(path, bare=(), folder="", **arguments):
     """Run gpt.py; what `run` returned, as a `snapshot` of each; AdamW's first moments after the first step, by name.
 
-    And the SBPs of matmuls and moves, what its graph read without identity, the bytes that this rank "kept" after the
-    first step, and what its connections had "sent" after the steps COUNTED, for `between_ranks`.
+    And the SBPs of matmuls, moves and the logits in the loss, what its graph read without identity, the bytes that this
+    rank "kept" after the first step, and what its connections had "sent" after the steps COUNTED, for `between_ranks`.
     bare: names of weights that it reads so on purpose.
     """
-    module, moments, kept, sent, graphs = recipe.load(path), {}, {}, {}, []
+    module, moments, kept, sent, graphs, logits_of = recipe.load(path), {}, {}, {}, [], set()
+    entropy = flow._C.sparse_softmax_cross_entropy
     weight, save, call, update = module.Part.weight, module.save, flow.nn.Graph.__call__, flow.optim.AdamW.step
 
     def without_identity(part, name):
@@ -45,6 +47,10 @@ def trained(path, bare=(), folder="", **arguments):
     def keeping_call(graph, *inputs, **named):
         graphs.append(graph)
         return call(graph, *inputs, **named)
+
+    def looking_entropy(logits, targets):
+        logits_of.add((label(logits.sbp),))
+        return entropy(logits, targets)
 
     def counting_update(optimizer, *rest, **named):
         weights = [weight for group in optimizer.param_groups for weight in group.parameters]
@@ -66,14 +72,15 @@ def trained(path, bare=(), folder="", **arguments):
 
     module.save = look
     places = {(module.Part, "weight"): without_identity, (flow.nn.Graph, "__call__"): keeping_call}
-    with replaced({**places, (flow.optim.AdamW, "step"): counting_update}), recorded() as seen:
+    places.update({(flow.optim.AdamW, "step"): counting_update, (flow._C, entropy.__name__): looking_entropy})
+    with replaced(places), recorded() as seen:
         tensors = module.run(folder=folder or "nowhere", every=1, **arguments)
     for graph in graphs[:1]:
         kept["gradients"] = gradient_bytes(graph, flow.env.get_rank())
     held = {name: snapshot(tensor) for name, tensor in tensors.items()}
     matmuls = {tuple(sbp for sbp, *_ in operands) for operands in seen["matmuls"]}
     moves = {(old[0], new[0], *grad_sbp) for old, new, *grad_sbp in seen["moves"]}
-    facts = {"matmuls": matmuls, "moves": moves, "without_identity": seen["without_identity"]}
+    facts = {"matmuls": matmuls, "moves": moves, "logits": logits_of, "without_identity": seen["without_identity"]}
     return {"tensors": held, "moments": moments, "kept": kept, "sent": sent, **facts}
 
 

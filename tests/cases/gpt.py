@@ -175,6 +175,8 @@ def check(seen, wanted, mesh, layers, *what, shard_weights=False, sequence_paral
         Checks.that(off <= 1e-4, *told, "the loss by rank 0 alone is off by", off)
         Checks.equal(tensors["drawn"]["value"].tolist(), wanted["drawn"], *told, "letters")
         Checks.equal(by_axis(result["matmuls"], mesh), by_axis(MATMULS, mesh), *told, "SBPs of the matmuls")
+        logits = by_axis(result["logits"], mesh)  # the values are right with any
+        Checks.equal(logits, by_axis({("S(0), S(1)",)}, mesh), *told, "SBP of the logits in the loss")
         missing = by_axis(moves_of(sequence_parallel, shard_weights), mesh) - by_axis(result["moves"], mesh)
         Checks.equal(missing, set(), *told, "moves that are missing")
         Checks.equal(result["without_identity"], [], *told, "weights that micro-batches read without identity")
