@@ -116,8 +116,8 @@ def busy(rows):
 
 The CPU time of the threads of the ranks that share it, in a step. The thread in OneFlow that schedules operations
 (`vm::VirtualMachine::ScheduleLoop`) does not sleep while work is under way, a message that it waits for included: it
-calls `sched_yield` without end. So its share is mostly that of waiting. With the lowest priority for this thread a
-step takes about as long: the last column is the time without that over the time with it.
+calls `sched_yield` without end. So its share is mostly time in which the rank waits. With this thread at the lowest
+priority a step takes about as long: the last column is the time without that, divided by the time with it.
 
 {table(header, lines)}"""
 

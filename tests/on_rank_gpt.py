@@ -37,7 +37,7 @@ def trained(path, bare=(), folder="", **arguments):
     rank "kept" after the first step, and what its connections had "sent" after the steps COUNTED, for `between_ranks`.
     bare: names of weights that it reads so on purpose.
     """
-    module, moments, kept, sent, graphs, logits_of = recipe.load(path), {}, {}, {}, [], set()
+    module, moments, kept, sent, graphs, logits_sbps = recipe.load(path), {}, {}, {}, [], set()
     entropy = flow._C.sparse_softmax_cross_entropy
     weight, save, call, update = module.Part.weight, module.save, flow.nn.Graph.__call__, flow.optim.AdamW.step
 
@@ -48,8 +48,8 @@ def trained(path, bare=(), folder="", **arguments):
         graphs.append(graph)
         return call(graph, *inputs, **named)
 
-    def looking_entropy(logits, targets):
-        logits_of.add((label(logits.sbp),))
+    def recording_entropy(logits, targets):
+        logits_sbps.add((label(logits.sbp),))
         return entropy(logits, targets)
 
     def counting_update(optimizer, *rest, **named):
@@ -72,7 +72,7 @@ def trained(path, bare=(), folder="", **arguments):
 
     module.save = look
     places = {(module.Part, "weight"): without_identity, (flow.nn.Graph, "__call__"): keeping_call}
-    places.update({(flow.optim.AdamW, "step"): counting_update, (flow._C, entropy.__name__): looking_entropy})
+    places.update({(flow.optim.AdamW, "step"): counting_update, (flow._C, entropy.__name__): recording_entropy})
     with replaced(places), recorded() as seen:
         tensors = module.run(folder=folder or "nowhere", every=1, **arguments)
     for graph in graphs[:1]:
@@ -80,7 +80,7 @@ def trained(path, bare=(), folder="", **arguments):
     held = {name: snapshot(tensor) for name, tensor in tensors.items()}
     matmuls = {tuple(sbp for sbp, *_ in operands) for operands in seen["matmuls"]}
     moves = {(old[0], new[0], *grad_sbp) for old, new, *grad_sbp in seen["moves"]}
-    facts = {"matmuls": matmuls, "moves": moves, "logits": logits_of, "without_identity": seen["without_identity"]}
+    facts = {"matmuls": matmuls, "moves": moves, "logits": logits_sbps, "without_identity": seen["without_identity"]}
     return {"tensors": held, "moments": moments, "kept": kept, "sent": sent, **facts}
 
 

@@ -54,7 +54,7 @@ class Part(flow.nn.Module):
         return weight if weight.sbp == sbp else weight.to_global(sbp=sbp, grad_sbp=weight.sbp)
 
     def normed(self, x, name):
-        x = x - x.mean(-1, keepdim=True).expand(*x.shape)  # on a CPU nn.LayerNorm, and - without expand, are slow
+        x = x - x.mean(-1, keepdim=True).expand(*x.shape)  # nn.LayerNorm, or - without expand, is slow on a CPU
         x = x / flow.sqrt((x * x).mean(-1, keepdim=True) + 1e-5).expand(*x.shape) * self.weight(name)
         return x.to_global(sbp=self.layout["batch"], grad_sbp=self.layout["residual"])  # the whole sequence
 
@@ -108,7 +108,7 @@ class GPT(flow.nn.Module):
         logits = self.head(x, table)
         if targets is None:
             return logits  # (length, batch, letters)
-        logits = logits.transpose(0, 1).flatten(0, 1)  # (batch x length, letters): only these stay split in the loss
+        logits = logits.transpose(0, 1).flatten(0, 1)  # the loss keeps only two-dimensional logits split
         return flow._C.sparse_softmax_cross_entropy(logits, targets.flatten()).mean()
 
 
