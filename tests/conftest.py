@@ -28,7 +28,7 @@ def hosts():
 def pools():
     """A function from a world size to its pool of ranks; a pool is started when it is first used."""
     started = {}
-    yield lambda n: started.setdefault(n, Pool(n, repeat=True))
+    yield lambda n: started.setdefault(n, Pool(n, timeout=300, repeat=True))
     for pool in started.values():
         pool.close()
         REPEATED.extend(pool.repeated)

@@ -40,6 +40,13 @@ def test_ranks_live_on_between_calls(pool):
     assert works(pool) and works(pool) and pool.starts == starts
 
 
+def test_ranks_that_use_much_memory_are_replaced(pool, monkeypatch):
+    assert works(pool)
+    starts = pool.starts
+    monkeypatch.setattr("harness.pool.pool.LARGE", 0)
+    assert works(pool) and works(pool) and pool.starts == starts + 1
+
+
 def test_missing_function_is_an_error_of_the_call(pool):
     with pytest.raises(PoolError, match="no_such_function"):
         pool.call(f"{ON_RANK}:no_such_function")

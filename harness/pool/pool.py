@@ -4,6 +4,7 @@
 which a rank raises, dies or hangs fails with a PoolError that has the rank's traceback; the next call gets fresh ranks.
 """
 
+import os
 import signal
 import tempfile
 import time
@@ -14,6 +15,12 @@ from pathlib import Path
 from harness.start.ranks import NodeRanks, Ranks, is_consequence, reserve_port
 
 WORKER = str(Path(__file__).with_name("worker.py"))
+LARGE = 2**30  # bytes of memory of a rank
+
+
+def resident(pid):
+    """The bytes of memory that a process uses."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class PoolError(Exception):
@@ -90,6 +97,8 @@ class Pool:
             self.close()
             raise
         if len(results) == self.world_size and not failure:
+            if any(resident(process.pid) > LARGE for process in self.ranks.processes):
+                self.close()  # ranks keep their graphs, which would fill the memory in the end
             return [results[rank] for rank in range(self.world_size)]
         error = self._error(function, failure, [rank for rank in range(self.world_size) if rank not in results])
         self.close()

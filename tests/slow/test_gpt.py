@@ -47,25 +47,25 @@ def background_calls(item):
 
 @MODES
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_mesh_trains_as_numpy_with_all_options(mesh, graph):
+def test_mesh_trains_as_numpy_with_all_options(pools, mesh, graph):
     """And with micro-batches alone where they matter: in a pipeline, and beside tensor parallelism, where a trap is."""
     sizes = {**SMALL, "layers": max(2, mesh[2])}
     ways = {"all options": {"sequence_parallel": True, "shard_weights": True, "micro_batches": 4, "clip": 0.5}}
     if mesh[2] > 1 or mesh == (1, 2, 1):
         ways["micro-batches"] = {"micro_batches": 4}
-    with Pool(int(np.prod(mesh)), timeout=300, repeat=True) as pool:  # of its own: it keeps each graph
-        for way, given in ways.items():
-            found = pool.call(TRAINED, path=GPT, graph=graph, steps=5, **mesh_of(mesh), **given, **sizes)
-            known = wanted(steps=5, clip=given.get("clip", 0.0), **sizes)
-            check(found, known, mesh, sizes["layers"], way, **given)
+    for way, given in ways.items():
+        arguments = {"graph": graph, "steps": 5, **mesh_of(mesh), **given, **sizes}
+        found = pools(int(np.prod(mesh))).call(TRAINED, path=GPT, **arguments)
+        known = wanted(steps=5, clip=given.get("clip", 0.0), **sizes)
+        check(found, known, mesh, sizes["layers"], way, **given)
 
 
 @pytest.mark.parametrize("saved, loaded, graph", RESUMED)
-def test_training_goes_on_on_another_mesh(tmp_path, saved, loaded, graph):
+def test_training_goes_on_on_another_mesh(pools, tmp_path, saved, loaded, graph):
     def losses(mesh, **more):
-        with Pool(int(np.prod(mesh)), timeout=300, repeat=True) as pool:
-            given = {"steps": 20, "every": 10, "folder": str(tmp_path), "graph": graph, **mesh_of(mesh), **more}
-            return np.array(pool.call(f"{HERE}:losses_and_letters", path=GPT, **given, **SMALL)[0][0])
+        given = {"steps": 20, "every": 10, "folder": str(tmp_path), "graph": graph, **mesh_of(mesh), **more}
+        pool = pools(int(np.prod(mesh)))
+        return np.array(pool.call(f"{HERE}:losses_and_letters", path=GPT, **given, **SMALL)[0][0])
 
     unbroken = losses(saved)
     shutil.rmtree(tmp_path / "20")
@@ -92,23 +92,21 @@ def test_death_loses_at_most_one_interval(tmp_path, moment, graph):
     Checks.that(len(losses) == 5 and off <= 1e-4, "losses of steps 3 to 7 are off by", off)
 
 
-def test_table_by_ids_has_a_wrong_gradient(tmp_path):
+def test_table_by_ids_has_a_wrong_gradient(pools, tmp_path):
     """Why the recipe gathers: table[ids] with split ids keeps one shard's gradient, and says that it is whole."""
     source, cure = path_of("gpt").read_text(), "flow._C.gather(table, ids.transpose(0, 1), 0)"
     assert source.count(cure) == 1
     (tmp_path / "gpt.py").write_text(source.replace(cure, "table[ids.transpose(0, 1)]"))
-    with Pool(2, timeout=120) as pool:
-        found = pool.call(TRAINED, path=str(tmp_path / "gpt.py"), steps=1, data=2, **SMALL)
+    found = pools(2).call(TRAINED, path=str(tmp_path / "gpt.py"), steps=1, data=2, **SMALL)
     gradient = wanted(steps=1, sample=0, clip=0.0, **SMALL)["first"]["embedding.tokens"]
     for result in found:
         assert np.abs(result["moments"]["embedding.tokens"] / 0.1 - gradient).max() > 0.1 * np.abs(gradient).max()
 
 
 @pytest.fixture(scope="module")
-def sends_by_formula():
+def sends_by_formula(pools):
     """The bytes that two tensor-parallel ranks send in an eager step, which are about those of Megatron's formula."""
-    with Pool(2, timeout=120, repeat=True) as pool:
-        sent = bytes_of_a_step(pool, GPT)
+    sent = bytes_of_a_step(pools(2), GPT)
     all_reduces, activation = 4 * WIDE["layers"] + 2, 4 * WIDE["batch"] * WIDE["length"] * WIDE["width"]
     formula = all_reduces * 2 * activation  # of both ranks together; the loss, its input's maxima and ids come on top
     Checks.that(formula <= sent <= 1.1 * formula, sent / formula, "x Megatron's formula")
@@ -120,12 +118,11 @@ def bytes_of_a_step(pool, path):
 
 
 @pytest.mark.parametrize("cure, other, times", TRAPS)
-def test_recipe_without_its_cure_sends_more(tmp_path, sends_by_formula, cure, other, times):
+def test_recipe_without_its_cure_sends_more(pools, tmp_path, sends_by_formula, cure, other, times):
     source = path_of("gpt").read_text()
     assert source.count(cure) == 1
     (tmp_path / "gpt.py").write_text(source.replace(cure, other))
-    with Pool(2, timeout=120, repeat=True) as pool:
-        sent = bytes_of_a_step(pool, tmp_path / "gpt.py")
+    sent = bytes_of_a_step(pools(2), tmp_path / "gpt.py")
     Checks.that(sent >= times * sends_by_formula, sent / sends_by_formula, "x as much as with its cure")
 
 
