@@ -61,8 +61,8 @@ SORTED = "OneFlow sorts the ranks of a placement"
 SAME = "it is B already, and to_global keeps an SBP that it is not told to change"
 # What is found in a recipe's name and the change -> why nothing changes; a survivor with a reason is no failure.
 EQUIVALENT = {
-    rf"\[\(r \+ 1\) % {re.escape(WORLD)} for r in {ALL}\]\)$": SORTED,
-    rf"\[{re.escape(WORLD)} - 1 - r for r in {ALL}\]\)$": SORTED,
+    rf"\(\(np.array\({ALL}\) \+ 1\) % {re.escape(WORLD)}\).tolist\(\)\)$": SORTED,
+    rf"\({re.escape(WORLD)} - 1 - np.array\({ALL}\)\).tolist\(\)\)$": SORTED,
     rf"list\(range\((n|world_size)\)\)\) -> flow.placement\(device, {ALL}\)$": "it is the world size",
     r"\(\[[^,\]]+\]\)\[(:1|-1:)\]\)$": "the first and the last of one rank are that rank",
     r"flow\.tensor\(\[\[.*\]\]\[::-1\]\.copy\(\)": "one row in reverse order is that row",
@@ -154,8 +154,8 @@ def replacements(node, text):
             f"flow.placement({device}, ({ranks})[:1])",
             f"flow.placement({device}, ({ranks})[-1:])",
             f"flow.placement({device}, list(range({WORLD})))",
-            f"flow.placement({device}, [(r + 1) % {WORLD} for r in {ranks}])",
-            f"flow.placement({device}, [{WORLD} - 1 - r for r in {ranks}])",
+            f"flow.placement({device}, ((np.array({ranks}) + 1) % {WORLD}).tolist())",
+            f"flow.placement({device}, ({WORLD} - 1 - np.array({ranks})).tolist())",
         ]
     if function == "flow.tensor" and node.keywords:
         array, rest = arguments[0], "".join(f", {one.arg}={text(one.value)}" for one in node.keywords) + ")"
