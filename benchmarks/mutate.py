@@ -69,7 +69,7 @@ EQUIVALENT = {
     r", sbp=flow.sbp.broadcast((?:, grad_sbp=\S+)?)\) -> \w+\.to_global\(placement=[\w.[\]]+\1\)$": SAME,
     r"to_global\(sbp=x.sbp, grad_sbp=x.sbp\) -> .*\.to_global\(grad_sbp=x.sbp\)$": "it keeps its SBP either way",
     rf"spawn.py: .* -> flow.matmul\(x, {re.escape(WHOLE)}\(self.w\)\)$": "the weight is B already",
-    rf"spawn.py: .* -> (\(flow.matmul.* \* 0.5|{BY_NUMPY})$": "the ranks that it starts tell nobody how they multiply",
+    rf"spawn.py: .* -> (\(\(flow.matmul.* \* 0.5\)|{BY_NUMPY})$": "its ranks tell nobody how they multiply",
     r"spawn.py: rank == 0 -> (True|False)$": "it only says how long a rank waits for rank 0",
     r"elastic_training.py: .* - 1 -> True$": "the job ends when one rank dies, and when all do",
     r"ddp.py: update.zero_grad\(set_to_none=True\) -> pass$": "it clears nothing: that is the trap it shows",
@@ -186,7 +186,7 @@ def replacements(node, text):
             if isinstance(one.value, ast.Constant)
         ]
     if function in ("flow.relu", "flow.nn.functional.mse_loss"):
-        return [f"({old}) * 1.001", arguments[0] if function == "flow.relu" else f"({old}) + 0.001"]
+        return [f"(({old}) * 1.001)", arguments[0] if function == "flow.relu" else f"(({old}) + 0.001)"]
     if function == "flow.comm.send":
         tensor, rank = arguments
         return [f"flow.comm.send({tensor} * 1.00001, {rank})", f"flow.comm.send(-{tensor}, {rank})"]
@@ -201,7 +201,7 @@ def replacements(node, text):
             f"flow.matmul({x}, -{w})",
             f"flow.matmul({x} * 1.00001, {w})",
             f"flow.matmul({x}, {w}.transpose(0, 1))",
-            f"(flow.matmul({x}, {w}) + flow.matmul({x}, {w})) * 0.5",
+            f"((flow.matmul({x}, {w}) + flow.matmul({x}, {w})) * 0.5)",
             f"(lambda product: product if product.is_lazy else {by_numpy}, {same_layout}))(flow.matmul({x}, {w}))",
         ]
     return []
