@@ -55,8 +55,8 @@ class Attention(flow.nn.Module):
     def on_all_ranks(self):
         inside = flow.sbp.split(0 if self.way == "gather" else 1)  # rows of q and out, or their heads
         others = flow.sbp.broadcast if self.way == "gather" else inside
-        # without identity OneFlow 0.9.0 aborts a graph that moves a parameter: "register.cpp:75 Check failed"
-        q = flow._C.identity(self.q).to_global(sbp=inside, grad_sbp=flow.sbp.split(0))
+        q = self.q.to_global(sbp=inside, grad_sbp=flow.sbp.split(0))
+        # without identity OneFlow 0.9.0 aborts a graph that gathers a parameter: "register.cpp:75 Check failed"
         k = flow._C.identity(self.k).to_global(sbp=others, grad_sbp=flow.sbp.split(0))
         v = flow._C.identity(self.v).to_global(sbp=others, grad_sbp=flow.sbp.split(0))
         _, total, mixed, scores = attend(q, k, v, self.mask)
