@@ -33,13 +33,15 @@ def local_bytes(tensor):
 def trained(path, bare=(), folder="", **arguments):
     """Run gpt.py; what `run` returned, as a `snapshot` of each; AdamW's first moments after the first step, by name.
 
-    And the SBPs of matmuls, moves and the logits in the loss, what its graph read without identity, the bytes that this
-    rank "kept" after the first step, and what its connections had "sent" after the steps COUNTED, for `between_ranks`.
+    And the SBPs of matmuls, moves and the logits in the loss, the number of matmuls in a forward pass, what its graph
+    read without identity, the bytes that this rank "kept" after the first step, and what its connections had "sent"
+    after the steps COUNTED, for `between_ranks`.
     bare: names of weights that it reads so on purpose.
     """
-    module, moments, kept, sent, graphs, logits_sbps = recipe.load(path), {}, {}, {}, [], set()
+    module, moments, kept, sent, graphs, logits_sbps, forwards = recipe.load(path), {}, {}, {}, [], set(), []
     entropy = flow._C.sparse_softmax_cross_entropy
     weight, save, call, update = module.Part.weight, module.save, flow.nn.Graph.__call__, flow.optim.AdamW.step
+    forward = module.GPT.forward
 
     def without_identity(part, name):
         return getattr(part, name) if name in bare else weight(part, name)
@@ -47,6 +49,10 @@ def trained(path, bare=(), folder="", **arguments):
     def keeping_call(graph, *inputs, **named):
         graphs.append(graph)
         return call(graph, *inputs, **named)
+
+    def counting_forward(*arguments):
+        forwards.append(1)
+        return forward(*arguments)
 
     def recording_entropy(logits, targets):
         logits_sbps.add((label(logits.sbp),))
@@ -73,6 +79,7 @@ def trained(path, bare=(), folder="", **arguments):
     module.save = look
     places = {(module.Part, "weight"): without_identity, (flow.nn.Graph, "__call__"): keeping_call}
     places.update({(flow.optim.AdamW, "step"): counting_update, (flow._C, entropy.__name__): recording_entropy})
+    places[module.GPT, "forward"] = counting_forward
     with replaced(places), recorded() as seen:
         tensors = module.run(folder=folder or "nowhere", every=1, **arguments)
     for graph in graphs[:1]:
@@ -81,6 +88,7 @@ def trained(path, bare=(), folder="", **arguments):
     matmuls = {tuple(sbp for sbp, *_ in operands) for operands in seen["matmuls"]}
     moves = {(old[0], new[0], *grad_sbp) for old, new, *grad_sbp in seen["moves"]}
     facts = {"matmuls": matmuls, "moves": moves, "logits": logits_sbps, "without_identity": seen["without_identity"]}
+    facts["matmuls in a pass"] = len(seen["matmuls"]) / len(forwards)
     return {"tensors": held, "moments": moments, "kept": kept, "sent": sent, **facts}
 
 

@@ -175,6 +175,7 @@ def check(seen, wanted, mesh, layers, *what, shard_weights=False, sequence_paral
         Checks.that(off <= 1e-4, *told, "the loss by rank 0 alone is off by", off)
         Checks.equal(tensors["drawn"]["value"].tolist(), wanted["drawn"], *told, "letters")
         Checks.equal(by_axis(result["matmuls"], mesh), by_axis(MATMULS, mesh), *told, "SBPs of the matmuls")
+        Checks.equal(result["matmuls in a pass"], 6 * layers + 1, *told, "number of matmuls in a forward pass")
         logits = by_axis(result["logits"], mesh)  # any SBP gives the right values
         Checks.equal(logits, by_axis({("S(0), S(1)",)}, mesh), *told, "SBP of the logits in the loss")
         missing = by_axis(moves_of(sequence_parallel, shard_weights), mesh) - by_axis(result["moves"], mesh)
