@@ -33,9 +33,9 @@ def local_bytes(tensor):
 def trained(path, bare=(), folder="", **arguments):
     """Run gpt.py; what `run` returned, as a `snapshot` of each; AdamW's first moments after the first step, by name.
 
-    And the SBPs of matmuls, moves and the logits in the loss, the number of matmuls in a forward pass, what its graph
-    read without identity, the bytes that this rank "kept" after the first step, and what its connections had "sent"
-    after the steps COUNTED, for `between_ranks`.
+    And the SBPs of matmuls, moves and the logits in the loss, the number of matmuls in a forward pass, the stages
+    of its graph and what it read without identity, the bytes that this rank "kept" after the first step, and what its
+    connections had "sent" after the steps COUNTED, for `between_ranks`.
     bare: names of weights that it reads so on purpose.
     """
     module, moments, kept, sent, graphs, logits_sbps, forwards = recipe.load(path), {}, {}, {}, [], set(), []
@@ -88,6 +88,7 @@ def trained(path, bare=(), folder="", **arguments):
     matmuls = {tuple(sbp for sbp, *_ in operands) for operands in seen["matmuls"]}
     moves = {(old[0], new[0], *grad_sbp) for old, new, *grad_sbp in seen["moves"]}
     facts = {"matmuls": matmuls, "moves": moves, "logits": logits_sbps, "without_identity": seen["without_identity"]}
+    facts["stages"] = seen["stages"] if graphs else None
     facts["matmuls in a pass"] = len(seen["matmuls"]) / len(forwards)
     return {"tensors": held, "moments": moments, "kept": kept, "sent": sent, **facts}
 

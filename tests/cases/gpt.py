@@ -158,6 +158,13 @@ def by_axis(found, mesh):
     }
 
 
+def stages_of(mesh, layers):
+    """(number, ranks) of the stage of the embedding, of each block and of the head."""
+    data, tensor, pipeline = mesh
+    ranks = np.arange(data * tensor * pipeline).reshape(pipeline, data, tensor).tolist()
+    return [(i, ranks[i]) for i in (0, *(block * pipeline // layers for block in range(layers)), pipeline - 1)]
+
+
 def check(seen, wanted, mesh, layers, *what, shard_weights=False, sequence_parallel=False, **_):
     """What all ranks saw of a run on a mesh, against what numpy found."""
     steps = len(wanted["losses"]) - 1
@@ -178,6 +185,8 @@ def check(seen, wanted, mesh, layers, *what, shard_weights=False, sequence_paral
         Checks.equal(result["matmuls in a pass"], 6 * layers + 1, *told, "number of matmuls in a forward pass")
         logits = by_axis(result["logits"], mesh)  # any SBP gives the right values
         Checks.equal(logits, by_axis({("S(0), S(1)",)}, mesh), *told, "SBP of the logits in the loss")
+        if result["stages"] is not None:
+            Checks.equal(result["stages"], stages_of(mesh, layers), *told, "stages of the graph")
         missing = by_axis(moves_of(sequence_parallel, shard_weights), mesh) - by_axis(result["moves"], mesh)
         Checks.equal(missing, set(), *told, "moves that are missing")
         Checks.equal(result["without_identity"], [], *told, "weights that micro-batches read without identity")
