@@ -3,6 +3,7 @@
 import argparse
 import os
 import pathlib
+from collections import Counter
 
 import oneflow as flow
 
@@ -33,12 +34,12 @@ def local_bytes(tensor):
 def trained(path, bare=(), folder="", **arguments):
     """Run gpt.py; what `run` returned, as a `snapshot` of each; AdamW's first moments after the first step, by name.
 
-    And the SBPs of matmuls, moves and the logits in the loss, the number of matmuls in a forward pass, the stages
-    of its graph and what it read without identity, the bytes that this rank "kept" after the first step, and what its
-    connections had "sent" after the steps COUNTED, for `between_ranks`.
+    And the SBPs of matmuls and the logits in the loss; of each forward pass the number of matmuls and {SBPs of a move
+    and of its gradient: how many}; the stages of its graph and what it read without identity; the bytes that this rank
+    "kept" after the first step, and what its connections had "sent" after the steps COUNTED, for `between_ranks`.
     bare: names of weights that it reads so on purpose.
     """
-    module, moments, kept, sent, graphs, logits_sbps, forwards = recipe.load(path), {}, {}, {}, [], set(), []
+    module, moments, kept, sent, graphs, logits_sbps, passes = recipe.load(path), {}, {}, {}, [], set(), []
     entropy = flow._C.sparse_softmax_cross_entropy
     weight, save, call, update = module.Part.weight, module.save, flow.nn.Graph.__call__, flow.optim.AdamW.step
     forward = module.GPT.forward
@@ -50,9 +51,13 @@ def trained(path, bare=(), folder="", **arguments):
         graphs.append(graph)
         return call(graph, *inputs, **named)
 
-    def counting_forward(*arguments):
-        forwards.append(1)
-        return forward(*arguments)
+    def recording_forward(model, *arguments):
+        before = {kind: len(seen[kind]) for kind in ("matmuls", "moves")}
+        result = forward(model, *arguments)
+        matmuls, moves = (seen[kind][count:] for kind, count in before.items())
+        by_sbps = Counter((old[0], new[0], backward) for old, new, *grad_sbp in moves for backward in grad_sbp)
+        passes.append((len(matmuls), by_sbps))
+        return result
 
     def recording_entropy(logits, targets):
         logits_sbps.add((label(logits.sbp),))
@@ -79,17 +84,16 @@ def trained(path, bare=(), folder="", **arguments):
     module.save = look
     places = {(module.Part, "weight"): without_identity, (flow.nn.Graph, "__call__"): keeping_call}
     places.update({(flow.optim.AdamW, "step"): counting_update, (flow._C, entropy.__name__): recording_entropy})
-    places[module.GPT, "forward"] = counting_forward
+    places[module.GPT, "forward"] = recording_forward
     with replaced(places), recorded() as seen:
         tensors = module.run(folder=folder or "nowhere", every=1, **arguments)
     for graph in graphs[:1]:
         kept["gradients"] = gradient_bytes(graph, flow.env.get_rank())
     held = {name: snapshot(tensor) for name, tensor in tensors.items()}
     matmuls = {tuple(sbp for sbp, *_ in operands) for operands in seen["matmuls"]}
-    moves = {(old[0], new[0], *grad_sbp) for old, new, *grad_sbp in seen["moves"]}
-    facts = {"matmuls": matmuls, "moves": moves, "logits": logits_sbps, "without_identity": seen["without_identity"]}
+    passes.pop(-1 - arguments.get("sample", 0))  # that of rank 0 alone
+    facts = {"matmuls": matmuls, "passes": passes, "logits": logits_sbps, "without_identity": seen["without_identity"]}
     facts["stages"] = seen["stages"] if graphs else None
-    facts["matmuls in a pass"] = len(seen["matmuls"]) / len(forwards)
     return {"tensors": held, "moments": moments, "kept": kept, "sent": sent, **facts}
 
 
