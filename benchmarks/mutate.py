@@ -56,7 +56,8 @@ GPT = [  # what proves gpt.py: the runs of the default suite, and meshes on whic
 ]
 BY_NUMPY = "the product, in eager mode, computed by numpy"
 COPIED = "copied file by file"
-ALL = rf"list\(range\((n|world_size|{re.escape(WORLD)})\)\)"
+MESHES = "|".join(map(re.escape, ("[[0, 1], [2, 3]]", "[[0, 3], [1, 2]]", "np.arange(n).reshape(-1, tensor).tolist()")))
+ALL = rf"(list\(range\((n|world_size|{re.escape(WORLD)})\)\)|{MESHES})"
 SORTED = "OneFlow sorts the ranks of a placement"
 SAME = "it is B already, and to_global keeps an SBP that it is not told to change"
 # What is found in a recipe's name and the change -> why nothing changes; a survivor with a reason is no failure.
@@ -64,7 +65,7 @@ EQUIVALENT = {
     rf"\(\(np.array\({ALL}\) \+ 1\) % {re.escape(WORLD)}\).tolist\(\)\)$": SORTED,
     rf"\({re.escape(WORLD)} - 1 - np.array\({ALL}\)\).tolist\(\)\)$": SORTED,
     rf"list\(range\((n|world_size)\)\)\) -> flow.placement\(device, {ALL}\)$": "it is the world size",
-    r"\(\[[^,\]]+\]\)\[(:1|-1:)\]\)$": "the first and the last of one rank are that rank",
+    r"\(\[\[?[^,\]]+\]\]?\)\[(:1|-1:)\]\)$": "the first and the last of one rank are that rank",
     r"flow\.tensor\(\[\[.*\]\]\[::-1\]\.copy\(\)": "one row in reverse order is that row",
     r"gpt.py: flow\.tensor\((rows|np.split).*\[::-1\]\.copy\(\)": "the loss is the mean of the rows, in any order",
     r", sbp=flow.sbp.broadcast((?:, grad_sbp=\S+)?)\) -> \w+\.to_global\(placement=[\w.[\]]+\1\)$": SAME,

@@ -178,9 +178,6 @@ def run(
         own = [flow.tensor(np.split(ids, data)[rank // tensor % data], device=device) for ids in rows]
         return model(*[x.to_global(placement=meshes[-i], sbp=layout["ids"]) for i, x in enumerate(own)])
 
-    def whole(x):
-        return x.to_global(sbp=layout["whole"]).numpy()  # collective: all ranks call it
-
     def batch_of(step):  # of the step alone, so that a job that goes on draws the same
         starts = np.random.default_rng([seed, step]).integers(len(text) - length, size=(batch, 1))
         return text[starts + np.arange(length + 1)]
@@ -193,7 +190,7 @@ def run(
             loss = call(model, rows[:, :-1], rows[:, 1:])
             if not graph:
                 (loss / micro_batches).backward()  # adds to .grad
-            losses[-1] += whole(loss.detach()).mean() / len(parts)
+            losses[-1] += loss.detach().numpy().mean() / len(parts)  # collective: all ranks call it
         if not graph:
             if clip:
                 optimizer.clip_grad()
@@ -209,14 +206,14 @@ def run(
 
     with flow.no_grad():
         rows, rng, seen = batch_of(steps + 1), np.random.default_rng(seed), [0]
-        losses.append(whole(call(module, rows[:, :-1], rows[:, 1:])))
+        losses.append(call(module, rows[:, :-1], rows[:, 1:]).numpy())
         alone = GPT([flow.placement(device, [[0]])], LAYOUT, LAYOUT, *sizes)
         alone.load_state_dict(module.state_dict())
         ids = flow.tensor(rows, placement=alone.head.mesh, sbp=LAYOUT["ids"])
         same = alone(ids[:, :-1], ids[:, 1:])
         for _ in range(sample):
             last = seen[-length:]
-            logits = whole(call(module, np.array([last + [0] * (length - len(last))] * data)))[len(last) - 1, 0]
+            logits = call(module, np.array([last + [0] * (length - len(last))] * data)).numpy()[len(last) - 1, 0]
             chances = np.exp(logits[: len(letters)].astype(float)).cumsum()
             seen.append(int(np.searchsorted(chances, rng.random() * chances[-1])))
     print("".join(letters[i] for i in seen[1:])) if report and rank == 0 and sample else None

@@ -166,6 +166,7 @@ def trained(steps, batch=16, length=8, layers=4, width=16, heads=4, clip=0.0, se
             w[name] = w[name] - 1e-3 * (move + 0.01 * w[name])
     losses.append(loss_and_gradients(w, *batch_of(steps + 1, numbers, batch, length, seed), heads)[0])
     return {
+        "heads": heads,
         "losses": losses,
         "first": first,
         "weights": w,
