@@ -40,7 +40,8 @@ class Pool:
     def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, bind=True, hosts=None):
         """timeout: seconds after which a call counts as hung.
 
-        repeat: whether to repeat a call once, on fresh ranks, if a rank died of SIGSEGV, as OneFlow 0.9.0 rarely does.
+        repeat: whether a call may run on fresh ranks: once more, if a rank died of SIGSEGV, as OneFlow 0.9.0 rarely
+        does; and after a call in which a rank has come to use more than LARGE.
         variables: more environment variables of the ranks. bind: whether to bind each rank to its cores.
         hosts: the address of rank 0, and for each rank the words that run a command on its host.
         """
@@ -97,8 +98,8 @@ class Pool:
             self.close()
             raise
         if len(results) == self.world_size and not failure:
-            if any(resident(process.pid) > LARGE for process in self.ranks.processes):
-                self.close()  # ranks keep their graphs, which would fill the memory in the end
+            if self.repeat and any(resident(process.pid) > LARGE for process in self.ranks.processes):
+                self.close()  # a rank keeps all its graphs
             return [results[rank] for rank in range(self.world_size)]
         error = self._error(function, failure, [rank for rank in range(self.world_size) if rank not in results])
         self.close()

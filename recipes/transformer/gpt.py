@@ -86,7 +86,7 @@ class Block(Part):
 
 class Head(Part):
     def forward(self, x, table):
-        table = table.to_global(placement=self.mesh)  # tied: the embedding's
+        table = table.to_global(placement=self.mesh)  # tied: it is the embedding's
         return flow.matmul(self.normed(x, "norm"), table.transpose(0, 1))
 
 

@@ -144,7 +144,8 @@ def moves_of(layers, sequence_parallel, shard_weights):
     """{(SBP before, after, that of the gradient): how many} in a pass: of the residual, and of sharded weights."""
     residual, twice = "S(1), S(0)" if sequence_parallel else "S(1), B", 2 * layers
     moves = {(residual, "S(1), B", residual): twice + 1, ("S(1), P", residual, "S(1), B"): twice + 1}
-    for kind, count in {"column": twice, "row": twice + 1}.items() if shard_weights else ():  # with the table
+    of_kinds = {"column": twice, "row": twice + 1} if shard_weights else {}  # the table is split as a row weight is
+    for kind, count in of_kinds.items():
         at_rest, in_use = ", ".join(SHARDED[kind]), ", ".join(SBPS[kind])
         moves[at_rest, in_use, at_rest] = count
     return moves
