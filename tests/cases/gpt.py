@@ -60,22 +60,24 @@ def prove(pool, path, mesh, **more):
     check(seen, wanted(steps=2, sample=9, clip=more.get("clip", 0.0), **SMALL), mesh, SMALL["layers"], **more)
 
 
-def row_run(pool, mesh, layout, graph):
-    """Make the run of a row on a pool, check it and return its figures, as data."""
-    given = {"graph": graph, **mesh_of(mesh), **LAYOUTS[layout], **SIZES}
-    seen = pool.call(TRAINED, path=str(path_of("gpt")), **given)
-    check(seen, known(layout), mesh, SIZES["layers"], mesh, layout, **LAYOUTS[layout])
-    return facts(seen, mesh, layout, graph)
+def row_run(pool, mesh, layout, graph, **shorter):
+    """Make the run of a row on a pool, check it and return its figures, as data. shorter: other steps and sample."""
+    given = {**LAYOUTS[layout], **shorter}
+    seen = pool.call(TRAINED, path=str(path_of("gpt")), graph=graph, **mesh_of(mesh), **given, **SIZES)
+    exact = known(layout, **shorter)
+    check(seen, exact, mesh, SIZES["layers"], mesh, layout, **given)
+    return {"mesh": mesh, "layout": layout, "graph": graph, **facts(seen, exact, mesh)}
 
 
-def known(layout):
+def known(layout, **shorter):
     """What numpy finds for a row."""
-    return wanted(steps=LAYOUTS[layout]["steps"], sample=LAYOUTS[layout].get("sample", 0), **SIZES)
+    given = {"sample": 0, **LAYOUTS[layout], **shorter}
+    return wanted(steps=given["steps"], sample=given["sample"], **SIZES)
 
 
-def facts(seen, mesh, layout, graph):
+def facts(seen, exact, mesh):
     """The figures of a run: how far it is from numpy, what moved along each axis in a step, what a rank keeps."""
-    exact, first = known(layout), seen[0]
+    first = seen[0]
     off = first["tensors"]["losses"]["value"] - exact["losses"]
     gradients = [
         np.abs(first["moments"][name] / 0.1 - gradient).max() / np.abs(gradient).max()
@@ -85,8 +87,8 @@ def facts(seen, mesh, layout, graph):
     for ranks, count in sent_in_a_step(seen).items():
         moved[axis_of(mesh, *ranks)] += count
     most = max((result["kept"] for result in seen), key=lambda kept: sum(kept.values()))
-    costs = {"moved": {axis: round(count) for axis, count in moved.items()}, "kept": most}
-    return {"mesh": mesh, "layout": layout, "graph": graph, "off": off.tolist(), "gradient": max(gradients), **costs}
+    moved = {axis: round(count) for axis, count in moved.items()}
+    return {"off": off.tolist(), "gradient": max(gradients), "moved": moved, "kept": most}
 
 
 def sent_in_a_step(seen):

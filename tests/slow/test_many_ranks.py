@@ -1,14 +1,22 @@
-"""More ranks than the ladder has: each recipe without a fixed mesh, at the sizes that it chooses by itself."""
+"""More ranks than the ladder has: each recipe without a fixed mesh, at the sizes that it chooses by itself.
+
+In eager mode where there is one; the recipes of a single layer also in a graph.
+"""
 
 import pytest
 
 from harness.pool import Pool
 from harness.start.recipe import path_of, world_sizes
-from tests.cases import CASES, ROOT, modes
+from tests.cases import CASES, ONE_LAYER, ROOT, modes
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 RANKS = 6  # with more of them, each collective waits longer for a core than it works
-RUNS = [(name, graph) for name in CASES if RANKS in world_sizes(path_of(name)) for graph in modes(name)]
+RUNS = [
+    (name, graph)
+    for name in CASES
+    if RANKS in world_sizes(path_of(name))
+    for graph in (modes(name) if name in ONE_LAYER else modes(name)[:1])
+]
 
 
 @pytest.fixture(scope="module")

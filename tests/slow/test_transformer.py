@@ -17,11 +17,11 @@ TRAPS = [  # recipe, cure, what one would write without it, graph or not, how ma
     ("transformer_block", ", grad_sbp=x.sbp", "", False, 2.5),
     ("transformer_block", ", grad_sbp=x.sbp", "", True, 1.3),
     ("transformer_block", "(scores + self.mask)", WHERE, False, 4.0),
+    ("transformer_block", "(scores + self.mask)", WHERE, True, 3.0),  # with longer sequences it aborts
     ("sequence_parallel", ", grad_sbp=x.sbp", "", False, 1.2),
     ("vocab_parallel", LOSS, ENTROPY, False, 5.0),
 ]
 ABORTS = [  # recipe, cure, what one would write without it
-    ("transformer_block", "(scores + self.mask)", WHERE),
     ("vocab_parallel", LOSS, ENTROPY),
     ("vocab_parallel", ", grad_sbp=whole", ""),
     ("context_parallel", "flow._C.identity(self.k)", "self.k"),
