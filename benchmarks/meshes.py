@@ -2,7 +2,8 @@
 
     ./launch.sh meshes
 
-Writes docs/gpt.json, docs/gpt.md and the picture of the losses. tests/slow/test_gpt.py makes the same runs.
+Writes docs/gpt.json, docs/gpt.md and the picture of the losses. tests/slow/test_gpt.py makes the first steps of
+each run.
 """
 
 import json
