@@ -1,5 +1,6 @@
 """Measurements that a thread makes while other tests run: the ranks mostly wait, and no load changes a byte."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from functools import partial
 
@@ -15,7 +16,8 @@ class Background:
     """
 
     def __init__(self, calls):
-        self.thread, self.pool, self.repeated = ThreadPoolExecutor(1), None, []
+        self.pool, self.repeated = None, []
+        self.thread = ThreadPoolExecutor(1, initializer=os.nice, initargs=(5,))  # of this thread, and of its ranks
         in_turn = sorted(calls, key=lambda key: calls[key][0])
         self.futures = {key: self.thread.submit(self._call, *calls[key]) for key in in_turn}
         self.thread.submit(self._close)
