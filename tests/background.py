@@ -17,7 +17,7 @@ class Background:
 
     def __init__(self, calls):
         self.pool, self.repeated = None, []
-        self.thread = ThreadPoolExecutor(1, initializer=os.nice, initargs=(5,))  # of this thread, and of its ranks
+        self.thread = ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,))  # of this thread, and of its ranks
         in_turn = sorted(calls, key=lambda key: calls[key][0])
         self.futures = {key: self.thread.submit(self._call, *calls[key]) for key in in_turn}
         self.thread.submit(self._close)
