@@ -12,7 +12,7 @@ from tests.hosts import Hosts
 
 BEGIN = time.monotonic()
 
-# For what the tests start too: a thread that wakes lets the running one go on, which takes a quarter off small runs.
+# A thread that wakes does not interrupt the running one: small runs take a quarter less. What we start inherits this.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # Begun in the background or under nohup, we ignore these, and the jobs of the tests must not inherit that.
