@@ -79,10 +79,10 @@ def early(request, tmp_path_factory):
 
 
 def pytest_collection_modifyitems(items):
-    """First tests on pools; then jobs that mostly wait; then those of measurements; last the page of errors, alone."""
+    """First jobs that mostly wait; then tests on pools; then those of measurements; last the page of errors, alone."""
 
     def turn(item):
         last = item.module.__name__.endswith("test_diagnosing")
-        return last, hasattr(item.module, "background_calls"), "pools" not in item.fixturenames
+        return last, hasattr(item.module, "background_calls"), "pools" in item.fixturenames
 
     items.sort(key=turn)
