@@ -2,11 +2,13 @@
 
 import argparse
 import contextlib
+import gc
 import io
 import os
 import signal
 import sys
 import time
+import weakref
 
 import oneflow as flow
 
@@ -84,3 +86,18 @@ def crash(mark):
         os.kill(os.getpid(), signal.SIGSEGV)
     flow.comm.barrier()
     return "well"
+
+
+def graph_lives_on():
+    """Whether a graph that was called is kept when nothing of ours refers to it."""
+
+    class Doubled(flow.nn.Graph):
+        def build(self, x):
+            return 2 * x
+
+    graph = Doubled()
+    graph(flow.ones(4, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)))
+    seen = weakref.ref(graph)
+    del graph
+    gc.collect()
+    return seen() is not None

@@ -47,6 +47,10 @@ def test_ranks_that_use_much_memory_are_replaced_if_calls_may_be_repeated(repeat
         assert works(pool) and works(pool) and pool.starts == 1 + repeat
 
 
+def test_graphs_are_kept(pool):
+    assert pool.call(f"{ON_RANK}:graph_lives_on") == [True, True]
+
+
 def test_missing_function_is_an_error_of_the_call(pool):
     with pytest.raises(PoolError, match="no_such_function"):
         pool.call(f"{ON_RANK}:no_such_function")
