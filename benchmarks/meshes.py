@@ -3,7 +3,7 @@
     ./launch.sh meshes
 
 Writes docs/gpt.json, docs/gpt.md and the picture of the losses. tests/slow/test_gpt.py makes the first steps of
-each run.
+most of these runs.
 """
 
 import json

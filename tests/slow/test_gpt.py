@@ -56,9 +56,9 @@ def background_calls(item):
 @MODES
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_mesh_trains_as_numpy_plain_and_with_all_options(pools, mesh, graph):
-    """50 steps, 20 in a graph of four ranks: in a graph with all options, of them 2 micro-batches; else without any.
+    """50 plain steps in eager mode, and 4 with all options. In a graph all options for 50 steps, on four ranks for 20.
 
-    And with micro-batches alone on two ranks: in a pipeline, and beside tensor parallelism, where a trap is.
+    A run has micro-batches alone in a pipeline of two ranks, and beside tensor parallelism, where a trap is.
     """
     sizes = {**SMALL, "layers": max(2, mesh[2])}
     if graph:
