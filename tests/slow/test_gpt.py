@@ -25,9 +25,9 @@ FEW, LONG = {"steps": 4, "sample": 0}, {"steps": 50, "sample": 40}
 ALL_OPTIONS = {"sequence_parallel": True, "shard_weights": True, "micro_batches": 4, "clip": 0.5}
 MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 PAIRS = [((2, 1, 1), (1, 2, 2)), ((1, 1, 2), (2, 2, 1)), ((1, 2, 1), (4, 1, 1)), ((2, 1, 2), (1, 4, 1))]
-RESUMED = [*((*pair, False) for pair in PAIRS), (*PAIRS[0], True)]  # that one has all axes
+RESUMED = [*((*pair, False) for pair in PAIRS), (*PAIRS[0], True)]  # this pair has all axes
 FOUND = json.loads(meshes.FOUND.read_text())
-SHORTER = [  # runs of the page; on four ranks, where a graph compiles for ten seconds, only those along one axis
+SHORTER = [  # runs of the page; in a graph on four ranks, which compiles for ten seconds, the plain ones along one axis
     (row, graph)
     for row in ROWS
     for graph in (False, True)
@@ -58,7 +58,7 @@ def background_calls(item):
 def test_mesh_trains_as_numpy_plain_and_with_all_options(pools, mesh, graph):
     """50 plain steps in eager mode, and 4 with all options. In a graph all options for 50 steps, on four ranks for 20.
 
-    A run has micro-batches alone in a pipeline of two ranks, and beside tensor parallelism, where a trap is.
+    Two ranks also train with micro-batches alone: in a pipeline, and in tensor parallelism, where there is a trap.
     """
     sizes = {**SMALL, "layers": max(2, mesh[2])}
     if graph:
