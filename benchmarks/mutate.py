@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from harness.pool import Pool, PoolError  # noqa: E402
 from harness.start.recipe import path_of  # noqa: E402
 from tests.cases import CASES, ROOT, WITHOUT_CASE, gpt, runs  # noqa: E402
-from tests.cases.ladder import prove  # noqa: E402
+from tests.cases.ladder import check_recipe  # noqa: E402
 
 WHOLE = "(lambda t: t.to_global(sbp=[flow.sbp.broadcast] * len(t.sbp)))"
 WORLD = "flow.env.get_world_size()"
@@ -214,7 +214,7 @@ def proofs(name):
     for mesh, more in GPT if name == "gpt" else ():
         yield math.prod(mesh), more.get("graph", False), partial(gpt.prove, mesh=mesh, **more)
     for _, n, graph, sizes in (run for run in runs() if run[0] == name):
-        yield n, graph, partial(prove, name=name, graph=graph, sizes=sizes)
+        yield n, graph, partial(check_recipe, name=name, graph=graph, sizes=sizes)
 
 
 def first_red(pools, path, name):

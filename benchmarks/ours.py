@@ -9,7 +9,8 @@ from pathlib import Path
 
 import oneflow as flow
 
-from harness.measure.observe import replaced
+from harness.measure.calls import replaced
+from harness.measure.entry import call_entry
 from harness.measure.sbp import sbp_of
 from harness.start import recipe
 
@@ -78,7 +79,7 @@ def steps(path, clock, change=None, in_parts=False, **arguments):
         names.update({(optimizer, "step"): "update" for optimizer in (flow.optim.SGD, flow.optim.AdamW)})
         places.update({place: part(name, getattr(*place)) for place, name in names.items()})
     with replaced(places):
-        tensors = module.run(**arguments)
+        tensors = call_entry(module, arguments)
         wait()
     return found, tensors
 

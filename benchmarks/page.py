@@ -110,7 +110,7 @@ def busy(rows):
         idle = max(0.0, row["step"] - row["others"] - row["scheduling"])
         cells = [percent(one / row["step"]) for one in (row["others"], row["scheduling"], idle)]
         step = [row["strategy"], row["ranks"], row["mode"], ms(row["step"])]
-        lines.append([*step, *cells, f"{row['gain']:.2f}"])
+        lines.append([*step, *cells, f"{row['matmul_scale']:.2f}"])
     header = ["strategy", "ranks", "mode", "step, ms", "working", "OneFlow's scheduling thread", "idle", "nice 19"]
     return f"""## What the first core does
 
@@ -149,7 +149,7 @@ and heads, and matmuls that are OpenBLAS's. This is why the recipe's norms expan
 
 
 def levers(rows):
-    lines = [[row["lever"], row["strategy"], f"{row['gain']:.2f}", row["set"]] for row in rows]
+    lines = [[row["lever"], row["strategy"], f"{row['matmul_scale']:.2f}", row["set"]] for row in rows]
     return f"""## Levers
 
 A step's time without it over that with it, on 2 ranks in eager mode; each is taken away alone from all others, and what
@@ -159,7 +159,7 @@ Ranks load OpenBLAS 0.3.34 before OneFlow, which then calls it instead of its ow
 and takes kernels without AVX for one newer than itself. `COOKBOOK_BLAS=builtin` switches back. Beside another launcher,
 and for processes that a rank starts, type `export LD_PRELOAD=$PWD/.venv/lib/libopenblas.so`.
 
-{table(["lever", "strategy", "gain", "set by"], lines)}"""
+{table(["lever", "strategy", "matmul_scale", "set by"], lines)}"""
 
 
 def kernels(rows):

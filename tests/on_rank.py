@@ -12,7 +12,8 @@ import weakref
 
 import oneflow as flow
 
-from harness.measure.observe import recorded
+from harness.measure.entry import entry_of
+from harness.measure.recorder import Recorder
 from harness.start import recipe
 
 
@@ -21,17 +22,25 @@ def to_standard_error(parser, message, file=None):
     sys.stderr.write(message)
 
 
-def main_of(path, arguments, gain=1.0):
-    """Run a recipe's main with these arguments, each matmul scaled by `gain`.
+def main_of(path, arguments, matmul_scale=1.0):
+    """Run a recipe's main with these arguments, each matmul of its first training or run scaled by `matmul_scale`.
 
+    What main calls after it, such as the same code on one rank, is as it should be.
     Returns (exit code, standard output, standard error) of this rank; code 1 if what main compares is not equal.
     """
     module, out, err = recipe.load(path), io.StringIO(), io.StringIO()
     sys.argv, before = [path, *arguments], sys.argv
     message, argparse.ArgumentParser._print_message = argparse.ArgumentParser._print_message, to_standard_error
-    code = 0
+    code, entry = 0, entry_of(module)
+
+    def first_entry(*given, **named):
+        setattr(module, entry.__name__, entry)
+        with Recorder(matmul_scale).recording():
+            return entry(*given, **named)
+
+    setattr(module, entry.__name__, first_entry)
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), recorded(gain):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             module.main()
     except SystemExit as stop:
         code = stop.code

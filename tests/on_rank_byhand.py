@@ -2,7 +2,7 @@
 
 import oneflow as flow
 
-from harness.measure.observe import replaced
+from harness.measure.calls import replaced
 from harness.measure.sent import sent_by
 from harness.start import recipe
 

@@ -4,7 +4,7 @@ import oneflow as flow
 from oneflow.nn.graph.graph_config import GraphConfig
 
 from harness.measure.graph import boxings_of
-from harness.measure.observe import replaced
+from harness.measure.calls import replaced
 from harness.measure.sbp import label_of_proto
 from harness.start import recipe
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import oneflow as flow
 
-from harness.measure.observe import replaced
+from harness.measure.calls import replaced
 from harness.measure.sent import sent_by
 from harness.measure.tensors import snapshot
 from harness.start import recipe

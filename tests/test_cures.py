@@ -12,7 +12,7 @@ from harness.start.recipe import load, path_of
 
 def saving(path, **arguments):
     """On a rank: train, and return what is put on disk, and what gets its name with which files, in this order."""
-    from harness.measure.observe import replaced
+    from harness.measure.calls import replaced
 
     fsync, replace, done = os.fsync, os.replace, []
 
@@ -56,7 +56,7 @@ def test_checkpoint_is_on_disk_before_it_gets_its_name(pools, tmp_path, name, gr
 
 def addresses_by_file(path, where):
     """On a rank: where rendezvous.py finds rank 0 as rank 0 and as rank 1, and what is in the file when it is named."""
-    from harness.measure.observe import replaced
+    from harness.measure.calls import replaced
 
     replace, before, found, written = os.replace, dict(os.environ), [], []
 
@@ -87,7 +87,7 @@ def end_of_rank_0(path):
 
     And whether the environment is then as it was.
     """
-    from harness.measure.observe import replaced
+    from harness.measure.calls import replaced
 
     module, kind, started = load(path), multiprocessing.get_context("spawn").Process, []
     start, own_rank = kind.start, os.environ.pop("RANK")

@@ -60,6 +60,6 @@ def test_spoilt_run_is_refused(right, what):
 
 
 def test_output_that_does_not_depend_on_the_ranks_matmuls_is_refused(right):
-    case = CASES["data_parallel"](2, True, gain=SCALE)
+    case = CASES["data_parallel"](2, True, matmul_scale=SCALE)
     with pytest.raises(AssertionError, match="out: shard differs"):
         check_tensors(case, right)

@@ -19,6 +19,11 @@ class FunctionGraph(flow.nn.Graph):
         return self.function(*tensors)
 
 
+def modules_in(graph):
+    """{attribute of a graph: the nn.Module that it holds}."""
+    return {name: block.to(flow.nn.Module) for name, block in graph._blocks.items()}
+
+
 def boxings_of(graph):
     """The moves in a compiled graph: each edge between two ops whose ends differ in SBP or placement, once.
 

@@ -1,76 +1,60 @@
-"""What a recipe's `run` does on this rank: its tensors and shards, its matmuls, moves, stages and calls of graphs."""
-
-import contextlib
-from unittest import mock
+"""What a recipe does on this rank: its tensors and shards, its matmuls, moves, reads, stages and calls of graphs."""
 
 import numpy as np
-import oneflow as flow
 
-from harness.measure.graph import without_identity
+from harness.measure.entry import call_entry, entry_of
+from harness.measure.frames import Frames, arrays_by_name, optimizer_state, parameters_by_name, tensors_by_name
+from harness.measure.recorder import Recorder
 from harness.measure.sbp import label
-from harness.measure.tensors import layout_of, snapshot
+from harness.measure.tensors import snapshot
 from harness.start import recipe
 
-# Every name by which a script can reach OneFlow's matmul: `@`, the method, the function, and that of nn.Linear.
-MATMULS = [(flow, "matmul"), (flow.Tensor, "__matmul__"), (flow.Tensor, "matmul"), (flow._C, "matmul")]
-TO_GLOBAL = (flow.Tensor, "to_global")
+RECORDED = ("matmuls", "lazy", "moves", "reads", "stages", "calls", "without_identity")
 
 
-@contextlib.contextmanager
-def replaced(functions):
-    """Inside it, each (owner, attribute) of this dict has another value."""
-    with contextlib.ExitStack() as stack:
-        for (owner, name), function in functions.items():
-            stack.enter_context(mock.patch.object(owner, name, function))
-        yield
+def observe(path, matmul_scale=1.0, **arguments):
+    """Call `train` or `run` of the recipe at `path` on all ranks. Collective.
 
-
-@contextlib.contextmanager
-def recorded(gain=1.0):
-    """Record OneFlow's calls, in a graph while it is built; the product of each matmul is scaled by `gain`.
-
-    Yields {"matmuls": [(SBP, ranks, shape) of x, of w and of the product], "lazy": [whether in a graph, by matmul],
-    "moves": [the Layout before and after each to_global, and its grad_sbp if any], "stages": [(number, ranks) of each
-    set_stage], "calls": [the class of each nn.Graph that is called], "without_identity": see graph.py}.
+    Returns {"tensors": {name: snapshot}, "arrays": {name: numpy array}, "in_graph": {name: (SBP, ranks, shape)} of the
+    tensors inside a graph, which have no value}, and what a Recorder saw.
     """
-    seen = {"matmuls": [], "lazy": [], "moves": [], "stages": [], "calls": [], "without_identity": []}
-    stage, graph = (flow.nn.graph.GraphModule, "set_stage"), (flow.nn.Graph, "__call__")
-    matmul, to_global, set_stage, call = (getattr(*place) for place in (MATMULS[0], TO_GLOBAL, stage, graph))
-
-    def recording_matmul(x, w, *arguments, **named):
-        product = matmul(x, w, *arguments, **named)
-        seen["matmuls"].append([(*layout_of(tensor), tuple(tensor.shape)) for tensor in (x, w, product)])
-        seen["lazy"].append(product.is_lazy)
-        return product if gain == 1.0 else product * gain
-
-    def recording_to_global(tensor, *arguments, **named):
-        moved = to_global(tensor, *arguments, **named)
-        backward = [label(named["grad_sbp"])] if "grad_sbp" in named else []
-        seen["moves"].append([layout_of(tensor), layout_of(moved), *backward])
-        return moved
-
-    def recording_set_stage(module, number=None, placement=None):
-        seen["stages"].append((number, placement.ranks.tolist()))
-        return set_stage(module, number, placement)
-
-    def recording_call(graph, *arguments, **named):
-        seen["calls"].append(type(graph).__name__)
-        first = not graph._is_compiled
-        outputs = call(graph, *arguments, **named)
-        seen["without_identity"] += without_identity(graph) if first else []
-        return outputs
-
-    recording = {TO_GLOBAL: recording_to_global, stage: recording_set_stage, graph: recording_call}
-    with replaced({**dict.fromkeys(MATMULS, recording_matmul), **recording}):
-        yield seen
+    recorder = Recorder(matmul_scale)
+    tensors, seen = observed(path, recorder, **arguments)
+    values = {name: value if isinstance(value, dict) else snapshot(value) for name, value in tensors.items()}
+    events = {name: getattr(recorder, name) for name in RECORDED}
+    return {"tensors": values, "arrays": arrays_by_name(seen.outer), "in_graph": seen.in_graph, **events}
 
 
-def observe(path, gain=1.0, **arguments):
-    """Call `run` of the recipe at `path`; returns {"tensors": {name: snapshot}} and what `recorded` saw."""
+def observed(path, recorder, **arguments):
+    """Call the entry of a recipe while `recorder` records.
+
+    Returns ({name: tensor, or its snapshot from before the first step}, Frames). A parameter w is "w" before and "new w"
+    after the training; its gradient is "w grad", its momentum "w momentum_buf".
+    """
     module = recipe.load(path)
-    with recorded(gain) as seen:
-        tensors = module.run(**arguments)
-    return {"tensors": {name: snapshot(tensor) for name, tensor in tensors.items()}, **seen}
+    seen = Frames(module.__file__, entry_of(module).__code__)
+    with recorder.recording(), seen.watching():
+        result = call_entry(module, arguments)
+    if isinstance(result, dict):  # the old shape of a recipe, as long as there is one
+        return result, seen
+    return by_name(seen, recorder), seen
+
+
+def by_name(seen, recorder):
+    """The tensors of a recipe by name, from its frames and what was recorded."""
+    parameters = parameters_by_name(seen.outer)
+    tensors = {**tensors_by_name(seen.inner), **tensors_by_name(seen.outer)}
+    tensors.update(optimizer_state(seen.outer, parameters))
+    for name, parameter in parameters.items():
+        tensors[f"new {name}"] = parameter
+        tensors[name] = recorder.initial.get(id(parameter), parameter)
+    for name, tensor in {**tensors_by_name(seen.outer), **parameters}.items():
+        gradient = recorder.gradients.get(id(tensor))
+        if gradient is None and tensor.is_leaf and tensor.requires_grad and not recorder.calls:
+            gradient = tensor.grad
+        if gradient is not None:
+            tensors[f"{name} grad"] = gradient
+    return tensors
 
 
 def returned(path, name):

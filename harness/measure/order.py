@@ -2,12 +2,13 @@
 
 import oneflow as flow
 
-from harness.measure.observe import MATMULS, TO_GLOBAL, replaced
+from harness.measure.calls import PLACES, replaced
+from harness.measure.observe import observed
+from harness.measure.recorder import Recorder
 from harness.measure.script import measure_script
 from harness.measure.sent import quiet_wchar
 from harness.measure.tensors import layout_of
 from harness.measure.training import costs
-from harness.start import recipe
 
 
 class Order:
@@ -83,14 +84,13 @@ class Order:
 
 def order(path, **arguments):
     """{"events": see Order} and `costs` of one step of the eager training recipe at `path`. Collective."""
-    module = recipe.load(path)
     seen = Order()
-    places = {place: seen.matmul(getattr(*place)) for place in MATMULS}
-    places[TO_GLOBAL] = seen.to_global(getattr(*TO_GLOBAL))
+    places = {place: seen.matmul(getattr(*place)) for place in PLACES["matmul"]}
+    places[flow.Tensor, "to_global"] = seen.to_global(flow.Tensor.to_global)
     for kind in (flow.optim.SGD, flow.optim.Adam):
         places[kind, "step"] = seen.step(kind.step)
     with replaced(places):
-        tensors = module.run(steps=1, **arguments)
+        tensors, _ = observed(path, Recorder(keeps_initial=False), steps=1, **arguments)
     return {"events": seen.events, **costs(tensors)}
 
 

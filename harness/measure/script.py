@@ -8,7 +8,8 @@ from pathlib import Path
 import oneflow as flow
 
 from harness.measure.graph import boxings_of
-from harness.measure.observe import replaced
+from harness.measure.calls import replaced
+from harness.measure.entry import call_entry
 from harness.measure.sent import sent_by
 from harness.measure.tensors import describe
 from harness.measure.trace import Refusal, Trace
@@ -16,7 +17,7 @@ from harness.start import recipe
 
 
 def measure_script(path, keywords=None, argv=()):
-    """Call `run` of the script at `path` with these keywords; without any, run all of it as `python path *argv`.
+    """Call `train` or `run` of the script at `path` with these keywords; without any, run all of it as `python path *argv`.
 
     Collective. Returns {"tensors": those that `run` returned by name, else those that were seen, each with its name,
     "returned": which of the two, "names": {id: name}, "steps": see trace.py, "outside": bytes that this rank sent
@@ -25,7 +26,7 @@ def measure_script(path, keywords=None, argv=()):
     trace = Trace(path)
 
     def run():
-        return run_as_main(path, argv) if keywords is None else recipe.load(path).run(**keywords)
+        return run_as_main(path, argv) if keywords is None else call_entry(recipe.load(path), keywords)
 
     try:
         with replaced({(sys, "path"): [str(Path(path).parent), *sys.path]}), trace.recording():

@@ -10,13 +10,13 @@ import numpy as np
 import oneflow as flow
 
 from harness.measure.names import Names, looks
-from harness.measure.observe import MATMULS, TO_GLOBAL, replaced
+from harness.measure.calls import PLACES, replaced
 from harness.measure.sbp import label
 from harness.measure.sent import sent_by
 from harness.measure.tensors import describe, is_whole, tensors_in
 
 MEASURED = 20  # times that a step on one line is measured; then it is only counted, so that training takes its time
-PRODUCTS = [*MATMULS, (flow, "mm"), (flow.Tensor, "mm")]
+TO_GLOBAL = (flow.Tensor, "to_global")
 READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # they gather the value on every rank
 CREATORS = ("tensor", "ones", "zeros", "empty", "full", "rand", "randn")
 
@@ -51,7 +51,7 @@ class Trace:
     def recording(self):
         """Inside it, every call by which a script can move data is recorded."""
         tensor, module, graph = flow.Tensor, flow.nn.Module, flow.nn.Graph
-        places = {place: self.step("matmul", getattr(*place)) for place in PRODUCTS}
+        places = {place: self.step("matmul", getattr(*place)) for place in PLACES["matmul"]}
         places[TO_GLOBAL] = self.to_global(getattr(*TO_GLOBAL))
         places[tensor, "backward"] = self.step("backward", tensor.backward)
         places.update({(tensor, name): self.step(words, getattr(tensor, name)) for name, words in READS.items()})

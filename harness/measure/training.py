@@ -2,9 +2,10 @@
 
 import oneflow as flow
 
-from harness.measure.observe import replaced
+from harness.measure.calls import replaced
+from harness.measure.observe import observed
+from harness.measure.recorder import Recorder
 from harness.measure.sent import quiet_wchar, sent_by, wait_for
-from harness.start import recipe
 
 
 def per_step(path, **arguments):
@@ -13,7 +14,6 @@ def per_step(path, **arguments):
     In a graph of 3 steps the bytes from the end of the first call to the end of the last are those of 2. In eager mode
     nothing marks the end of a step: there it is the difference between a run of 3 steps and one of 1.
     """
-    module = recipe.load(path)
     at_end, call = {}, flow.nn.Graph.__call__  # the bytes sent so far at the end of each call of a graph
 
     def counting_call(graph, *inputs, **named):
@@ -23,7 +23,7 @@ def per_step(path, **arguments):
         return result
 
     def run(steps):
-        return sent_by(lambda: module.run(steps=steps, **arguments))
+        return sent_by(lambda: observed(path, Recorder(keeps_initial=False), steps=steps, **arguments)[0])
 
     with replaced({(flow.nn.Graph, "__call__"): counting_call}):
         tensors, sent = run(3)
@@ -51,12 +51,11 @@ def memory(path, **arguments):
     The peak is how far the resident memory rises during the run: inputs, weights before and after, what is kept, and
     what a step needs on top. OneFlow gives no memory back to the system, so only the first run in a process counts.
     """
-    module = recipe.load(path)
     flow.comm.barrier()
     before = memory_size("VmRSS")
     with open("/proc/self/clear_refs", "w") as references:
         references.write("5")  # VmHWM starts again from VmRSS
-    tensors = module.run(**arguments)
+    tensors, _ = observed(path, Recorder(keeps_initial=False), **arguments)
     flow._oneflow_internal.eager.Sync()
     peak = memory_size("VmHWM") - before
     flow.comm.barrier()

@@ -1,4 +1,4 @@
-"""What a recipe's file says of itself, read without running it: its WORLD_SIZES, and the parameters of its `run`."""
+"""What a recipe's file says of itself, read without running it: its WORLD_SIZES, and the options of its `train` or `run`."""
 
 import ast
 import contextlib
@@ -45,17 +45,28 @@ def world_sizes(path):
 
 
 def entry(path):
-    """The parameters of a script's function `run`, as name -> default.
+    """The options of a script's function `train`, or else `run`, as name -> default; those of `placements` come first.
 
-    Raises ValueError if it has no such function, or a parameter has no literal default.
+    Raises ValueError if it has no such function, or an option has no literal default.
     """
-    for node in _parsed(path).body:
-        if isinstance(node, ast.FunctionDef) and node.name == "run":
-            names = [argument.arg for argument in node.args.args + node.args.kwonlyargs]
-            defaults = node.args.defaults + node.args.kw_defaults
-            if len(names) == len(defaults) and None not in defaults:
-                return {name: ast.literal_eval(default) for name, default in zip(names, defaults)}
-    raise ValueError(f"{path} has no function run with a literal default for each parameter")
+    functions = {node.name: node for node in _parsed(path).body if isinstance(node, ast.FunctionDef)}
+    work = functions.get("train") or functions.get("run")
+    if work is None:
+        raise ValueError(f"{path} has no function train or run")
+    nodes = [functions["placements"], work] if "placements" in functions else [work]
+    try:
+        return {name: ast.literal_eval(default) for node in nodes for name, default in _options(node)}
+    except ValueError:
+        raise ValueError(f"{path}: an option of {work.name} has no literal default") from None
+
+
+def _options(function):
+    """(name, default) of each parameter that has one."""
+    arguments = function.args
+    defaults = arguments.defaults
+    positional = zip(arguments.args[len(arguments.args) - len(defaults) :], defaults)
+    keyword_only = [pair for pair in zip(arguments.kwonlyargs, arguments.kw_defaults) if pair[1] is not None]
+    return [(argument.arg, default) for argument, default in [*positional, *keyword_only]]
 
 
 def _parsed(path):

@@ -47,8 +47,8 @@ def on_workers(values, n):
 
 
 @case_of_recipe({"uneven": UNEVEN})
-def parameter_server(n, graph=False, steps=3, gain=1.0, **sizes):
-    values = reference.trained("momentum", steps=steps, gain=gain, **sizes)
+def parameter_server(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
+    values = reference.trained("momentum", steps=steps, matmul_scale=matmul_scale, **sizes)
     values = {**worker_rows(values, n), **{name: value for name, value in values.items() if name not in "xy"}}
     moves = [(("B", [old]), ("B", [new])) for k in range(n) for old, new in ((0, k), (0, k), (k, 0))]
     weights = weights_of(values)
@@ -61,7 +61,7 @@ def parameter_server(n, graph=False, steps=3, gain=1.0, **sizes):
     )
 
 
-def late_and_stale(n, steps, sync_every, gain, **sizes):
+def late_and_stale(n, steps, sync_every, matmul_scale, **sizes):
     """x0, y0, ..., weights, by schedule weights and losses after training with one slow worker, and how old its are."""
     start = reference.trained("sgd", steps=0, **sizes)  # what was drawn
     values = {**worker_rows(start, n), "w0": start["w0"], "w1": start["w1"]}
@@ -73,7 +73,7 @@ def late_and_stale(n, steps, sync_every, gain, **sizes):
             loss, fetched = 0, [weights] * (n - 1) + [old]
             for k in range(n):
                 x, y = values[f"x{k}"], values[f"y{k}"]
-                part = mse(mlp(x, fetched[k], gain), y) * (y.exact.size / start["y"].exact.size)
+                part = mse(mlp(x, fetched[k], matmul_scale), y) * (y.exact.size / start["y"].exact.size)
                 weights = update.step(weights, reference.gradients(part, fetched[k]))
                 loss += part.exact.item()
             losses.append(loss)
@@ -87,8 +87,8 @@ ALWAYS = {"sync_every": 1, "seed": 2}
 
 
 @case_of_recipe({"uneven": {**UNEVEN, "steps": 4, "sync_every": 3}, "always synchronised": ALWAYS})
-def async_update(n, graph=False, steps=4, sync_every=2, gain=1.0, **sizes):
-    values = late_and_stale(n, steps, sync_every, gain, **sizes)
+def async_update(n, graph=False, steps=4, sync_every=2, matmul_scale=1.0, **sizes):
+    values = late_and_stale(n, steps, sync_every, matmul_scale, **sizes)
     moves, weights = [], values["w0"].exact.size + values["w1"].exact.size
     for every in (1, sync_every):
         for step in range(steps):
@@ -105,7 +105,7 @@ def async_update(n, graph=False, steps=4, sync_every=2, gain=1.0, **sizes):
     )
 
 
-def replicas(n, steps, weigh, gain, seed=0, **sizes):
+def replicas(n, steps, weigh, matmul_scale, seed=0, **sizes):
     """Training on n ranks which average their gradients: values by name, and by name what differs between ranks."""
     start = reference.trained("sgd", steps=0, seed=seed, **sizes)  # what was drawn
     rows, rngs = worker_rows(start, n), [np.random.default_rng([seed, rank]) for rank in range(n)]
@@ -117,7 +117,7 @@ def replicas(n, steps, weigh, gain, seed=0, **sizes):
     def forward(weights, _):
         loss = Value(0)
         for x, y, share in zip(parts["x"], parts["y"], shares):
-            loss = loss + share * mse(mlp(x, weights, gain), y)
+            loss = loss + share * mse(mlp(x, weights, matmul_scale), y)
         return {}, loss
 
     trained, _ = reference.descend(own[0], forward, steps)
@@ -130,9 +130,9 @@ def replicas(n, steps, weigh, gain, seed=0, **sizes):
 
 
 @case_of_recipe({"uneven": {**UNEVEN, "steps": 2}, "by rows": {**UNEVEN, "steps": 3, "weigh": "rows"}})
-def ddp(n, graph=False, steps=3, weigh="ranks", gain=1.0, **sizes):
+def ddp(n, graph=False, steps=3, weigh="ranks", matmul_scale=1.0, **sizes):
     ranks = list(range(n))
-    values, parts = replicas(n, steps, weigh, gain, **sizes)
+    values, parts = replicas(n, steps, weigh, matmul_scale, **sizes)
     (inner, hidden), (_, outer) = shapes = [values[w].exact.shape for w in ("w0", "w1")]
     rows = [len(x.exact) for x in parts["x"]]
     x, between, out = (("local", [], [(count, width) for count in rows]) for width in (inner, hidden, outer))

@@ -30,6 +30,9 @@ class Case:
     # the tensors of each rank -> what else must be true of them: words -> whether it is so
     claims: Callable = lambda seen: {}
 
+    # (SBP, ranks) of each global tensor whose value is read, in order: in training the loss of each step
+    reads: list = None
+
     graph_calls: int = None  # one for each step of training, else one
 
     def __post_init__(self):

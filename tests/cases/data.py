@@ -61,11 +61,11 @@ def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
 
 
 @case_of_recipe({"divisible": {"batch": 24, "seed": 1}})
-def metrics(n, graph=False, seed=0, batch=25, features=5, classes=3, gain=1.0):
+def metrics(n, graph=False, seed=0, batch=25, features=5, classes=3, matmul_scale=1.0):
     ranks, rng = list(range(n)), np.random.default_rng(seed)
     x, w = drawn(rng, batch, features), drawn(rng, features, classes)
     y = Value(np.eye(classes)[rng.integers(classes, size=batch)])
-    out = gain * (x @ w)
+    out = matmul_scale * (x @ w)
     best = np.sort(out.exact, axis=1)
     assert (best[:, -1] - best[:, -2] > 1e-4).all(), "rounding must not choose the class"
     hits = out.exact.argmax(axis=1) == y.exact.argmax(axis=1)
@@ -90,13 +90,13 @@ UNEVEN_COLUMNS = {"batch": 9, "in_features": 3, "out_features": 5, "steps": 1, "
 
 
 @case_of_recipe({"uneven": UNEVEN_COLUMNS})
-def batch_norm(n, graph=False, seed=0, steps=3, batch=8, in_features=4, out_features=8, gain=1.0):
+def batch_norm(n, graph=False, seed=0, steps=3, batch=8, in_features=4, out_features=8, matmul_scale=1.0):
     ranks, rng = list(range(n)), np.random.default_rng(seed)
     x, y, w = drawn(rng, batch, in_features), drawn(rng, batch, out_features), drawn(rng, in_features, out_features)
     running = [(np.zeros(out_features), np.ones(out_features))] * n  # of nn.BatchNorm1d on each rank
 
     def forward(weights, _):
-        h = gain * (x @ weights["w"])
+        h = matmul_scale * (x @ weights["w"])
         by_shard = []
         for rank, rows in enumerate(rows_of(batch, n)):
             shard = h[rows]

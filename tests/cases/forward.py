@@ -28,17 +28,17 @@ def model_parallel(n, graph=False, **sizes):
 
 
 @case_of_recipe()
-def row_parallel(n, graph=False, gain=1.0, **sizes):
+def row_parallel(n, graph=False, matmul_scale=1.0, **sizes):
     ranks = list(range(n))
     layout = {"x": ("S(1)", ranks), "w": ("S(0)", ranks), "partial": ("P", ranks), "out": ("B", ranks)}
-    values = reference.one_layer(gain=gain, **sizes)
+    values = reference.one_layer(matmul_scale=matmul_scale, **sizes)
     x, w, out = values.values()
     return Case(
         layout,
         {**values, "partial": out},
         [("x", "w", "partial")],
         moves=[all_reduce(ranks)],
-        parts={"partial": [gain * (x[:, part] @ w[part]) for part in reference.rows_of(len(w.exact), n)]},
+        parts={"partial": [matmul_scale * (x[:, part] @ w[part]) for part in reference.rows_of(len(w.exact), n)]},
         summed=("out",),
     )
 
@@ -120,9 +120,9 @@ def signature_sizes(n):
 
 
 @case_of_recipe(signature_sizes)
-def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_features=4, gain=1.0):
+def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_features=4, matmul_scale=1.0):
     ranks, pairs = list(range(n)), [(x, w) for x in SBPS for w in SBPS]
-    values = reference.one_layer(seed, batch, in_features, out_features, gain)
+    values = reference.one_layer(seed, batch, in_features, out_features, matmul_scale)
     which = "large x" if batch > out_features else "large w" if batch < out_features else "equal"
     layout = {f"{name} {sbp}": (sbp, ranks) for name in "xw" for sbp in SBPS}
     signatures = dict(zip(pairs, sum(SIGNATURES[which], [])))
@@ -137,12 +137,12 @@ def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_featur
 
 
 @case_of_recipe({"other": {"batch": 8, "in_features": 12, "out_features": 20, "seed": 1}})
-def two_d_sbp(n, graph=False, gain=1.0, **sizes):
+def two_d_sbp(n, graph=False, matmul_scale=1.0, **sizes):
     mesh = [[0, 1], [2, 3]]
-    values = reference.one_layer(gain=gain, **{"in_features": 4, **sizes})
+    values = reference.one_layer(matmul_scale=matmul_scale, **{"in_features": 4, **sizes})
     x, out = values["x"], values["out"]
-    parts = [gain * (out[half].T @ x[half]) for half in reference.rows_of(len(x.exact), 2)]
-    partial = gain * (out.T @ x)
+    parts = [matmul_scale * (out[half].T @ x[half]) for half in reference.rows_of(len(x.exact), 2)]
+    partial = matmul_scale * (out.T @ x)
     layout = {"x": "S(0), B", "w": "B, S(1)", "out": "S(0), S(1)", "partial": "P, S(0)", "gathered": "S(0), B"}
     layout.update({"reduced": "B, S(0)", "scattered": "S(1), S(0)", "swapped": "S(0), B"})
     moved = {"gathered": "out", "reduced": "partial", "scattered": "partial"}

@@ -52,7 +52,7 @@ def assert_close(found, wanted, *what):
     Checks.that((excess <= 0).all(), *what, "differs from numpy by", excess.max(), "more than rounding allows")
 
 
-def prove(pool, path, name, graph, sizes, **facts):
+def check_recipe(pool, path, name, graph, sizes, **facts):
     """Run the recipe at `path` in a pool and check it against the case `name`; AssertionError or PoolError if it fails.
 
     sizes: a name of `sizes_of`; facts: what else the case must know, such as the number of nodes.
@@ -69,16 +69,23 @@ def prove(pool, path, name, graph, sizes, **facts):
     if case.matmuls and (n, sizes) == (proven_on(name)[0], "even"):  # what depends on a matmul does not depend on sizes
         if name in TRAINED:  # one, as rounding grows with the scale in each
             arguments = {**arguments, "steps": 1}
-        scaled = pool.call(OBSERVE, path=str(path), gain=SCALE, **mode, **arguments)
-        check_tensors(CASES[name](n, graph, gain=SCALE, **arguments), scaled)
+        scaled = pool.call(OBSERVE, path=str(path), matmul_scale=SCALE, **mode, **arguments)
+        check_tensors(CASES[name](n, graph, matmul_scale=SCALE, **arguments), scaled)
     return seen
 
 
 def check_tensors(case, seen):
     """Names, shapes, dtypes, SBP, placements, shards and values on every rank, and the claims of the case."""
     for rank, result in enumerate(seen):
-        Checks.equal(list(result["tensors"]), list(case.layout), f"rank {rank}: names of the tensors")
         for tensor, (sbp, ranks) in case.layout.items():
+            if tensor in result["arrays"] and tensor not in result["tensors"]:  # numbers of the script's own
+                assert_close(result["arrays"][tensor], case.values[tensor], f"rank {rank}: {tensor}: value")
+                continue
+            if tensor in result["in_graph"] and tensor not in result["tensors"]:
+                look = (sbp, ranks, case.values[tensor].exact.shape)
+                Checks.equal(result["in_graph"][tensor], look, f"rank {rank}: {tensor}: SBP, ranks and shape")
+                continue
+            Checks.that(tensor in result["tensors"], f"rank {rank}: there is no tensor {tensor}")
             found, what = result["tensors"][tensor], (f"rank {rank}: {tensor}:",)
             wanted, parts = case.values[tensor], case.parts.get(tensor)
             if sbp == "local" and parts:
@@ -113,6 +120,8 @@ def check_operations(case, graph, seen):
         Checks.equal(result["lazy"], [graph] * len(shapes), f"rank {rank}: matmuls run inside a graph")
         moves = [list(move) for move in case.moves]
         Checks.equal(result["moves"], moves, f"rank {rank}: moves (SBP, ranks before and after)")
+        if case.reads is not None:
+            Checks.equal(result["reads"], case.reads, f"rank {rank}: values read (SBP, ranks)")
         Checks.equal(len(result["calls"]), case.graph_calls * graph, f"rank {rank}: number of calls of a graph")
         Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")
         Checks.equal(

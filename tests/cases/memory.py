@@ -6,9 +6,9 @@ from tests.cases.training import UNEVEN, two_matmuls
 
 
 @case_of_recipe({"uneven": UNEVEN})
-def fully_sharded(n, graph=False, steps=3, gain=1.0, **sizes):
+def fully_sharded(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     ranks = list(range(n))
-    values = reference.trained("adam", graph=graph, steps=steps, gain=gain, **sizes)
+    values = reference.trained("adam", graph=graph, steps=steps, matmul_scale=matmul_scale, **sizes)
     whole = [("B", ranks, values[name].exact.shape) for name in ("w0", "w1")]
     gather = (("S(0)", ranks), ("B", ranks), "S(0)")
     return Case(
@@ -25,9 +25,9 @@ SMALL_SHARDS = {"in_features": 6, "hidden": 12, "out_features": 5, "shard_min_si
 
 
 @case_of_recipe({"uneven": UNEVEN, "few rows": FEW_ROWS, "small shards": SMALL_SHARDS}, graph_only=True)
-def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, gain=1.0, **sizes):
+def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, matmul_scale=1.0, **sizes):
     ranks = list(range(n))
-    values = reference.trained("adam", graph=graph, steps=steps, gain=gain, **sizes)
+    values = reference.trained("adam", graph=graph, steps=steps, matmul_scale=matmul_scale, **sizes)
     layout = placed(values, ranks, x="S(0)", y="S(0)", grad="P")
     for name in ("w0", "w1"):
         rows, columns = values[name].exact.shape
@@ -71,11 +71,11 @@ AUTO_PARALLEL = {
 
 
 @case_of_recipe(AUTO_PARALLEL, graph_only=True)
-def auto_parallel(n, graph=True, steps=3, gain=1.0, batch=8, in_features=256, hidden=1024, out_features=256, seed=0):
+def auto_parallel(n, graph=True, steps=3, matmul_scale=1.0, batch=8, in_features=256, hidden=1024, out_features=256, seed=0):
     """What OneFlow chooses cannot be derived: these are the two layouts, and the sizes here are not near the border."""
     ranks = list(range(n))
     sizes = {"batch": batch, "in_features": in_features, "hidden": hidden, "out_features": out_features}
-    values = reference.trained("sgd", seed=seed, steps=steps, gain=gain, shrink=16, **sizes)
+    values = reference.trained("sgd", seed=seed, steps=steps, matmul_scale=matmul_scale, shrink=16, **sizes)
     values = {name: value for name, value in values.items() if not name.endswith(" grad")}
     columns, rows = ("S(1)", "S(0)") if batch <= 512 and in_features > 100 else ("B", "B")
     layout = placed([name for name in values if name.startswith("new ")], ranks, w0=columns, w1=rows)

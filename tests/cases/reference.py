@@ -141,21 +141,21 @@ def total(values):
     return Value(sum(value.exact for value in values), rounded=True)
 
 
-def one_layer(seed=0, batch=4, in_features=5, out_features=8, gain=1.0):
-    """x, w and out = gain * x @ w."""
+def one_layer(seed=0, batch=4, in_features=5, out_features=8, matmul_scale=1.0):
+    """x, w and out = matmul_scale * x @ w."""
     rng = np.random.default_rng(seed)
     x, w = drawn(rng, batch, in_features), drawn(rng, in_features, out_features)
-    return {"x": x, "w": w, "out": gain * (x @ w)}
+    return {"x": x, "w": w, "out": matmul_scale * (x @ w)}
 
 
-def layers(stages, seed=0, batch=4, in_features=5, out_features=8, gain=1.0):
-    """x0, w0, out0 = gain * x0 @ w0, x1 = out0, ...: weights (in, out), (out, 3), (3, out), (out, 3), ..."""
+def layers(stages, seed=0, batch=4, in_features=5, out_features=8, matmul_scale=1.0):
+    """x0, w0, out0 = matmul_scale * x0 @ w0, x1 = out0, ...: weights (in, out), (out, 3), (3, out), (out, 3), ..."""
     rng = np.random.default_rng(seed)
     x, values = drawn(rng, batch, in_features), {}
     shapes = [(in_features, out_features), *[(out_features, 3), (3, out_features)] * stages]
     for k, shape in enumerate(shapes[:stages]):
         w = drawn(rng, *shape)
-        values.update({f"x{k}": x, f"w{k}": w, f"out{k}": gain * (x @ w)})
+        values.update({f"x{k}": x, f"w{k}": w, f"out{k}": matmul_scale * (x @ w)})
         x = values[f"out{k}"]
     return values
 
@@ -230,10 +230,10 @@ def descend(weights, forward, steps, update=None, rows=0, parts=0, fixed=()):
     return {**values, "losses": Value(losses, rounded=True)}, added
 
 
-def mlp(x, weights, gain=1.0, linear=()):
-    """relu(relu(x @ w0) @ w1 ...); gain: of each product; linear: numbers of matmuls without relu, besides the last."""
+def mlp(x, weights, matmul_scale=1.0, linear=()):
+    """relu(relu(x @ w0) @ w1 ...); matmul_scale: of each product; linear: numbers of matmuls without relu, besides the last."""
     for i, w in enumerate(weights.values()):
-        x = gain * (x @ w)
+        x = matmul_scale * (x @ w)
         x = x if i in (*linear, len(weights) - 1) else x.relu()
     return x
 
@@ -251,7 +251,7 @@ def network(
     hidden=8,
     out_features=4,
     layers=2,
-    gain=1.0,
+    matmul_scale=1.0,
     input_gradient=False,
     shrink=1,
     widths=None,
@@ -271,7 +271,7 @@ def network(
 
     def forward(w, rows):
         inputs = w.get("x", x)
-        out = mlp(inputs[rows], {name: w[name] for name in weights}, gain, linear)
+        out = mlp(inputs[rows], {name: w[name] for name in weights}, matmul_scale, linear)
         return {name: out for name in returned}, mse(out, y[rows])
 
     fixed, update = {"x": x} if input_gradient else {}, Optimizer(optimizer, graph=graph)

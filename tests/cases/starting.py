@@ -46,7 +46,7 @@ def spawn(n, graph=False, ranks=2, **sizes):
 
 
 @case_of_recipe({"uneven": UNEVEN, "an odd end": {"steps": 3, "every": 2, "seed": 2}})
-def elastic_training(n, graph=False, seed=0, steps=4, every=2, batch=8, in_features=64, out_features=64, gain=1.0):
+def elastic_training(n, graph=False, seed=0, steps=4, every=2, batch=8, in_features=64, out_features=64, matmul_scale=1.0):
     """Data parallel on a batch of its own in each step, drawn from the seed and the step's number."""
     ranks = list(range(n))
 
@@ -58,7 +58,7 @@ def elastic_training(n, graph=False, seed=0, steps=4, every=2, batch=8, in_featu
     weights, losses, update = {"w": w}, [], reference.Optimizer("momentum", 0.01)
     for step in range(1, steps + 1):
         x, y = drawn(step, (batch, in_features), (batch, out_features))
-        loss = reference.mse(reference.mlp(x, weights, gain), y)
+        loss = reference.mse(reference.mlp(x, weights, matmul_scale), y)
         weights = update.step(weights, reference.gradients(loss, weights))
         losses.append(loss.exact.item())
     values = {"x": x, "y": y, "w": w, "momentum": update.state["w momentum_buf"], "new w": weights["w"]}

@@ -14,10 +14,10 @@ UNEVEN_LAYER = {"batch": 7, "in_features": 6, "out_features": 5, "steps": 1, "se
 
 
 @case_of_recipe({"uneven": UNEVEN_LAYER, "columns": {"weights": "columns"}, "whole": {"weights": "whole"}})
-def checkpoint(n, graph=False, steps=2, weights="rows", batch=64, in_features=64, out_features=64, gain=1.0, seed=0):
+def checkpoint(n, graph=False, steps=2, weights="rows", batch=64, in_features=64, out_features=64, matmul_scale=1.0, seed=0):
     """Saved after `steps` steps with a whole weight on half of the ranks, loaded on all in another SBP, trained on."""
     ranks, half, sbp = list(range(n)), list(range(max(1, n // 2))), WEIGHTS[weights]
-    sizes = {"batch": batch, "in_features": in_features, "out_features": out_features, "seed": seed, "gain": gain}
+    sizes = {"batch": batch, "in_features": in_features, "out_features": out_features, "seed": seed, "matmul_scale": matmul_scale}
     saved, end = (reference.trained("momentum", steps=k * steps, layers=1, **sizes) for k in (1, 2))
     values = {"x": end["x"], "y": end["y"], "w": end["w0"]}
     layout = {"x": ("S(0)", ranks), "y": ("S(0)", ranks), "w": ("B", ranks)}
@@ -69,11 +69,11 @@ LOSSES.update({"other": {"loss": "other"}, "uneven other": {"loss": "other", **U
 
 
 @case_of_recipe({"uneven": UNEVEN, **LOSSES})
-def loss_placement(n, graph=False, steps=3, loss="first", gain=1.0, **sizes):
+def loss_placement(n, graph=False, steps=3, loss="first", matmul_scale=1.0, **sizes):
     """The loss on all ranks, on rank 0, or on the last rank, which then is no worker."""
     ranks = list(range(n - (loss == "other")))
     rows, there = ("S(0)", ranks), {"each": ("S(0)", ranks), "first": ("B", [0]), "other": ("B", [n - 1])}[loss]
-    values, _ = reference.network("sgd", steps=steps, gain=gain, returned=("out",), **sizes)
+    values, _ = reference.network("sgd", steps=steps, matmul_scale=matmul_scale, returned=("out",), **sizes)
     out = values["out"]
     names = ("x", "y", "w0", "w1", "out", "out at the loss", "w0 grad", "w1 grad", "new w0", "new w1", "losses")
     layout = placed(names, ranks, x=rows, y=there, out=rows, grad="P" if graph else "B", losses=("B", there[1]))
@@ -101,14 +101,14 @@ def letters_of_a_text(batch):
     return np.array([[text[(k + after) % len(text)] for k in range(batch)] for after in (0, 1)])
 
 
-def guessed_letters(steps, seed, batch, hidden, gain):
+def guessed_letters(steps, seed, batch, hidden, matmul_scale):
     """out = table[x] @ w against one-hot y, trained with SGD on one device; the weights in use in the last step too."""
     rng, (x, following) = np.random.default_rng(seed), letters_of_a_text(batch)
     inputs = {"x": Value(x, dtype="int32"), "y": Value(np.eye(27)[following])}
     weights = {"table": drawn(rng, 27, hidden), "w": drawn(rng, hidden, 27)}
 
     def forward(w, _):
-        out = gain * (w["table"][x] @ w["w"])
+        out = matmul_scale * (w["table"][x] @ w["w"])
         made = {"scattered x": inputs["x"], "replicated table": w["table"], "replicated w": w["w"]}
         return {**made, "out": out, "gathered out": out}, mse(out, inputs["y"])
 
@@ -120,9 +120,9 @@ LETTERS = {"uneven": UNEVEN_LETTERS, "sbp": {"way": "sbp"}, "uneven sbp": {**UNE
 
 
 @case_of_recipe(LETTERS)
-def replicate_scatter_gather(n, graph=False, steps=3, way="steps", seed=0, batch=8, hidden=4, gain=1.0):
+def replicate_scatter_gather(n, graph=False, steps=3, way="steps", seed=0, batch=8, hidden=4, matmul_scale=1.0):
     """Everything at home on rank 0 and moved in each step, or at home where it is used."""
-    ranks, values = list(range(n)), guessed_letters(steps, seed, batch, hidden, gain)
+    ranks, values = list(range(n)), guessed_letters(steps, seed, batch, hidden, matmul_scale)
     split, whole, first = ("S(0)", ranks), ("B", ranks), ("B", [0])
     by_hand = way == "steps"
     inputs, home = (first, first) if by_hand else (split, whole)

@@ -18,9 +18,9 @@ def two_matmuls(values, ranks, first="w0", second="w1", x="x"):
 
 
 @case_of_recipe({"uneven": UNEVEN, **{name: {"optimizer": name} for name in ("adamw", "momentum", "sgd")}})
-def train_data_parallel(n, graph=False, steps=3, optimizer="adam", gain=1.0, **sizes):
+def train_data_parallel(n, graph=False, steps=3, optimizer="adam", matmul_scale=1.0, **sizes):
     ranks = list(range(n))
-    values, parts = reference.network(optimizer, graph=graph, steps=steps, gain=gain, parts=n, **sizes)
+    values, parts = reference.network(optimizer, graph=graph, steps=steps, matmul_scale=matmul_scale, parts=n, **sizes)
     return Case(
         placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
@@ -31,29 +31,30 @@ def train_data_parallel(n, graph=False, steps=3, optimizer="adam", gain=1.0, **s
     )
 
 
-@case_of_recipe({"uneven": UNEVEN, "no input gradient": {"input_gradient": False}})
-def train_model_parallel(n, graph=False, steps=3, input_gradient=True, gain=1.0, **sizes):
+@case_of_recipe({"uneven": UNEVEN})
+def train_model_parallel(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     ranks = list(range(n))
-    values = reference.trained(steps=steps, gain=gain, input_gradient=input_gradient, **sizes)
-    (batch, inputs), (_, outputs) = values["x"].exact.shape, values["y"].exact.shape
+    values = reference.trained(steps=steps, matmul_scale=matmul_scale, **sizes)
+    (batch, _), (_, outputs) = values["x"].exact.shape, values["y"].exact.shape
     hidden, out = ("S(1)", ranks, (batch, values["w0"].exact.shape[1])), ("P", ranks, (batch, outputs))
     return Case(
         placed(values, ranks, w0="S(1)", w1="S(0)"),
         values,
         in_steps(graph, steps, [("x", "w0", hidden), (hidden, "w1", out)]),
-        in_steps(graph, steps, [all_reduce(ranks)] * (1 + (graph and input_gradient))),
-        sends=[reduced(n, batch * (outputs + input_gradient * inputs))] * n,
+        in_steps(graph, steps, [all_reduce(ranks)]),
+        reads=[("B", ranks)] * steps,
+        sends=[reduced(n, batch * outputs)] * n,
     )
 
 
 @case_of_recipe({"other": MICRO})
-def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, gain=1.0, **sizes):
-    ranks, sizes = list(range(n)), {"batch": 4 * n, "gain": gain, **sizes}
+def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
+    ranks, sizes = list(range(n)), {"batch": 4 * n, "matmul_scale": matmul_scale, **sizes}
     values, before = (reference.trained(steps=k, **sizes) for k in (steps, steps - 1))
     weights = {name: before[f"new {name}"] for name in ("w0", "w1")}
     micro_losses = []  # of the last step; the i-th micro-batch has the i-th part of the rows of each rank
     for rows in np.arange(sizes["batch"]).reshape(n, micro_batches, -1).swapaxes(0, 1).reshape(micro_batches, -1):
-        out = reference.mlp(values["x"][rows], weights, gain)
+        out = reference.mlp(values["x"][rows], weights, matmul_scale)
         micro_losses.append(reference.mse(out, values["y"][rows]).exact.item())
     values.update({"micro losses": Value(micro_losses, rounded=True), "losses": values.pop("losses")})
     layout = placed(values, ranks, x="S(0)", y="S(0)")
@@ -72,8 +73,8 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, gain=1.0, **
 
 
 @case_of_recipe({"other": MICRO, "many": {"batch": 9, "micro_batches": 9}})
-def train_pipeline(n, graph=False, steps=3, micro_batches=2, gain=1.0, **sizes):
-    values = reference.trained(steps=steps, gain=gain, layers=n, shrink=2, **sizes)
+def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
+    values = reference.trained(steps=steps, matmul_scale=matmul_scale, layers=n, shrink=2, **sizes)
     layout = placed(values, [n - 1], x=("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)})
     if graph:
         layout = {name: place for name, place in layout.items() if not name.endswith(" grad")}
@@ -92,8 +93,8 @@ def train_pipeline(n, graph=False, steps=3, micro_batches=2, gain=1.0, **sizes):
 
 
 @case_of_recipe({"other": {**UNEVEN, "batch": 16, "in_features": 12, "hidden": 20, "out_features": 8}})
-def train_data_tensor(n, graph=False, steps=3, gain=1.0, **sizes):
-    values, parts = reference.network(steps=steps, gain=gain, parts=2, **sizes)
+def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
+    values, parts = reference.network(steps=steps, matmul_scale=matmul_scale, parts=2, **sizes)
     mesh, shape, rows = [[0, 1], [2, 3]], values["y"].exact.shape, "S(0), B"
     layout = placed(values, mesh, "B, B", x=rows, y=rows, w0="B, S(1)", w1="B, S(0)")
     if graph:
@@ -111,8 +112,8 @@ def train_data_tensor(n, graph=False, steps=3, gain=1.0, **sizes):
 
 
 @case_of_recipe({"uneven": UNEVEN})
-def train_data_pipeline(n, graph=False, steps=3, gain=1.0, **sizes):
-    values, parts = reference.network(steps=steps, gain=gain, parts=2, **sizes)
+def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
+    values, parts = reference.network(steps=steps, matmul_scale=matmul_scale, parts=2, **sizes)
     batch, hidden = values["x"].exact.shape[0], values["w0"].exact.shape[1]
     first, last = [0, 1], [2, 3]
     layout = placed(values, last, x=("S(0)", first), y="S(0)", w0=("B", first))

@@ -11,14 +11,14 @@ OTHER_BLOCK = {"samples": 4, "sequence": 5, "heads": 12, "head_size": 2, "steps"
 
 @case_of_recipe({"other": OTHER_BLOCK, "one axis": {"tensor": 4, "steps": 2}})
 def transformer_block(
-    n, graph=False, steps=1, tensor=None, samples=None, sequence=4, heads=None, head_size=4, gain=1.0, seed=0
+    n, graph=False, steps=1, tensor=None, samples=None, sequence=4, heads=None, head_size=4, matmul_scale=1.0, seed=0
 ):
     tensor = tensor or (2 if n % 2 == 0 else n)
     data = n // tensor
     samples, heads = samples or max(2, data), heads or 2 * tensor
     mesh, tokens, features = np.arange(n).reshape(data, tensor).tolist(), samples * sequence, heads * head_size
     returned = ("qkv", "scores", "attention", "mixed", "hidden", "out")
-    values, parts = reference.trained_block(returned, seed, steps, samples, sequence, heads, head_size, data, gain)
+    values, parts = reference.trained_block(returned, seed, steps, samples, sequence, heads, head_size, data, matmul_scale)
     sbps = {"w_qkv": "B, S(1)", "w_up": "B, S(1)", "w_out": "B, S(0)", "w_down": "B, S(0)"}
     sbps.update({"x": "S(0), B", "y": "S(0), B", "out": "S(0), B"})
     sbps.update(dict.fromkeys(("qkv", "scores", "attention", "mixed", "hidden"), "S(0), S(1)"))
@@ -43,13 +43,13 @@ def transformer_block(
 
 @case_of_recipe({"uneven": {**OTHER_BLOCK, "samples": 3}, "tensor parallel": {"split": False, "steps": 2}})
 def sequence_parallel(
-    n, graph=False, steps=1, split=True, samples=2, sequence=None, heads=None, head_size=4, gain=1.0, seed=0
+    n, graph=False, steps=1, split=True, samples=2, sequence=None, heads=None, head_size=4, matmul_scale=1.0, seed=0
 ):
     ranks, sequence, heads = list(range(n)), sequence or max(4, n), heads or 2 * n
     tokens, features = samples * sequence, heads * head_size
     returned = ("gathered0", "scores", "attention", "mixed", "residual", "gathered1", "hidden", "out")
     sizes = (samples, sequence, heads, head_size)
-    values, _ = reference.trained_block(returned, seed, steps, *sizes, gain=gain, sequence_first=True)
+    values, _ = reference.trained_block(returned, seed, steps, *sizes, matmul_scale=matmul_scale, sequence_first=True)
     values = {"x": values.pop("x"), "y": values.pop("y"), "mask": reference.causal(sequence), **values}
     sbps = {"w_qkv": "S(1)", "w_up": "S(1)", "w_out": "S(0)", "w_down": "S(0)", "mixed": "S(1)", "hidden": "S(1)"}
     sbps.update({"scores": "S(1)", "attention": "S(1)"})
@@ -78,11 +78,11 @@ ONE_AXIS = {"tensor": 4, "tokens": 6, "vocabulary": 16, "steps": 2}
 
 
 @case_of_recipe({"other": OTHER_VOCABULARY, "one axis": ONE_AXIS})
-def vocab_parallel(n, graph=False, steps=1, tensor=None, tokens=None, vocabulary=61, features=4, gain=1.0, seed=0):
+def vocab_parallel(n, graph=False, steps=1, tensor=None, tokens=None, vocabulary=61, features=4, matmul_scale=1.0, seed=0):
     tensor = tensor or (2 if n % 2 == 0 else n)
     data, tokens, padded = n // tensor, tokens or max(8, n), -(-vocabulary // tensor) * tensor
     mesh = np.arange(n).reshape(data, tensor).tolist()
-    values, parts = reference.vocab_parallel(seed, steps, tokens, vocabulary, padded, features, data, gain)
+    values, parts = reference.vocab_parallel(seed, steps, tokens, vocabulary, padded, features, data, matmul_scale)
     order = ("ids", "targets", "table", "head", "x", "logits", "table grad", "head grad", "indexed grad")
     values = {name: values[name] for name in (*order, "new table", "new head", "losses")}
     sbps = {"table": "B, S(0)", "head": "B, S(1)", "logits": "S(0), S(1)", "indexed": "B, B", "losses": "B, B"}
@@ -113,9 +113,9 @@ def vocab_parallel(n, graph=False, steps=1, tensor=None, tokens=None, vocabulary
         "ring": {"way": "ring"},
     }
 )
-def context_parallel(n, graph=False, steps=1, way="gather", sequence=None, heads=None, head_size=4, gain=1.0, seed=0):
+def context_parallel(n, graph=False, steps=1, way="gather", sequence=None, heads=None, head_size=4, matmul_scale=1.0, seed=0):
     ranks, sequence, heads = list(range(n)), sequence or 4 * n, heads or 2 * n
-    whole = reference.context_parallel(seed, steps, sequence, heads, head_size, gain)
+    whole = reference.context_parallel(seed, steps, sequence, heads, head_size, matmul_scale)
     mask = reference.causal(sequence)
     rows = rows_of(sequence, n)
     order = ("q", "k", "v", "y", "mask", "scores", "out", "q grad", "k grad", "v grad", "losses")
@@ -168,9 +168,9 @@ OTHER_EXPERTS = {"tokens": 10, "features": 6, "hidden_features": 5, "capacity": 
 
 
 @case_of_recipe({"other": OTHER_EXPERTS, "none dropped": {"capacity": 8}})
-def mixture_of_experts(n, graph=False, steps=1, tokens=8, features=4, hidden_features=8, capacity=3, gain=1.0, seed=0):
+def mixture_of_experts(n, graph=False, steps=1, tokens=8, features=4, hidden_features=8, capacity=3, matmul_scale=1.0, seed=0):
     ranks, slots = list(range(n)), n * capacity
-    values = reference.mixture_of_experts(n, seed, steps, tokens, features, hidden_features, capacity, gain)
+    values = reference.mixture_of_experts(n, seed, steps, tokens, features, hidden_features, capacity, matmul_scale)
     numbers = Value(np.arange(1, capacity + 1))
     values = {"x": values.pop("x"), "y": values.pop("y"), "slots": numbers, **values}
     whole = ("slots", "router", "new router", "router grad", "losses")

@@ -8,7 +8,7 @@ from harness.pool import Pool
 from harness.report import atlas
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, modes, sizes_of
-from tests.cases.ladder import Checks, prove
+from tests.cases.ladder import Checks, check_recipe
 from tests.hosts import NO_HOSTS
 from tests.jobs import LONG
 from tests.markdown import CLUSTERS, tables
@@ -46,7 +46,7 @@ def on_two_hosts():
 @pytest.mark.parametrize("name, n, graph", on_two_hosts())
 def test_proof_ladder_on_two_hosts(hosts, pools, name, n, graph):
     facts = {"nodes": 2 if hosts.real else 1} if name == "hello_ranks" else {}
-    prove(pools(n), path_of(name), name, graph, next(iter(sizes_of(name, n))), **facts)
+    check_recipe(pools(n), path_of(name), name, graph, next(iter(sizes_of(name, n))), **facts)
 
 
 def crossings():

@@ -7,7 +7,7 @@ from harness.pool import Pool, PoolError
 from harness.report.runs import PER_STEP, training_sizes
 from harness.start.recipe import path_of
 from tests.cases import CASES, GRAPH_ONLY
-from tests.cases.ladder import Checks, prove
+from tests.cases.ladder import Checks, check_recipe
 
 WHERE = "flow.where(self.mask == 0, scores, flow.full_like(scores, -1e9))"
 LOSS = "flow._C.sparse_softmax_cross_entropy(logits + self.unused, targets)"
@@ -60,7 +60,7 @@ def test_graph_without_its_cure_aborts(tmp_path, name, cure, other):
 def test_indexing_a_table_by_split_ids_is_refused_by_the_ladder(pools, tmp_path, graph):
     """Its gradient is that of one rank's ids; a graph aborts."""
     with pytest.raises((AssertionError, PoolError), match="table grad|register.cpp:75"):
-        prove(pools(4), without(tmp_path, "vocab_parallel", GATHER, "self.table[ids]"), "vocab_parallel", graph, "even")
+        check_recipe(pools(4), without(tmp_path, "vocab_parallel", GATHER, "self.table[ids]"), "vocab_parallel", graph, "even")
 
 
 def rounding():

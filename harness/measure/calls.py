@@ -1,0 +1,79 @@
+"""The calls by which a script uses OneFlow: the one place that puts something in front of them."""
+
+import contextlib
+from unittest import mock
+
+import oneflow as flow
+
+CREATORS = ("tensor", "ones", "zeros", "empty", "full", "rand", "randn")
+OPTIMIZERS = ("SGD", "Adam", "AdamW")
+# What a call is -> every name by which a script, or a layer of OneFlow that it uses, reaches the function.
+PLACES = {
+    "matmul": [
+        (flow, "matmul"),
+        (flow, "mm"),
+        (flow._C, "matmul"),
+        (flow.Tensor, "matmul"),
+        (flow.Tensor, "mm"),
+        (flow.Tensor, "__matmul__"),
+    ],
+    "to_global": [(flow.Tensor, "to_global")],
+    "backward": [(flow.Tensor, "backward")],
+    "read": [(flow.Tensor, "numpy"), (flow.Tensor, "item"), (flow.Tensor, "__repr__")],
+    "create": [(flow, name) for name in CREATORS],
+    "module": [(flow.nn.Module, "__call__")],
+    "module to_global": [(flow.nn.Module, "to_global")],
+    "graph": [(flow.nn.Graph, "__call__")],
+    "set_stage": [(flow.nn.graph.GraphModule, "set_stage")],
+    "zero_grad": [(flow.optim.Optimizer, "zero_grad")],
+    "update": [(getattr(flow.optim, name), "step") for name in OPTIMIZERS],
+    "cross_entropy": [(flow._C, "sparse_softmax_cross_entropy")],
+    "send": [(flow.comm, "send")],
+    "recv": [(flow.comm, "recv")],
+}
+
+
+class Call:
+    """A call that is about to be made. `proceed` makes it; `around` has the kinds of the calls that it is part of."""
+
+    def __init__(self, kind, name, function, arguments, keywords, around):
+        self.kind, self.name, self.function = kind, name, function
+        self.arguments, self.keywords, self.around = arguments, keywords, around
+
+    def proceed(self):
+        return self.function(*self.arguments, **self.keywords)
+
+
+@contextlib.contextmanager
+def watching(handler, kinds=tuple(PLACES)):
+    """Inside it, handler(Call) stands for each call of these kinds; what it returns is the call's result.
+
+    A matmul that is made of another matmul comes once, and so for each kind.
+    """
+    around = []
+
+    def watched(kind, name, function):
+        def call(*arguments, **keywords):
+            if kind in around and kind != "module":
+                return function(*arguments, **keywords)
+            this = Call(kind, name, function, arguments, keywords, tuple(around))
+            around.append(kind)
+            try:
+                return handler(this)
+            finally:
+                around.pop()
+
+        return call
+
+    places = {place: kind for kind in kinds for place in PLACES[kind]}
+    with replaced({(owner, name): watched(kind, name, getattr(owner, name)) for (owner, name), kind in places.items()}):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(functions):
+    """Inside it, each (owner, attribute) of this dict has another value."""
+    with contextlib.ExitStack() as stack:
+        for (owner, name), function in functions.items():
+            stack.enter_context(mock.patch.object(owner, name, function))
+        yield

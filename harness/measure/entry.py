@@ -1,0 +1,39 @@
+"""Call the function in which a recipe does its work: `train`, or `run` for a single layer."""
+
+import inspect
+
+import oneflow as flow
+
+NAMES = ("train", "run")
+
+
+def entry_of(module):
+    """The function `train` or `run` of a recipe's module. Raises AttributeError if it has neither."""
+    for name in NAMES:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"{module.__name__} has no function {' or '.join(NAMES)}")
+
+
+def required(function):
+    """The names of a function's parameters without a default: the placement, the mesh, or the stages."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+
+
+def call_entry(module, arguments):
+    """Call a recipe's entry on all ranks.
+
+    Its first argument is what `placements(device, n, ...)` of the recipe returns, or else all ranks; those of the
+    arguments that `placements` has too, such as the size of a mesh axis, go there.
+    """
+    function, arguments = entry_of(module), dict(arguments)
+    where = required(function)
+    if not where:
+        return function(**arguments)
+    if not hasattr(module, "placements"):
+        return function(flow.placement.all("cpu"), **arguments)
+    known = inspect.signature(module.placements).parameters
+    axes = {name: arguments.pop(name) for name in list(arguments) if name in known}
+    placements = module.placements("cpu", flow.env.get_world_size(), **axes)
+    return function(*placements, **arguments) if len(where) > 1 else function(placements, **arguments)

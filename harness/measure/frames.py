@@ -1,0 +1,126 @@
+"""The tensors of a recipe by name, read from the frames of its functions when they return: it returns none for us."""
+
+import contextlib
+import re
+import sys
+
+import numpy as np
+import oneflow as flow
+
+from harness.measure.graph import modules_in
+from harness.measure.tensors import layout_of
+
+STATE_OF_GRAPH = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buf"}  # a graph's names -> an optimizer's
+
+
+class Frames:
+    """Keeps the variables of the functions in the file at `path`.
+
+    outer: those of the function whose code is `entry`, when it returned last; inner: those of all others; in_graph:
+    name -> (SBP, ranks, shape) of those that are lazy, since a graph is built.
+    """
+
+    def __init__(self, path, entry):
+        self.path, self.entry = path, entry
+        self.outer, self.inner, self.in_graph = {}, {}, {}
+
+    @contextlib.contextmanager
+    def watching(self):
+        """Inside it, look at each function of the file when it returns."""
+        before = sys.getprofile()
+        sys.setprofile(self.look)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def look(self, frame, event, _):
+        if event != "return" or frame.f_code.co_filename != self.path:
+            return
+        if frame.f_code is self.entry:
+            self.outer = dict(frame.f_locals)
+            return
+        for name, value in frame.f_locals.items():
+            if isinstance(value, flow.Tensor) and value.is_lazy:
+                self.in_graph[name] = (*layout_of(value), tuple(value.shape))
+            else:
+                self.inner[name] = value
+
+
+def tensors_by_name(variables):
+    """{name: tensor} of variables: tensors, and those in a list ("x0", "x1"), or in a dict by its key."""
+    named = {}
+    for name, value in variables.items():
+        items = {name: value}
+        if isinstance(value, (list, tuple)) and len(value) < 1000:  # what is longer is data
+            items = {f"{name}{i}": item for i, item in enumerate(value)}
+        elif isinstance(value, dict):
+            items = {str(key): item for key, item in value.items()}
+        named.update({key: item for key, item in items.items() if isinstance(item, flow.Tensor) and not item.is_lazy})
+    return named
+
+
+def arrays_by_name(variables):
+    """{name: array} of the variables that hold numbers of the script's own, such as the losses."""
+    named = {}
+    for name, value in variables.items():
+        if isinstance(value, np.ndarray):
+            named[name] = value
+        elif isinstance(value, list) and value and all(isinstance(item, (int, float, np.number, np.ndarray)) for item in value):
+            with contextlib.suppress(ValueError):  # arrays of several shapes
+                named[name] = np.array(value)
+    return named
+
+
+def modules_of(variables):
+    """{variable: nn.Module} of those that are no part of another one, each once."""
+    modules = {name: value for name, value in variables.items() if isinstance(value, flow.nn.Module)}
+    parts = {id(part) for module in modules.values() for part in list(module.modules())[1:]}
+    distinct = {id(module): name for name, module in reversed(modules.items()) if id(module) not in parts}
+    return {name: modules[name] for name in reversed(distinct.values())}
+
+
+def parameters_by_name(variables):
+    """{name: parameter or buffer}: its path in the module, behind the module's variable where there are several."""
+    modules, named = modules_of(variables), {}
+    for variable, module in modules.items():
+        for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            named[short(path) if len(modules) == 1 else f"{variable}.{short(path)}"] = tensor
+    return named
+
+
+def short(path):
+    """The name of the w of part 0 of a Sequential is w0, as in the docstrings."""
+    return re.sub(r"^(?:\w+\.)?(\d+)\.(\w+)$", r"\2\1", path)
+
+
+def optimizer_state(variables, parameters):
+    """{"w0 momentum_buf": tensor}: the state of the optimizers and graphs in these variables, by parameter."""
+    names, state = {id(tensor): name for name, tensor in parameters.items()}, {}
+    graphs = [value for value in variables.values() if isinstance(value, flow.nn.Graph) and value._is_compiled]
+    for graph in graphs:
+        paths = {}
+        for attribute, module in modules_in(graph).items():
+            for path, tensor in module.named_parameters(attribute):
+                paths[path] = names.get(id(tensor), path)
+        for key, value in flatten(graph.state_dict()).items():
+            path, _, kind = key.rpartition("-")
+            if path in paths and kind in STATE_OF_GRAPH:
+                state[f"{paths[path]} {STATE_OF_GRAPH[kind]}"] = value
+    if graphs:
+        return state
+    for optimizer in [value for value in variables.values() if isinstance(value, flow.optim.Optimizer)]:
+        of_each = [parameter for group in optimizer.param_groups for parameter in group.parameters]
+        for i, parameter in enumerate(of_each):
+            for kind, value in optimizer.state_dict()["state"].get(i, {}).items():
+                if isinstance(value, flow.Tensor):
+                    state[f"{names.get(id(parameter), i)} {kind}"] = value
+    return state
+
+
+def flatten(state):
+    """A graph's state, whose modules have dicts of their own, as one dict."""
+    flat = {}
+    for key, value in state.items():
+        flat.update(flatten(value) if isinstance(value, dict) else {key: value})
+    return flat
