@@ -57,6 +57,7 @@ def parameter_server(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
         values,
         in_steps(graph, steps, on_workers(values, n)),
         in_steps(graph, steps, moves),
+        reads=[("B", [0])] * steps,
         sends=[(n - 1) * weights] + [weights] * (n - 1),
     )
 
