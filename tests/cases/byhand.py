@@ -8,18 +8,19 @@ from tests.cases.reference import Value, mlp, mse, total
 from tests.cases.training import UNEVEN
 
 
-@case_of_recipe({"uneven": {"in_features": 7, "out_features": 5, "seed": 1, "steps": 2}})
-def ring_all_reduce(n, graph=False, seed=0, steps=1, in_features=8, out_features=4):
+@case_of_recipe({"uneven": {"in_features": 7, "out_features": 5, "seed": 1}})
+def ring_all_reduce(n, graph=False, seed=0, in_features=8, out_features=4):
     ranks = list(range(n))
     own = [reference.drawn(np.random.default_rng([seed, rank]), in_features, out_features) for rank in ranks]
     chunks = [in_features * (i + 1) // n - in_features * i // n for i in ranks]  # rows of each
     kept_back = [chunks[(rank + 1) % n] + chunks[(rank + 2) % n] for rank in ranks]  # those it gets, and never sends
-    layout = {"gradient": ("P", ranks), "own": ("local", []), "summed": ("local", []), "reduced": ("B", ranks)}
+    layout = {"own": ("local", []), "summed": ("local", []), "partial": ("P", ranks), "reduced": ("B", ranks)}
     return Case(
         layout,
         {**dict.fromkeys(layout, total(own)), "own": own[0]},
         moves=[(("local", []), ("P", ranks)), all_reduce(ranks)],
-        parts={"gradient": own, "own": own},
+        parts={"partial": own, "own": own},
+        reads=[],
         sends=[(2 * in_features - rows) * out_features for rows in kept_back],
     )
 

@@ -28,6 +28,15 @@ def test_ring_talks_to_neighbours_only_one_chunk_at_a_time(pools, n):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("sizes", [{"in_features": 720, "out_features": 1080}, {"in_features": 7, "out_features": 50_000}])
+def test_bytes_of_the_ring(pools, n, sizes):
+    found = pools(n).call(f"{ON_RANK}:sent_by_the_ring", path=path("ring_all_reduce"), **sizes)
+    for rank, (sent, elements) in enumerate(zip(found, CASES["ring_all_reduce"](n, **sizes).sends)):
+        near = abs(sent - 4 * elements) <= 0.02 * 4 * elements
+        Checks.that(near, f"rank {rank} sends", sent, "and must send", 4 * elements)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
 def test_ring_adds_in_the_order_of_oneflow_if_the_chunks_are_equal(pools, n):
     """Bit for bit then; if n does not divide the rows, OneFlow cuts elsewhere."""
     for rows, same in ((12, True), (13, n == 2)):  # two numbers give the same sum in either order

@@ -15,7 +15,6 @@ VARIANTS = {  # what else than the default sends something else
     "loss_placement": [{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
     "sequence_parallel": [{"split": False}],
     "context_parallel": [{"way": "all-to-all"}, {"way": "ring"}],
-    "ring_all_reduce": [{"in_features": 7, "out_features": 50_000}],  # chunks of different size
     "batch_norm": [{"batch": 8, "in_features": 1, "out_features": 50_000}],  # little weight: the four rows show
     "replicate_scatter_gather": [{"batch": 8192, "hidden": 8}, {"way": "sbp"}],  # large outputs, little weight
 }
