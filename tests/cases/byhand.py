@@ -1,4 +1,4 @@
-"""The chapter of what OneFlow does by itself, done by hand: the ring, the server, late gradients, replicas."""
+"""The chapter of what OneFlow does by itself, done by hand: the ring, the server, stale gradients, replicas."""
 
 import numpy as np
 
@@ -63,26 +63,24 @@ def parameter_server(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     )
 
 
-def late_and_stale(n, steps, sync_every, matmul_scale, **sizes):
-    """x0, y0, ..., weights, by schedule weights and losses after training with one slow worker, and how old its are."""
+def with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes):
+    """x0, y0, ..., weights before and after, losses, and how old the weights of each worker were in each step."""
     start = reference.trained("sgd", steps=0, **sizes)  # what was drawn
     values = {**worker_rows(start, n), "w0": start["w0"], "w1": start["w1"]}
-    for schedule, every in (("late", 1), ("stale", sync_every)):
-        update, weights, losses = reference.Optimizer(), {"w0": values["w0"], "w1": values["w1"]}, []
-        for step in range(steps):
-            if step % every == 0:
-                old = weights
-            loss, fetched = 0, [weights] * (n - 1) + [old]
-            for k in range(n):
-                x, y = values[f"x{k}"], values[f"y{k}"]
-                part = mse(mlp(x, fetched[k], matmul_scale), y) * (y.exact.size / start["y"].exact.size)
-                weights = update.step(weights, reference.gradients(part, fetched[k]))
-                loss += part.exact.item()
-            losses.append(loss)
-        values.update({f"{schedule} {name}": w for name, w in weights.items()})
-        values["late losses" if schedule == "late" else "losses"] = Value(losses, rounded=True)
-    ages = [[0] * (n - 1) + [step % sync_every] for step in range(steps)]
-    return {**values, "ages": Value(ages, dtype="int64")}
+    update, weights, losses = reference.Optimizer(), {"w0": values["w0"], "w1": values["w1"]}, []
+    for step in range(steps):
+        if step % sync_every == 0:
+            old = weights
+        loss, fetched = 0, [weights] * (n - 1) + [old]
+        for k in range(n):
+            x, y = values[f"x{k}"], values[f"y{k}"]
+            part = mse(mlp(x, fetched[k], matmul_scale), y) * (y.exact.size / start["y"].exact.size)
+            weights = update.step(weights, reference.gradients(part, fetched[k]))
+            loss += part.exact.item()
+        losses.append(loss)
+    values.update({f"new {name}": w for name, w in weights.items()})
+    staleness = [[0] * (n - 1) + [step % sync_every] for step in range(steps)]
+    return {**values, "losses": Value(losses, rounded=True), "staleness": Value(staleness, dtype="int64")}
 
 
 ALWAYS = {"sync_every": 1, "seed": 2}
@@ -90,20 +88,19 @@ ALWAYS = {"sync_every": 1, "seed": 2}
 
 @case_of_recipe({"uneven": {**UNEVEN, "steps": 4, "sync_every": 3}, "always synchronised": ALWAYS})
 def async_update(n, graph=False, steps=4, sync_every=2, matmul_scale=1.0, **sizes):
-    values = late_and_stale(n, steps, sync_every, matmul_scale, **sizes)
+    values = with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes)
     moves, weights = [], values["w0"].exact.size + values["w1"].exact.size
-    for every in (1, sync_every):
-        for step in range(steps):
-            fetching = [k for k in range(n) if k < n - 1 or step % every == 0]
-            moves += [(("B", [0]), ("B", [k])) for k in fetching for _ in "01"]
-            moves += [(("B", [k]), ("B", [0])) for k in range(n) for _ in "01"]
-            moves += [(("B", [k]), ("B", [0])) for k in range(n)]
+    for step in range(steps):
+        fetching = [k for k in range(n) if k < n - 1 or step % sync_every == 0]
+        moves += [(("B", [0]), ("B", [k])) for k in fetching for _ in "01"]
+        moves += [(("B", [k]), ("B", [0])) for k in range(n) for _ in "01"]
     return Case(
         on_server(values),
         values,
-        on_workers(values, n) * 2 * steps,
+        on_workers(values, n) * steps,
         moves,
-        sends=[(n - 1 + n - 2 + 1 / sync_every) * weights] + [2 * weights] * (n - 1),
+        reads=[("B", [k]) for k in range(n)] * steps,
+        sends=[(n - 2 + 1 / sync_every) * weights] + [weights] * (n - 1),
     )
 
 

@@ -52,13 +52,13 @@ def test_all_ranks_that_send_first_wait_for_ever(pools):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_late_gradients_give_the_synchronous_update_and_stale_ones_do_not(n):
+def test_fresh_gradients_give_the_synchronous_update_and_stale_ones_do_not(n):
     """The ladder finds both on the ranks."""
-    values, synchronous = CASES["async_update"](n).values, trained("sgd", steps=4)
-    for w in ("w0", "w1"):
-        late, stale, wanted = values[f"late {w}"], values[f"stale {w}"], synchronous[f"new {w}"]
-        Checks.that((abs(late.exact - wanted.exact) <= 1e-12).all(), n, w, "late")
-        Checks.that(abs(stale.exact - wanted.exact).max() > 1e-2, n, w, "stale")
+    synchronous = trained("sgd", steps=4)
+    fresh, stale = (CASES["async_update"](n, sync_every=every).values for every in (1, 2))
+    for w in ("new w0", "new w1"):
+        Checks.that((abs(fresh[w].exact - synchronous[w].exact) <= 1e-12).all(), n, w, "fresh")
+        Checks.that(abs(stale[w].exact - synchronous[w].exact).max() > 1e-2, n, w, "stale")
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
