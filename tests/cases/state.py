@@ -75,9 +75,8 @@ def loss_placement(n, graph=False, steps=3, loss="first", matmul_scale=1.0, **si
     rows, there = ("S(0)", ranks), {"each": ("S(0)", ranks), "first": ("B", [0]), "other": ("B", [n - 1])}[loss]
     values, _ = reference.network("sgd", steps=steps, matmul_scale=matmul_scale, returned=("out",), **sizes)
     out = values["out"]
-    names = ("x", "y", "w0", "w1", "out", "out at the loss", "w0 grad", "w1 grad", "new w0", "new w1", "losses")
-    layout = placed(names, ranks, x=rows, y=there, out=rows, grad="P" if graph else "B", losses=("B", there[1]))
-    layout["out at the loss"] = there
+    names = ("x", "y", "w0", "w1", "out", "moved", "w0 grad", "w1 grad", "new w0", "new w1", "losses")
+    layout = placed(names, ranks, x=rows, y=there, out=rows, moved=there, grad="P" if graph else "B")
     share, gathered = out.exact.size / len(ranks), (n - 1) / n * out.exact.size
     outputs = {  # outputs and their gradients that each rank sends
         "each": [0] * n,
@@ -87,9 +86,10 @@ def loss_placement(n, graph=False, steps=3, loss="first", matmul_scale=1.0, **si
     weights = reduced(len(ranks), weights_of(values))
     return Case(
         layout,
-        {**values, "out at the loss": out},
+        {**values, "moved": out},
         in_steps(graph, steps, two_matmuls(values, ranks)),
-        in_steps(graph, steps, [(rows, there, "S(0)")], [(("P", ranks) if loss == "each" else there, ("B", there[1]))]),
+        in_steps(graph, steps, [(rows, there, "S(0)")]),
+        reads=[("P" if loss == "each" else "B", there[1])] * steps,
         sends=[sent + weights * (rank in ranks) for rank, sent in enumerate(outputs)],
     )
 
