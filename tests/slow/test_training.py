@@ -16,7 +16,7 @@ VARIANTS = {  # what else than the default sends something else
     "sequence_parallel": [{"split": False}],
     "context_parallel": [{"way": "all-to-all"}, {"way": "ring"}],
     "batch_norm": [{"batch": 8, "in_features": 1, "out_features": 50_000}],  # little weight: the four rows show
-    "replicate_scatter_gather": [{"batch": 8192, "hidden": 8}, {"way": "sbp"}],  # large outputs, little weight
+    "replicate_scatter_gather": [{"batch": 8192, "hidden_size": 8}, {"home": "all"}],  # large outputs, little weight
 }
 RUNS = [
     (name, n, mode, more)
