@@ -68,7 +68,7 @@ def addresses_by_file(path, where):
     with replaced({(os, "replace"): recording_replace}):
         for rank in "01":
             os.environ["RANK"] = rank
-            module.meet_by_file(where)
+            module.init_by_file(where)
             found.append("{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ))
     os.environ.clear()
     os.environ.update(before)

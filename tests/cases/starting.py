@@ -16,9 +16,10 @@ def hello_ranks(n, graph=False, nodes=1):
     first = ipaddress.ip_address("127.0.0.1" if nodes == 1 else "10.0.0.1")  # as tests/hosts.py gives them
     rows = Value([[rank, rank % each, int(first + rank // each)] for rank in ranks], dtype="int64")
     return Case(
-        {"mine": ("S(0)", ranks), "all": ("B", ranks)},
-        {"mine": rows, "all": rows},
+        {"mine": ("S(0)", ranks), "everyone": ("B", ranks)},
+        {"mine": rows, "everyone": rows},
         moves=[(("local", []), ("S(0)", ranks)), (("S(0)", ranks), ("B", ranks))],
+        reads=[],
     )
 
 
@@ -27,10 +28,11 @@ def rendezvous(n, graph=False):
     ranks = list(range(n))
     numbers, total = Value([[rank] for rank in ranks]), Value([[sum(ranks)]])
     return Case(
-        {"number": ("S(0)", ranks), "partial": ("P", ranks), "sum": ("B", ranks)},
-        {"number": numbers, "partial": total, "sum": total},
+        {"number": ("S(0)", ranks), "partial": ("P", ranks), "total": ("B", ranks)},
+        {"number": numbers, "partial": total, "total": total},
         moves=[(("local", []), ("S(0)", ranks)), all_reduce(ranks)],
         parts={"partial": [Value([[rank]]) for rank in ranks]},
+        reads=[],
     )
 
 
