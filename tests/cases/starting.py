@@ -38,13 +38,9 @@ def rendezvous(n, graph=False):
 
 @case_of_recipe({"uneven": UNEVEN, "three ranks": {**UNEVEN, "ranks": 3}})
 def spawn(n, graph=False, ranks=2, **sizes):
-    """All in the program that starts the ranks; what each of them held of x, w and out, and whether in a graph."""
+    """All in the program that starts the ranks, as arrays; tests/test_spawn.py has what the ranks do."""
     values = reference.one_layer(**sizes)
-    (batch, in_features), (_, out_features) = values["x"].exact.shape, values["w"].exact.shape
-    counts = [part.stop - part.start for part in reference.rows_of(batch, ranks)]
-    shards = [[k, in_features, in_features, out_features, k, out_features, int(graph)] for k in counts]
-    values["shards"] = Value(shards, dtype="int64")
-    return Case(placed(values, [], "local"), values, graph_calls=0)
+    return Case(placed(values, [], "local"), values, reads=[], graph_calls=0)
 
 
 @case_of_recipe({"uneven": UNEVEN, "an odd end": {"steps": 3, "every": 2, "seed": 2}})

@@ -81,8 +81,8 @@ LARGE = ("in_features=5, out_features=8", "in_features=5, out_features=8192")  #
 def test_program_that_spawns_sends_large_arguments(tmp_path, command):
     [run] = ended([Run(*command, changed(SPAWN, tmp_path, LARGE), "--ranks", 2, **BARE)])
     assert run.code == 0, run.err
-    held = "".join(f"rank {rank} of 2 held x (2, 5), w (5, 8192), out (2, 8192)\n" for rank in (0, 1))
-    assert run.out == f"{held}out equals x @ w on a single device\n"
+    returned = "".join(f"rank {rank} of 2 returned (2, 8192) of (4, 8192)\n" for rank in (0, 1))
+    assert run.out == f"{returned}out equals x @ w on a single device\n"
 
 
 def test_spawned_rank_that_dies_in_its_import_ends_the_program(tmp_path):
