@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from harness.start.options import BadInput, checked
+from harness.start.errors import UsageError
+from harness.start.options import checked
 from harness.start.recipe import find, path_of
 
 
@@ -40,7 +41,7 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("line", BAD_INPUT)
 def test_bad_input_is_refused_in_one_line(line):
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(UsageError) as refused:
         checked(line.split())
     assert BAD_INPUT[line] in str(refused.value) and "\n" not in str(refused.value)
 
@@ -57,7 +58,7 @@ def test_bad_input_is_refused_in_one_line(line):
 )
 def test_script_whose_world_sizes_do_not_fit_is_refused(tmp_path, text, words):
     (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(UsageError) as refused:
         checked(["-n", "3", str(tmp_path / "mine.py")])
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
@@ -75,5 +76,5 @@ def test_cuda_is_refused_where_a_rank_has_no_gpu_that_works(monkeypatch, tmp_pat
     if usable is None:
         assert checked(command).nproc_per_node == 2
     else:
-        with pytest.raises(BadInput, match=f"capability 6.0 to 8.9, got {usable} for 2: type --device cpu"):
+        with pytest.raises(UsageError, match=f"capability 6.0 to 8.9, got {usable} for 2: type --device cpu"):
             checked(command)
