@@ -1,12 +1,47 @@
 """What launch.sh makes of its command line, before any rank starts."""
 
 import os
+import re
+import subprocess
 
 import pytest
 
 from harness.start.errors import UsageError
-from harness.start.options import checked
+from harness.start.options import checked, parser
 from harness.start.recipe import find, path_of
+from tests.cases import ROOT
+from tests.jobs import LAUNCH
+from tests.markdown import CLUSTERS
+
+FOR_USERS, FOR_MAINTAINERS = ("list", "show", "bytes", "test"), ("mutate", "docs", "meshes", "faults", "bench")
+
+
+@pytest.fixture(scope="module")
+def shown():
+    """What --help shows."""
+    return subprocess.run([LAUNCH, "--help"], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def test_help_is_a_screen(shown):
+    assert len(shown.splitlines()) <= 35 and max(map(len, shown.splitlines())) <= 80
+
+
+def test_help_shows_the_commands_of_users_and_contributing_those_of_maintainers(shown):
+    assert all(f"./launch.sh {command}" in shown for command in FOR_USERS)
+    assert not [command for command in FOR_MAINTAINERS if f"./launch.sh {command}" in shown]
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"| `./launch.sh {command}" in contributing for command in FOR_MAINTAINERS)
+
+
+def test_every_option_is_on_the_page_of_clusters_and_no_other_is_in_the_help(shown):
+    names = [set(action.option_strings) for action in parser()._actions if action.option_strings]
+    section = CLUSTERS.read_text().partition("## All options\n")[2].partition("\n## ")[0]
+    rows = {line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `-")}
+    documented = [set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", row)) for row in rows]
+    assert all(any(row & option for row in documented) for option in names)
+    assert all(any(row <= option for option in names) for row in documented)
+    options = shown.partition("\noptions\n")[2]
+    assert set(re.findall(r"^  (--?[\w-]+)", options, flags=re.MULTILINE)) <= set.union(*names, {"-h"})
 
 
 @pytest.mark.parametrize("name", ["two_d_sbp", "two_d_sbp.py", "recipes/layouts/two_d_sbp.py"])
