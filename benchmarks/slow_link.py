@@ -42,7 +42,7 @@ def main():
         if not hosts.real:
             sys.exit(NO_HOSTS)
         limit(hosts)
-        with PoolOnHosts(2, hosts, timeout=300, repeat=True) as pool:
+        with PoolOnHosts(2, hosts, timeout=300) as pool:
             print(f"{'batch':<7}{'strategy':<22}{'KB sent':>8}{'link, s':>10}{'eager, s':>10}{'graph, s':>10}")
             for batch in BATCHES:
                 for name in sorted(SENDS, key=lambda name: SENDS[name](batch)):

@@ -3,9 +3,9 @@
 import subprocess
 from dataclasses import dataclass
 
-from harness.pool import Pool
 from harness.start.ranks import RankAssignment
 from tests.cases import ROOT
+from tests.pools import RecipePool
 
 NO_HOSTS = "no network namespaces here: run it where `unshare --user --map-root-user --mount --net ip link` works"
 SET_UP = """
@@ -75,7 +75,7 @@ class OnHosts(RankAssignment):
         return [*self.hosts.on(host), *super().command(i, script)]
 
 
-class PoolOnHosts(Pool):
+class PoolOnHosts(RecipePool):
     """A pool of ranks on several Hosts."""
 
     def __init__(self, world_size, hosts, **options):

@@ -5,6 +5,7 @@ import pytest
 from harness.pool import Pool, PoolError
 from tests.cases import ROOT
 from tests.hanging import assert_hangs
+from tests.pools import RecipePool
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 
@@ -66,3 +67,16 @@ def test_without_repeat_the_death_is_told(tmp_path, pool):
     with pytest.raises(PoolError, match=r"rank 0 of 2 died \(SIGSEGV\)"):
         pool.call(f"{ON_RANK}:crash", mark=str(tmp_path))
     assert not pool.repeated
+
+
+def test_recipe_that_hung_is_not_called_again_nor_is_a_copy_of_it(tmp_path):
+    recipe, copy = tmp_path / "recipe.py", tmp_path / "copy.py"
+    recipe.write_text("import time\n\n\ndef run(path, seconds):\n    time.sleep(seconds)\n")
+    copy.write_text(recipe.read_text())
+    with RecipePool(1, timeout=2) as pool:
+        with pytest.raises(PoolError, match="gave no answer in 2 s"):
+            pool.call(f"{recipe}:run", path=str(recipe), seconds=1000)
+        with pytest.raises(PoolError, match="copy.py was not called: it hung in recipe.py:run on 1 ranks"):
+            pool.call(f"{copy}:run", path=str(copy), seconds=0)
+        copy.write_text(f"{copy.read_text()}# changed\n")
+        assert pool.call(f"{copy}:run", path=str(copy), seconds=0) == [None]

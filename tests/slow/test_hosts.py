@@ -9,7 +9,6 @@ from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, modes, sizes_of
 from tests.cases.ladder import Checks, prove
 from tests.hosts import NO_HOSTS, PoolOnHosts
-from tests.jobs import LONG
 from tests.markdown import CLUSTERS, tables
 
 HERE = str(ROOT / "tests" / "on_rank_hosts.py")
@@ -21,7 +20,7 @@ CONTROL = 0.02  # of the tensor: what OneFlow says besides to move it
 def pools(hosts):
     """A function from a world size to a pool of as many ranks, half of them on each host."""
     started = {}
-    yield lambda n: started.setdefault(n, PoolOnHosts(n, hosts, timeout=LONG, repeat=True))
+    yield lambda n: started.setdefault(n, PoolOnHosts(n, hosts))
     for pool in started.values():
         pool.close()
 
