@@ -25,7 +25,7 @@ class Background:
     def _call(self, n, function):
         if self.pool is None or self.pool.world_size != n:
             self._close()
-            self.pool = RecipePool(n, timeout=1.5 * TIMEOUT)  # other tests have most of the cores
+            self.pool = RecipePool(n, timeout=2 * TIMEOUT)  # other tests have most of the cores
         return function(self.pool)
 
     def _close(self):
