@@ -12,8 +12,9 @@ from harness.measure.calls import replaced
 from harness.measure.entry import call_entry
 from harness.measure.sent import sent_by
 from harness.measure.tensors import describe
-from harness.measure.trace import Refusal, Trace
+from harness.measure.trace import Trace
 from harness.start import recipe
+from harness.start.errors import UsageError
 
 
 def measure_script(path, keywords=None, argv=()):
@@ -31,7 +32,7 @@ def measure_script(path, keywords=None, argv=()):
     try:
         with replaced({(sys, "path"): [str(Path(path).parent), *sys.path]}), trace.recording():
             result, sent = sent_by(run)
-    except Refusal as refusal:
+    except UsageError as refusal:
         return {"refusal": str(refusal)}
     for step in trace.steps:
         if "graph" in step:
@@ -49,10 +50,10 @@ def measure_script(path, keywords=None, argv=()):
 
 
 def run_as_main(path, argv):
-    """Run a script as `python path *argv` does. Raises Refusal if it does not know these arguments."""
+    """Run a script as `python path *argv` does. Raises UsageError if it does not know these arguments."""
 
     def refuse(parser, message):
-        raise Refusal(f"{Path(path).name}: {message}")
+        raise UsageError(f"{Path(path).name}: {message}")
 
     with replaced({(sys, "argv"): [path, *argv], (argparse.ArgumentParser, "error"): refuse}):
         try:

@@ -14,15 +14,12 @@ from harness.measure.calls import PLACES, replaced
 from harness.measure.sbp import label
 from harness.measure.sent import sent_by
 from harness.measure.tensors import describe, is_whole, tensors_in
+from harness.start.errors import UsageError
 
 MEASURED = 20  # times that a step on one line is measured; then it is only counted, so that training takes its time
 TO_GLOBAL = (flow.Tensor, "to_global")
 READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # they gather the value on every rank
 CREATORS = ("tensor", "ones", "zeros", "empty", "full", "rand", "randn")
-
-
-class Refusal(BaseException):
-    """Why a script cannot run, in one line. Not an Exception, which the script might catch."""
 
 
 def created_shape(creator, arguments, named):
@@ -142,14 +139,14 @@ class Trace:
         return call
 
     def check(self, shape, placement, sbp):
-        """Raises Refusal if a rank would hold nothing of a tensor: OneFlow 0.9.0 ends the rank there."""
+        """Raises UsageError if a rank would hold nothing of a tensor: OneFlow 0.9.0 ends the rank there."""
         for dim, size in enumerate(shape):
             axes = zip(placement.ranks.shape, label(sbp).split(", "))
             ranks = math.prod(n for n, one in axes if one == f"S({dim})")
             if size < ranks and ranks > 1:
                 place = f"{Path(self.path).name}:{self.line()['line']}"
                 what = f"a tensor of shape {tuple(shape)} cannot be split({dim}) over {ranks} ranks"
-                raise Refusal(f"{place}: {what}: a rank would hold nothing; make that size {ranks} or more")
+                raise UsageError(f"{place}: {what}: a rank would hold nothing; make that size {ranks} or more")
 
     def module_call(self, function):
         def call(module, *arguments, **named):
