@@ -12,19 +12,20 @@ UNEVEN_TENSOR = {"rows": 7, "columns": 9, "seed": 1}
 
 @case_of_recipe()
 def single_device(n, graph=False, **sizes):
-    return Case(placed(("x", "w", "out"), [], "local"), reference.one_layer(**sizes), [("x", "w", "out")])
+    layout = placed(("x", "w", "out"), [], "local")
+    return Case(layout, reference.one_layer(**sizes), [("x", "w", "out")], reads=[])
 
 
 @case_of_recipe()
 def data_parallel(n, graph=False, **sizes):
     layout = {"x": "S(0)", "w": "B", "out": "S(0)"}
-    return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")])
+    return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")], reads=[])
 
 
 @case_of_recipe()
 def model_parallel(n, graph=False, **sizes):
     layout = {"x": "B", "w": "S(1)", "out": "S(1)"}
-    return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")])
+    return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")], reads=[])
 
 
 @case_of_recipe()
@@ -40,6 +41,7 @@ def row_parallel(n, graph=False, matmul_scale=1.0, **sizes):
         moves=[all_reduce(ranks)],
         parts={"partial": [matmul_scale * (x[:, part] @ w[part]) for part in reference.rows_of(len(w.exact), n)]},
         summed=("out",),
+        reads=[],
     )
 
 
