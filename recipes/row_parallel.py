@@ -62,7 +62,7 @@ def main():
     x, w, out = run(flow.placement.all(args.device), args.graph)
     for name, tensor in {"x": x, "w": w, "out": out}.items():
         print(f"{name} {tuple(tensor.to_local().shape)} of {tuple(tensor.shape)}")
-    np.testing.assert_allclose(out.numpy(), x.numpy() @ w.numpy(), rtol=1e-5, atol=1e-6)  # collective: all ranks call it
+    np.testing.assert_allclose(out.numpy(), x.numpy() @ w.numpy(), rtol=1e-5, atol=1e-6)  # collective: on all ranks
     if flow.env.get_rank() == 0:
         print("out is", *out.sbp, "and equals x @ w on a single device")
 
