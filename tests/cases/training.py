@@ -25,8 +25,8 @@ def train_data_parallel(n, graph=False, steps=3, optimizer="adam", matmul_scale=
         placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
         in_steps(graph, steps, two_matmuls(values, ranks)),
-        [all_reduce(ranks)] * steps,
-        parts if graph else {},
+        parts=parts if graph else {},
+        reads=[("P", ranks)] * steps,
         sends=[reduced(n, weights_of(values))] * n,
     )
 
