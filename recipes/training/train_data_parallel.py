@@ -9,7 +9,7 @@
     w1 grad    (8, 4)                         whole       whole       B
 
 Each rank's rows give one part of each gradient: a partial sum, P. A weight in B needs its gradient in B, and P -> B is
-the all-reduce: eager mode runs it in backward(), a graph before the update. The optimizer's state is B, like the weights.
+the all-reduce: eager mode runs it in backward(), a graph before the update. The optimizer's state is B like the weights.
 
 Moves: an all-reduce of each weight's gradient every step: 2 (n-1)/n x the bytes of the weights from each of n ranks.
 Run:   ./launch.sh recipes/training/train_data_parallel.py [--graph]
@@ -59,9 +59,7 @@ def make_optimizer(name, parameters):
     return flow.optim.AdamW(parameters, lr=0.1, weight_decay=0.2)
 
 
-def train(
-    ranks, graph=False, seed=0, steps=3, optimizer="adam", batch=None, in_features=4, hidden=8, out_features=4
-):
+def train(ranks, graph=False, seed=0, steps=3, optimizer="adam", batch=None, in_features=4, hidden=8, out_features=4):
     """Train in float32 on a placement; returns the model and the loss of each step."""
     batch = batch or max(8, flow.env.get_world_size())  # a row for each rank, at least
     rng = np.random.default_rng(seed)
