@@ -123,7 +123,8 @@ def check_operations(case, graph, seen):
         if case.reads is not None:
             Checks.equal(result["reads"], case.reads, f"rank {rank}: values read (SBP, ranks)")
         Checks.equal(len(result["calls"]), case.graph_calls * graph, f"rank {rank}: number of calls of a graph")
-        Checks.equal(result["stages"], case.stages if graph else [], f"rank {rank}: stages of the graph")
+        if graph:  # else a recipe may make the graph all the same, and does not call it
+            Checks.equal(result["stages"], case.stages, f"rank {rank}: stages of the graph")
         Checks.equal(
             result["without_identity"], [], f"rank {rank}: parameters that micro-batches read without identity"
         )
