@@ -56,7 +56,7 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
     for rows in np.arange(sizes["batch"]).reshape(n, micro_batches, -1).swapaxes(0, 1).reshape(micro_batches, -1):
         out = reference.mlp(values["x"][rows], weights, matmul_scale)
         micro_losses.append(reference.mse(out, values["y"][rows]).exact.item())
-    values.update({"micro losses": Value(micro_losses, rounded=True), "losses": values.pop("losses")})
+    values.update({"micro_losses": Value(micro_losses, rounded=True), "losses": values.pop("losses")})
     layout = placed(values, ranks, x="S(0)", y="S(0)")
     if graph:
         del layout["w0 grad"], layout["w1 grad"]
@@ -67,7 +67,8 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
         layout,
         values,
         in_steps(graph, steps, [(x, "w0", hidden), (hidden, "w1", out)], passes=micro_batches),
-        in_steps(graph, steps, [] if graph else parts, [all_reduce(ranks)], micro_batches),
+        in_steps(graph, steps, [] if graph else parts, passes=micro_batches),
+        reads=[("P", ranks)] * steps * (1 if graph else micro_batches),
         sends=[reduced(n, weights_of(values)) * (1 if graph else micro_batches)] * n,
     )
 
@@ -87,6 +88,7 @@ def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, *
         values,
         in_steps(graph, steps, [(inputs[k], f"w{k}", outputs[k]) for k in range(n)], passes=micro_batches),
         in_steps(graph, steps, through_stages(graph, moves), passes=micro_batches),
+        reads=[("B", [n - 1])] * steps,
         stages=[(k, [k]) for k in range(n)],
         sends=[boundary * ((k < n - 1) + (k > 0)) for k in range(n)],
     )
@@ -100,13 +102,14 @@ def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     if graph:
         layout.update({"w0 grad": ("P, S(1)", mesh), "w1 grad": ("P, S(0)", mesh)})
     between = ("S(0), S(1)", mesh, (shape[0], values["w0"].exact.shape[1]))
-    activations, losses = (("S(0), P", mesh), (rows, mesh)), (("P, B", mesh), ("B, B", mesh))
+    activations = (("S(0), P", mesh), (rows, mesh))
     return Case(
         layout,
         values,
         in_steps(graph, steps, [("x", "w0", between), (between, "w1", ("S(0), P", mesh, shape))]),
-        in_steps(graph, steps, [activations], [losses]),
+        in_steps(graph, steps, [activations]),
         parts if graph else {},
+        reads=[("P, B", mesh)] * steps,
         sends=[weights_of(values) / 2 + values["y"].exact.size / 2] * 4,
     )
 
@@ -124,7 +127,8 @@ def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
         layout,
         values,
         in_steps(graph, steps, [("x", "w0", inner[0]), (inner[1], "w1", ("S(0)", last, values["y"].exact.shape))]),
-        in_steps(graph, steps, [(inner[0][:2], inner[1][:2])], [all_reduce(last)]),
+        in_steps(graph, steps, [(inner[0][:2], inner[1][:2])]),
         parts if graph else {},
+        reads=[("P", last)] * steps,
         sends=[values[w].exact.size + hidden * batch / 2 for w in ("w0", "w1") for _ in range(2)],
     )
