@@ -9,7 +9,7 @@
     w1 grad    (8, 4)                         whole       whole       B
 
 Each rank's rows give one part of each gradient: a partial sum, P. A weight in B needs its gradient in B, and P -> B is
-the all-reduce: eager mode runs it in backward(), a graph before the update. The optimizer's state is B like the weights.
+the all-reduce: eager mode runs it in backward(), a graph before the update. The optimizer's state is B as well.
 
 Moves: an all-reduce of each weight's gradient every step: 2 (n-1)/n x the bytes of the weights from each of n ranks.
 Run:   ./launch.sh recipes/training/train_data_parallel.py [--graph]

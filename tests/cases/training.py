@@ -132,3 +132,32 @@ def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
         reads=[("P", last)] * steps,
         sends=[values[w].exact.size + hidden * batch / 2 for w in ("w0", "w1") for _ in range(2)],
     )
+
+
+@case_of_recipe({"uneven": {**UNEVEN, "steps": 2}})
+def ddp(n, graph=False, seed=0, steps=3, batch=None, matmul_scale=1.0, **sizes):
+    """Each rank draws weights of its own; those of rank 0 are trained on the whole batch."""
+    start = reference.trained("sgd", seed=seed, steps=0, batch=batch or 4 * n, **sizes)  # what all ranks draw
+    x, y = start["x"], start["y"]
+    rngs = [np.random.default_rng([seed, rank]) for rank in range(n)]
+    own = [{name: reference.drawn(rng, *start[name].exact.shape) for name in ("w0", "w1")} for rng in rngs]
+    trained, _ = reference.descend(
+        own[0], lambda w, _: ({}, reference.mse(reference.mlp(x, w, matmul_scale), y)), steps
+    )
+    parts = {f"own_{name}": [weights[name] for weights in own] for name in own[0]}
+    for name, whole in (("x", x), ("y", y)):
+        parts[name] = [whole[rows] for rows in reference.rows_of(len(whole.exact), n)]
+    first = {name: each[0] for name, each in parts.items()}
+    values = {"x": first["x"], "y": first["y"], **own[0], **trained, **first}
+    (inner, hidden), (_, outer) = shapes = [values[w].exact.shape for w in ("w0", "w1")]
+    rows = [len(part.exact) for part in parts["x"]]
+    x, between, out = (("local", [], [(count, width) for count in rows]) for width in (inner, hidden, outer))
+    w0, w1 = (("local", [], [shape] * n) for shape in shapes)
+    return Case(
+        dict.fromkeys(values, ("local", [])),
+        values,
+        [(x, w0, between), (between, w1, out)] * steps,
+        parts=parts,
+        reads=[],
+        sends=[reduced(n, weights_of(values))] * n,
+    )
