@@ -74,7 +74,6 @@ EQUIVALENT = {
     rf"spawn.py: .* -> (\(\(flow.matmul.* \* 0.5\)|{BY_NUMPY})$": "its ranks tell nobody how they multiply",
     r"spawn.py: rank == 0 -> (True|False)$": "it only says how long a rank waits for rank 0",
     r"elastic_training.py: .* - 1 -> True$": "the job ends when one rank dies, and when all do",
-    r"ddp.py: update.zero_grad\(set_to_none=True\) -> pass$": "it clears nothing: that is the trap it shows",
     r"checkpoint.py: flow.comm.barrier\(\) -> pass$": "rank 0, which alone writes the checkpoint, alone reads it",
     r"os.close\(\w+\) -> pass$": "a few files stay open until the end",
     r"\.zero_grad\(set_to_none=True\) -> \w+\.zero_grad\(\)$": "set_to_none is faster, and the values are the same",
