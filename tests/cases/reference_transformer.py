@@ -23,61 +23,65 @@ def cross_entropy(logits, targets):
     return (shifted.exp().sum(-1).log() - shifted[np.arange(len(targets)), targets].reshape(-1, 1)).mean()
 
 
-def causal(sequence):
+def causal(seq_len):
     """What is added to scores, so that no token sees a later one."""
-    return Value(np.triu(np.full((sequence, sequence), -1e9), k=1))
+    return Value(np.triu(np.full((seq_len, seq_len), -1e9), k=1))
 
 
 def attention(q, k, v, matmul_scale):
-    """Of (..., sequence, head size); returns the scores, their softmax, and what they make of v."""
+    """Of (..., seq_len, head_size); returns the scores, their softmax, and what they make of v."""
     scores = matmul_scale * (q @ k.T) * q.exact.shape[-1] ** -0.5
-    weights = softmax(scores + causal(q.exact.shape[-2]))
-    return scores, weights, matmul_scale * (weights @ v)
+    probs = softmax(scores + causal(q.exact.shape[-2]))
+    return scores, probs, matmul_scale * (probs @ v)
 
 
-def block(x, w, samples, heads, matmul_scale, sequence_first=False):
-    """Pre-norm attention and MLP of tokens, (samples x sequence, features) or the other way; its tensors by name."""
-    tokens, features = x.exact.shape
-    shape, order, back = (samples, tokens // samples), (0, 2, 1, 3), (0, 2, 1, 3)
+def block(x, w, batch, num_heads, matmul_scale, sequence_first=False):
+    """Pre-norm attention and MLP of tokens, (batch x seq_len, hidden_size) or the other way; its tensors by name."""
+    tokens, hidden_size = x.exact.shape
+    shape, order, back = (batch, tokens // batch), (0, 2, 1, 3), (0, 2, 1, 3)
     if sequence_first:
         shape, order, back = shape[::-1], (1, 2, 0, 3), (2, 0, 1, 3)
-    normed0 = norm(x) * w["norm0"]
-    qkv = matmul_scale * (normed0 @ w["w_qkv"])
-    by_head, size = qkv.reshape(*shape, heads, -1).permute(*order), features // heads
+    attention_in = norm(x) * w["attention_norm.weight"] + w["attention_norm.bias"]
+    qkv = matmul_scale * (attention_in @ w["w_qkv"])
+    by_head, size = qkv.reshape(*shape, num_heads, -1).permute(*order), hidden_size // num_heads
     q, k, v = (by_head[..., i * size : (i + 1) * size] for i in range(3))
-    scores, weights, mixed = attention(q, k, v, matmul_scale)
-    mixed = mixed.permute(*back).reshape(tokens, features)
-    residual = x + matmul_scale * (mixed @ w["w_out"])
-    normed1 = norm(residual) * w["norm1"]
-    hidden = (matmul_scale * (normed1 @ w["w_up"])).relu()
-    made = {"gathered0": normed0, "qkv": qkv, "scores": scores, "attention": weights, "mixed": mixed}
-    made.update({"residual": residual, "gathered1": normed1, "hidden": hidden})
+    scores, probs, context = attention(q, k, v, matmul_scale)
+    context = context.permute(*back).reshape(tokens, hidden_size)
+    residual = x + matmul_scale * (context @ w["w_out"])
+    mlp_in = norm(residual) * w["mlp_norm.weight"] + w["mlp_norm.bias"]
+    hidden = (matmul_scale * (mlp_in @ w["w_up"])).relu()
+    made = {"attention_in": attention_in, "qkv": qkv, "scores": scores, "probs": probs, "context": context}
+    made.update({"residual": residual, "mlp_in": mlp_in, "hidden": hidden})
     return {**made, "out": residual + matmul_scale * (hidden @ w["w_down"])}
 
 
-def trained_block(returned, seed, steps, samples, sequence, heads, head_size, parts=0, matmul_scale=1.0, sequence_first=False):
-    """x, y, the weights and what `descend` returns; returned: names of the block's tensors; parts: of the samples."""
-    rng, features = np.random.default_rng(seed), heads * head_size
-    x, y = (drawn(rng, samples * sequence, features) for _ in range(2))
-    shapes = {"norm0": (features,), "w_qkv": (features, 3 * features), "w_out": (features, features)}
-    shapes.update({"norm1": (features,), "w_up": (features, 4 * features), "w_down": (4 * features, features)})
+def trained_block(seed, steps, batch, seq_len, num_heads, head_size, parts=0, matmul_scale=1.0, sequence_first=False):
+    """x, y, the mask, the weights, and what `descend` returns; parts: of the batch."""
+    rng, hidden_size = np.random.default_rng(seed), num_heads * head_size
+    x, y = (drawn(rng, batch * seq_len, hidden_size) for _ in range(2))
+    shapes = {"w_qkv": (hidden_size, 3 * hidden_size), "w_out": (hidden_size, hidden_size)}
+    shapes.update({"w_up": (hidden_size, 4 * hidden_size), "w_down": (4 * hidden_size, hidden_size)})
     w = {name: drawn(rng, *shape, by=4) for name, shape in shapes.items()}
+    for name in ("attention_norm", "mlp_norm"):
+        w.update({f"{name}.weight": Value(np.ones(hidden_size)), f"{name}.bias": Value(np.zeros(hidden_size))})
 
     def forward(w, part):
         rows = x[part]
-        made = block(rows, w, samples * len(rows.exact) // len(x.exact), heads, matmul_scale, sequence_first)
-        return {name: made[name] for name in returned}, mse(made["out"], y[part])
+        made = block(rows, w, batch * len(rows.exact) // len(x.exact), num_heads, matmul_scale, sequence_first)
+        return made, mse(made["out"], y[part])
 
-    trained, added = reference.descend(w, forward, steps, rows=samples * sequence, parts=parts)
-    return {"x": x, "y": y, **w, **trained}, added
+    trained, added = reference.descend(w, forward, steps, rows=batch * seq_len, parts=parts)
+    return {"x": x, "y": y, "mask": causal(seq_len), **w, **trained}, added
 
 
-def vocab_parallel(seed=0, steps=1, tokens=8, vocabulary=61, padded=61, features=4, parts=0, matmul_scale=1.0):
-    """The same for a language model of two tables; `parts`: of the tokens."""
+def vocab_parallel(seed=0, steps=1, tokens=8, vocab_size=61, padded=61, hidden_size=4, parts=0, matmul_scale=1.0):
+    """ids, targets, and what `descend` returns for a language model of two tables; `parts`: of the tokens."""
     rng = np.random.default_rng(seed)
-    ids, targets = rng.integers(vocabulary, size=(2, tokens))
-    w = {"table": drawn(rng, padded, features), "head": drawn(rng, features, padded)}
-    unused = np.where(np.arange(padded) < vocabulary, 0, -1e9)
+    ids, targets = rng.integers(vocab_size, size=(2, tokens))
+    table, head = drawn(rng, vocab_size, hidden_size).exact, drawn(rng, hidden_size, vocab_size).exact
+    padding = (0, padded - vocab_size)
+    w = {"table": Value(np.pad(table, (padding, (0, 0)))), "head": Value(np.pad(head, ((0, 0), padding)))}
+    unused = np.where(np.arange(padded) < vocab_size, 0, -1e9)
 
     def forward(w, part):
         x = w["table"][ids[part]]
@@ -85,10 +89,8 @@ def vocab_parallel(seed=0, steps=1, tokens=8, vocabulary=61, padded=61, features
         return {"x": x, "logits": logits}, cross_entropy(logits + unused, targets[part])
 
     trained, added = reference.descend(w, forward, steps, rows=tokens, parts=parts)
-    counts = [np.bincount(ids[part], minlength=padded)[:, None] + np.zeros(features) for part in rows_of(tokens, parts)]
-    values = {"ids": Value(ids, dtype="int64"), "targets": Value(targets, dtype="int64"), **w, **trained}
-    values["indexed grad"] = Value(sum(counts))
-    return values, {**added, "indexed grad": [Value(one) for one in counts]}
+    inputs = {"ids": Value(ids, dtype="int64"), "targets": Value(targets, dtype="int64"), "unused": Value(unused)}
+    return {**inputs, **w, **trained}, added
 
 
 def context_parallel(seed=0, steps=1, sequence=8, heads=4, head_size=4, matmul_scale=1.0):

@@ -6,102 +6,100 @@ from tests.cases import reference_transformer as reference
 from tests.cases.case import Case, case_of_recipe, in_steps, placed, reduced
 from tests.cases.reference import Value, rows_of
 
-OTHER_BLOCK = {"samples": 4, "sequence": 5, "heads": 12, "head_size": 2, "steps": 3, "seed": 1}
+OTHER_BLOCK = {"batch": 4, "seq_len": 5, "num_heads": 12, "head_size": 2, "seed": 1}
 
 
 @case_of_recipe({"other": OTHER_BLOCK, "one axis": {"tensor": 4, "steps": 2}})
 def transformer_block(
-    n, graph=False, steps=1, tensor=None, samples=None, sequence=4, heads=None, head_size=4, matmul_scale=1.0, seed=0
+    n, graph=False, steps=3, tensor=None, batch=None, seq_len=4, num_heads=None, head_size=4, matmul_scale=1.0, seed=0
 ):
-    tensor = tensor or (2 if n % 2 == 0 else n)
+    tensor, batch, num_heads = tensor or (2 if n % 2 == 0 else n), batch or n, num_heads or n
     data = n // tensor
-    samples, heads = samples or max(2, data), heads or 2 * tensor
-    mesh, tokens, features = np.arange(n).reshape(data, tensor).tolist(), samples * sequence, heads * head_size
-    returned = ("qkv", "scores", "attention", "mixed", "hidden", "out")
-    values, parts = reference.trained_block(returned, seed, steps, samples, sequence, heads, head_size, data, matmul_scale)
+    mesh, tokens, hidden_size = np.arange(n).reshape(data, tensor).tolist(), batch * seq_len, num_heads * head_size
+    values, parts = reference.trained_block(seed, steps, batch, seq_len, num_heads, head_size, data, matmul_scale)
     sbps = {"w_qkv": "B, S(1)", "w_up": "B, S(1)", "w_out": "B, S(0)", "w_down": "B, S(0)"}
-    sbps.update({"x": "S(0), B", "y": "S(0), B", "out": "S(0), B"})
-    sbps.update(dict.fromkeys(("qkv", "scores", "attention", "mixed", "hidden"), "S(0), S(1)"))
+    sbps.update(dict.fromkeys(("x", "y", "attention_in", "residual", "mlp_in", "out"), "S(0), B"))
+    sbps.update(dict.fromkeys(("qkv", "scores", "probs", "context", "hidden"), "S(0), S(1)"))
     layout = placed(values, mesh, "B, B", **sbps)
     if graph:
         layout.update({name: (f"P, {layout[name][0].split(', ')[1]}", mesh) for name in parts})
-    x, heads_of = ("S(0), B", mesh, (tokens, features)), ("S(0), S(1)", mesh, (samples, heads, sequence, head_size))
-    summed, turned = ("S(0), P", mesh, x[2]), (*heads_of[:2], (samples, heads, head_size, sequence))
+    x, heads = ("S(0), B", mesh, (tokens, hidden_size)), ("S(0), S(1)", mesh, (batch, num_heads, seq_len, head_size))
+    summed, turned = ("S(0), P", mesh, x[2]), (*heads[:2], (batch, num_heads, head_size, seq_len))
     f, g = (x[:2], x[:2], "S(0), B"), (summed[:2], x[:2])
+    norms = [(("local", []), ("B, B", mesh))] * 4  # weight and bias of two
     weights = sum(values[name].exact.size for name in sbps if name.startswith("w_"))
-    matmuls = [(x, "w_qkv", "qkv"), (heads_of, turned, "scores"), ("attention", heads_of, heads_of)]
-    matmuls += [("mixed", "w_out", summed), (x, "w_up", (*layout["hidden"], values["hidden"].exact.shape))]
-    return Case(
-        layout,
-        values,
-        in_steps(graph, steps, [*matmuls, ("hidden", "w_down", summed)]),
-        in_steps(graph, steps, [f, g, f, g], [(("P, B", mesh), ("B, B", mesh))]),
-        parts if graph else {},
-        sends=[4 * reduced(tensor, tokens * features / data) + reduced(data, weights / tensor + 2 * features)] * n,
-    )
-
-
-@case_of_recipe({"uneven": {**OTHER_BLOCK, "samples": 3}, "tensor parallel": {"split": False, "steps": 2}})
-def sequence_parallel(
-    n, graph=False, steps=1, split=True, samples=2, sequence=None, heads=None, head_size=4, matmul_scale=1.0, seed=0
-):
-    ranks, sequence, heads = list(range(n)), sequence or max(4, n), heads or 2 * n
-    tokens, features = samples * sequence, heads * head_size
-    returned = ("gathered0", "scores", "attention", "mixed", "residual", "gathered1", "hidden", "out")
-    sizes = (samples, sequence, heads, head_size)
-    values, _ = reference.trained_block(returned, seed, steps, *sizes, matmul_scale=matmul_scale, sequence_first=True)
-    values = {"x": values.pop("x"), "y": values.pop("y"), "mask": reference.causal(sequence), **values}
-    sbps = {"w_qkv": "S(1)", "w_up": "S(1)", "w_out": "S(0)", "w_down": "S(0)", "mixed": "S(1)", "hidden": "S(1)"}
-    sbps.update({"scores": "S(1)", "attention": "S(1)"})
-    sbps.update(dict.fromkeys(("x", "y", "residual", "out"), "S(0)" if split else "B"))
-    layout = placed(values, ranks, **sbps)
-    if graph and split:
-        layout.update({"norm0 grad": ("P", ranks), "norm1 grad": ("P", ranks)})
-    heads_of = ("S(1)", ranks, (samples, heads, sequence, head_size))
-    turned, qkv = ("S(1)", ranks, (samples, heads, head_size, sequence)), ("S(1)", ranks, (tokens, 3 * features))
-    x, whole, summed = layout["x"], ("B", ranks), ("P", ranks, (tokens, features))
-    gather, scatter = (x, whole, x[0]), (summed[:2], x, "B")
-    norms = 2 * features if split else 0
-    matmuls = [("gathered0", "w_qkv", qkv), (heads_of, turned, "scores"), ("attention", heads_of, heads_of)]
-    matmuls += [("mixed", "w_out", summed), ("gathered1", "w_up", "hidden"), ("hidden", "w_down", summed)]
+    matmuls = [("attention_in", "w_qkv", "qkv"), (heads, turned, "scores"), ("probs", heads, heads)]
+    matmuls += [("context", "w_out", summed), ("mlp_in", "w_up", "hidden"), ("hidden", "w_down", summed)]
     return Case(
         layout,
         values,
         in_steps(graph, steps, matmuls),
-        in_steps(graph, steps, [gather, scatter, gather, scatter], [(("P" if split else "B", ranks), ("B", ranks))]),
-        sends=[(n - 1) / n * (8 * tokens * features + 2 * norms)] * n,
+        [*norms, *in_steps(graph, steps, [f, g, f, g])],
+        parts if graph else {},
+        reads=[("P, B", mesh)] * steps,
+        sends=[4 * reduced(tensor, tokens * hidden_size / data) + reduced(data, weights / tensor + 4 * hidden_size)] * n,
     )
 
 
-OTHER_VOCABULARY = {"tokens": 16, "vocabulary": 21, "features": 6, "steps": 3, "seed": 1}
-ONE_AXIS = {"tensor": 4, "tokens": 6, "vocabulary": 16, "steps": 2}
+@case_of_recipe({"uneven": {**OTHER_BLOCK, "batch": 3}})
+def sequence_parallel(
+    n, graph=False, steps=3, batch=2, seq_len=None, num_heads=None, head_size=4, matmul_scale=1.0, seed=0
+):
+    ranks, seq_len, num_heads = list(range(n)), seq_len or max(4, n), num_heads or n
+    tokens, hidden_size = batch * seq_len, num_heads * head_size
+    sizes = (batch, seq_len, num_heads, head_size)
+    values, parts = reference.trained_block(seed, steps, *sizes, matmul_scale=matmul_scale, sequence_first=True)
+    sbps = {"w_qkv": "S(1)", "w_up": "S(1)", "w_out": "S(0)", "w_down": "S(0)"}
+    sbps.update(dict.fromkeys(("qkv", "scores", "probs", "context", "hidden"), "S(1)"))
+    sbps.update(dict.fromkeys(("x", "y", "residual", "out"), "S(0)"))
+    layout = placed(values, ranks, **sbps)
+    norms = [f"{norm}.{name}" for norm in ("attention_norm", "mlp_norm") for name in ("weight", "bias")]
+    if graph:
+        layout.update({f"{name} grad": ("P", ranks) for name in norms})
+    heads, turned = (
+        ("S(1)", ranks, (batch, num_heads, *shape)) for shape in ((seq_len, head_size), (head_size, seq_len))
+    )
+    x, whole, summed = layout["x"], ("B", ranks), ("P", ranks, (tokens, hidden_size))
+    gather, scatter = (x, whole, "S(0)"), (summed[:2], x, "B")
+    matmuls = [("attention_in", "w_qkv", "qkv"), (heads, turned, "scores"), ("probs", heads, heads)]
+    matmuls += [("context", "w_out", summed), ("mlp_in", "w_up", "hidden"), ("hidden", "w_down", summed)]
+    return Case(
+        layout,
+        values,
+        in_steps(graph, steps, matmuls),
+        [*[(("local", []), whole)] * len(norms), *in_steps(graph, steps, [gather, scatter, gather, scatter])],
+        reads=[("P", ranks)] * steps,
+        sends=[(n - 1) / n * (8 * tokens * hidden_size + 2 * len(norms) * hidden_size)] * n,
+    )
+
+
+OTHER_VOCABULARY = {"tokens": 16, "vocab_size": 21, "hidden_size": 6, "seed": 1}
+ONE_AXIS = {"tensor": 4, "tokens": 6, "vocab_size": 16, "steps": 2}
 
 
 @case_of_recipe({"other": OTHER_VOCABULARY, "one axis": ONE_AXIS})
-def vocab_parallel(n, graph=False, steps=1, tensor=None, tokens=None, vocabulary=61, features=4, matmul_scale=1.0, seed=0):
-    tensor = tensor or (2 if n % 2 == 0 else n)
-    data, tokens, padded = n // tensor, tokens or max(8, n), -(-vocabulary // tensor) * tensor
+def vocab_parallel(
+    n, graph=False, steps=3, tensor=None, tokens=None, vocab_size=61, hidden_size=4, matmul_scale=1.0, seed=0
+):
+    tensor, tokens = tensor or (2 if n % 2 == 0 else n), tokens or 2 * n
+    data, padded = n // tensor, -(-vocab_size // tensor) * tensor
     mesh = np.arange(n).reshape(data, tensor).tolist()
-    values, parts = reference.vocab_parallel(seed, steps, tokens, vocabulary, padded, features, data, matmul_scale)
-    order = ("ids", "targets", "table", "head", "x", "logits", "table grad", "head grad", "indexed grad")
-    values = {name: values[name] for name in (*order, "new table", "new head", "losses")}
-    sbps = {"table": "B, S(0)", "head": "B, S(1)", "logits": "S(0), S(1)", "indexed": "B, B", "losses": "B, B"}
+    values, parts = reference.vocab_parallel(seed, steps, tokens, vocab_size, padded, hidden_size, data, matmul_scale)
+    sbps = {"table": "B, S(0)", "unused": "B, S(0)", "head": "B, S(1)", "logits": "S(0), S(1)", "losses": "B, B"}
     sbps.update(dict.fromkeys(("ids", "targets", "x"), "S(0), B"))
     layout = placed(values, mesh, **sbps)
     if graph:
         layout.update({"table grad": ("P, S(0)", mesh), "head grad": ("P, S(1)", mesh)})
-    else:
-        parts = {"indexed grad": parts["indexed grad"]}
-    embedded, losses = (("S(0), P", mesh), ("S(0), B", mesh), "S(0), B"), (("P, P", mesh), ("B, B", mesh))
     cross_entropy = 5 if graph else 8  # numbers for each token that OneFlow reduces in it, measured
-    activations = reduced(tensor, (2 * features + cross_entropy) * tokens / data)
+    activations = reduced(tensor, (2 * hidden_size + cross_entropy) * tokens / data)
     return Case(
         layout,
         values,
         in_steps(graph, steps, [("x", "head", "logits")]),
-        [*in_steps(graph, steps, [embedded], [losses]), (("B, S(0)", mesh), ("B, B", mesh))],
-        parts,
-        sends=[activations + reduced(data, 2 * padded * features / tensor)] * n,
+        in_steps(graph, steps, [(("S(0), P", mesh), ("S(0), B", mesh), "S(0), B")]),
+        parts if graph else {},
+        reads=[("P, P", mesh)] * steps,
+        sends=[activations + reduced(data, 2 * padded * hidden_size / tensor)] * n,
     )
 
 
