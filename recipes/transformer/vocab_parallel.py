@@ -41,7 +41,7 @@ class LanguageModel(flow.nn.Module):
         self.register_buffer("unused", flow.tensor(unused, placement=mesh, sbp=rows))
 
     def forward(self, ids, targets):
-        # a rank has 0 for the ids of other ranks, so x is a partial sum; self.table[ids] gets a wrong gradient, silently
+        # x is a partial sum: 0 for words of other ranks. The gradient of self.table[ids] would be wrong, silently.
         x = flow._C.gather(self.table, ids, axis=0)
         x = x.to_global(sbp=ids.sbp, grad_sbp=ids.sbp)
         logits = flow.matmul(x, self.head)

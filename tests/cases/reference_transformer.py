@@ -93,47 +93,52 @@ def vocab_parallel(seed=0, steps=1, tokens=8, vocab_size=61, padded=61, hidden_s
     return {**inputs, **w, **trained}, added
 
 
-def context_parallel(seed=0, steps=1, sequence=8, heads=4, head_size=4, matmul_scale=1.0):
-    """Steps of SGD of q, k and v on sum((out - y)^2), out = attention(q, k, v) of (sequence, heads, head size)."""
+def context_parallel(seed=0, steps=1, seq_len=8, num_heads=4, head_size=4, matmul_scale=1.0):
+    """Steps of SGD of q, k and v on sum((out - y)^2), out = attention(q, k, v) of (seq_len, num_heads, head_size)."""
     rng = np.random.default_rng(seed)
-    q, k, v, y = (drawn(rng, sequence, heads, head_size) for _ in range(4))
+    q, k, v, y = (drawn(rng, seq_len, num_heads, head_size) for _ in range(4))
 
     def forward(w, part):
-        scores, _, mixed = attention(*(w[name].permute(1, 0, 2) for name in "qkv"), matmul_scale)
-        out = mixed.permute(1, 0, 2)
-        return {"scores": scores, "out": out}, ((out - y) ** 2).sum()
+        scores, probs, context = attention(*(w[name].permute(1, 0, 2) for name in "qkv"), matmul_scale)
+        out = context.permute(1, 0, 2)
+        return {"scores": scores, "probs": probs, "out": out}, ((out - y) ** 2).sum()
 
     w = {"q": q, "k": k, "v": v}
-    return {**w, "y": y, **reference.descend(w, forward, steps)[0]}
+    return {**w, "y": y, "mask": causal(seq_len), **reference.descend(w, forward, steps)[0]}
 
 
-def mixture_of_experts(n, seed=0, steps=1, tokens=8, features=4, hidden_features=8, capacity=3, matmul_scale=1.0):
-    """Steps of SGD on mean((out - y)^2), of n experts and `tokens` on each of n ranks; x is a weight that stays."""
+def mixture_of_experts(n, seed=0, steps=1, group_size=8, hidden_size=4, ffn_size=8, capacity=3, matmul_scale=1.0):
+    """Steps of SGD on mean((out - y)^2), of n experts and as many groups of tokens; and how many tokens are dropped."""
     rng = np.random.default_rng(seed)
-    x, y = (drawn(rng, n * tokens, features) for _ in range(2))
-    shapes = {"router": (features, n), "w_up": (n, features, hidden_features), "w_down": (n, hidden_features, features)}
-    w = {"x": x, **{name: drawn(rng, *shape) for name, shape in shapes.items()}}
+    x, y = (drawn(rng, n * group_size, hidden_size) for _ in range(2))
+    shapes = {"router": (hidden_size, n), "w_up": (n, hidden_size, ffn_size), "w_down": (n, ffn_size, hidden_size)}
+    w = {name: drawn(rng, *shape) for name, shape in shapes.items()}
+    w.update({"norm.weight": Value(np.ones(hidden_size)), "norm.bias": Value(np.zeros(hidden_size))})
+    dropped = []
 
     def forward(w, part):
-        odds = softmax(matmul_scale * (w["x"] @ w["router"]))
-        expert, rows = odds.exact.argmax(axis=1), np.arange(n * tokens)
-        best = np.sort(odds.exact, axis=1)
+        tokens = norm(x) * w["norm.weight"] + w["norm.bias"]
+        probs = softmax(matmul_scale * (tokens @ w["router"]))
+        expert, rows = probs.exact.argmax(axis=1), np.arange(n * group_size)
+        best = np.sort(probs.exact, axis=1)
         assert n == 1 or (best[:, -1] - best[:, -2] > 1e-4).all(), "rounding must not choose the expert"
-        dispatch = np.zeros((n, tokens, n, capacity))
-        for rank, token in np.ndindex(n, tokens):
-            own = expert[rank * tokens : (rank + 1) * tokens]
+        dispatch_mask = np.zeros((n, group_size, n, capacity))
+        for group, token in np.ndindex(n, group_size):
+            own = expert[group * group_size : (group + 1) * group_size]
             place = (own[:token] == own[token]).sum()
             if place < capacity:
-                dispatch[rank, token, own[token], place] = 1
-        slots = Value(dispatch.reshape(n, tokens, n * capacity))
-        sent = matmul_scale * (slots.T @ w["x"].reshape(n, tokens, features))
-        sent = sent.reshape(n, n, capacity, features)
-        own = sent.permute(1, 0, 2, 3).reshape(n, n * capacity, features)
-        hidden = (matmul_scale * (own @ w["w_up"])).relu()
-        done = (matmul_scale * (hidden @ w["w_down"])).reshape(n, n, capacity, features).permute(1, 0, 2, 3)
-        back = matmul_scale * (slots @ done.reshape(n, n * capacity, features))
-        out = w["x"] + odds[rows, expert].reshape(-1, 1) * back.reshape(n * tokens, features)
-        made = {"odds": odds.reshape(n, tokens, n), "dispatch": slots, "sent": sent, "arrived": sent}
-        return {**made, "hidden": hidden, "out": out}, mse(out, y)
+                dispatch_mask[group, token, own[token], place] = 1
+        dropped.append(n * group_size - dispatch_mask.sum())
+        slots, tokens = Value(dispatch_mask.reshape(n, group_size, -1)), tokens.reshape(n, group_size, hidden_size)
+        sent = (matmul_scale * (slots.T @ tokens)).reshape(n, n, capacity, hidden_size)
+        by_expert = sent.permute(1, 0, 2, 3).reshape(n, n * capacity, hidden_size)
+        hidden = (matmul_scale * (by_expert @ w["w_up"])).relu()
+        done = (matmul_scale * (hidden @ w["w_down"])).reshape(n, n, capacity, hidden_size).permute(1, 0, 2, 3)
+        combined = matmul_scale * (slots @ done.reshape(n, n * capacity, hidden_size))
+        out = x + probs[rows, expert].reshape(-1, 1) * combined.reshape(n * group_size, hidden_size)
+        made = {"tokens": tokens, "probs": probs.reshape(n, group_size, n), "dispatch_mask": slots, "sent": sent}
+        made.update({"arrived": sent, "hidden": hidden, "done": done, "combined": combined, "out": out})
+        return made, mse(out, y)
 
-    return {**w, "y": y, **reference.descend(w, forward, steps, fixed=("x",))[0]}
+    trained = reference.descend(w, forward, steps)[0]
+    return {"x": x, "y": y, **w, **trained, "dropped": Value(dropped)}
