@@ -124,7 +124,7 @@ def main():
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if flow.env.get_rank() == 0:
         held, needed = 4 * out.to_local().numel(), 4 * out.numel()
-        print(f"of x, the norms, the residual and out each rank keeps {held} bytes each; in tensor parallel it is {needed}")
+        print(f"a rank keeps {held} bytes of x, the residual and out each; with tensor parallel it would keep {needed}")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 
