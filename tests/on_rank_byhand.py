@@ -3,6 +3,7 @@
 import oneflow as flow
 
 from harness.measure.calls import replaced
+from harness.measure.entry import call_entry
 from harness.measure.sent import sent_by
 from harness.start import recipe
 
@@ -21,8 +22,15 @@ def messages(path, **arguments):
         return call
 
     with replaced({(flow.comm, name): recording(name, getattr(flow.comm, name)) for name in ("send", "recv")}):
-        module.run(**arguments)
+        call_entry(module, arguments)
     return seen
+
+
+def sent_by_the_ring(path, in_features, out_features):
+    """The bytes that this rank sends in the ring of a recipe."""
+    tensor = flow.ones(in_features, out_features)
+    _, sent = sent_by(lambda: recipe.load(path).ring_all_reduce(tensor))
+    return sent
 
 
 def exchange(first):

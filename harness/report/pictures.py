@@ -34,8 +34,9 @@ def calls():
     for kind in ("adam", *BESIDE.values()):
         data_parallel = {"name": "train_data_parallel", "optimizer": kind, **TRAINING_SIZES}
         found["plain", kind] = (2, calling(f"{ORDER}:order", **data_parallel))
-    for name, given in {"parameter_server": {"graph": False, **TRAINING_SIZES}, "ring_all_reduce": RING}.items():
-        found["sends", name] = (4, calling(f"{ORDER}:sends", name, steps=1, **given))
+    step = {"graph": False, "steps": 1, **TRAINING_SIZES}
+    for name, given in {"parameter_server": step, "ring_all_reduce": RING}.items():
+        found["sends", name] = (4, calling(f"{ORDER}:sends", name, **given))
     for size, given in block.SIZES.items():
         found["block", size] = (4, calling(MEASURE_SCRIPT, "gpt", keywords=given))
     return found

@@ -28,6 +28,15 @@ def test_ring_talks_to_neighbours_only_one_chunk_at_a_time(pools, n):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("sizes", [{"in_features": 720, "out_features": 1080}, {"in_features": 7, "out_features": 50_000}])
+def test_bytes_of_the_ring(pools, n, sizes):
+    found = pools(n).call(f"{ON_RANK}:sent_by_the_ring", path=path("ring_all_reduce"), **sizes)
+    for rank, (sent, elements) in enumerate(zip(found, CASES["ring_all_reduce"](n, **sizes).sends)):
+        near = abs(sent - 4 * elements) <= 0.02 * 4 * elements
+        Checks.that(near, f"rank {rank} sends", sent, "and must send", 4 * elements)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
 def test_ring_adds_in_the_order_of_oneflow_if_the_chunks_are_equal(pools, n):
     """Bit for bit then; if n does not divide the rows, OneFlow cuts elsewhere."""
     for rows, same in ((12, True), (13, n == 2)):  # two numbers give the same sum in either order
@@ -43,13 +52,13 @@ def test_all_ranks_that_send_first_wait_for_ever(pools):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_late_gradients_give_the_synchronous_update_and_stale_ones_do_not(n):
+def test_fresh_gradients_give_the_synchronous_update_and_stale_ones_do_not(n):
     """The ladder finds both on the ranks."""
-    values, synchronous = CASES["async_update"](n).values, trained("sgd", steps=4)
-    for w in ("w0", "w1"):
-        late, stale, wanted = values[f"late {w}"], values[f"stale {w}"], synchronous[f"new {w}"]
-        Checks.that((abs(late.exact - wanted.exact) <= 1e-12).all(), n, w, "late")
-        Checks.that(abs(stale.exact - wanted.exact).max() > 1e-2, n, w, "stale")
+    synchronous = trained("sgd", steps=4)
+    fresh, stale = (CASES["async_update"](n, sync_every=every).values for every in (1, 2))
+    for w in ("new w0", "new w1"):
+        Checks.that((abs(fresh[w].exact - synchronous[w].exact) <= 1e-12).all(), n, w, "fresh")
+        Checks.that(abs(stale[w].exact - synchronous[w].exact).max() > 1e-2, n, w, "stale")
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -16,9 +16,8 @@ VARIANTS = {  # what else than the default sends something else
     "train_pipeline": [{"micro_batches": 8}],
     "loss_placement": [{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
     "context_parallel": [{"way": "all_to_all"}, {"way": "ring"}],
-    "ring_all_reduce": [{"in_features": 7, "out_features": 50_000}],  # chunks of different size
     "batch_norm": [{"batch": 8, "in_features": 1, "out_features": 50_000}],  # little weight: the four rows show
-    "replicate_scatter_gather": [{"batch": 8192, "hidden": 8}, {"way": "sbp"}],  # large outputs, little weight
+    "replicate_scatter_gather": [{"batch": 8192, "hidden_size": 8}, {"home": "all"}],  # large outputs, little weight
 }
 RUNS = [
     (name, n, mode, more)
