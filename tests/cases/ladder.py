@@ -1,5 +1,7 @@
 """The proof ladder: what is asserted of one run of a recipe on all its ranks, each rung against numpy."""
 
+import tempfile
+
 import numpy as np
 
 from tests.cases import CASES, ROOT, TRAINED, modes, proven_on, reference, sizes_of
@@ -61,17 +63,34 @@ def check_recipe(pool, path, name, graph, sizes, **facts):
     Checks.recipes.add(name)
     n = pool.world_size
     arguments = sizes_of(name, n)[sizes]
-    case = CASES[name](n, graph, **arguments, **facts)
     mode = {"graph": graph} if len(modes(name)) == 2 else {}
-    seen = pool.call(OBSERVE, path=str(path), **mode, **arguments)
-    check_tensors(case, seen)
-    check_operations(case, graph, seen)
+    for given, seen in runs_of(pool, path, mode, arguments):
+        case = CASES[name](n, **{"graph": graph, **given}, **facts)
+        check_tensors(case, seen)
+        check_operations(case, graph, seen)
     if case.matmuls and (n, sizes) == (proven_on(name)[0], "even"):  # what depends on a matmul does not depend on sizes
         if name in TRAINED:  # one, as rounding grows with the scale in each
             arguments = {**arguments, "steps": 1}
         scaled = pool.call(OBSERVE, path=str(path), matmul_scale=SCALE, **mode, **arguments)
         check_tensors(CASES[name](n, graph, matmul_scale=SCALE, **arguments), scaled)
     return seen
+
+
+def runs_of(pool, path, mode, arguments):
+    """Yields (arguments of its case, what each rank did) for each run of a recipe: one, or two.
+
+    With "before" in the arguments the first run has those in it as well, and the second resumes from its checkpoint.
+    """
+    arguments = {**mode, **arguments}
+    if "before" not in arguments:
+        yield arguments, pool.call(OBSERVE, path=str(path), **arguments)
+        return
+    before = arguments.pop("before")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments["checkpoint_dir"] = folder
+        first = {**arguments, **before}
+        yield first, pool.call(OBSERVE, path=str(path), **first)
+        yield {**arguments, "before": before}, pool.call(OBSERVE, path=str(path), **arguments)
 
 
 def check_tensors(case, seen):
