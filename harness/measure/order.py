@@ -6,7 +6,7 @@ from harness.measure.calls import PLACES, replaced
 from harness.measure.observe import observed
 from harness.measure.recorder import Recorder
 from harness.measure.script import measure_script
-from harness.measure.sent import quiet_wchar
+from harness.measure.sent import growth, quiet
 from harness.measure.tensors import layout_of
 from harness.measure.training import costs
 
@@ -24,15 +24,15 @@ class Order:
         self.events, self.weights, self.parts, self.moves = [], [], {}, 0
 
     def note(self, what, tensor, **more):
-        sent = quiet_wchar() - self.before
+        sent = growth(self.before, quiet())
         self.events.append(
             {"what": what, "ranks": layout_of(tensor).ranks, "shape": tuple(tensor.shape), "sent": sent, **more}
         )
-        self.before = quiet_wchar()
+        self.before = quiet()
 
     def begin(self):
         if not self.events:  # what was sent to make tensors is not of the step
-            self.before = quiet_wchar()
+            self.before = quiet()
 
     def matmul(self, function):
         def call(x, w, *rest, **named):

@@ -5,7 +5,7 @@ import oneflow as flow
 from harness.measure.calls import replaced
 from harness.measure.observe import observed
 from harness.measure.recorder import Recorder
-from harness.measure.sent import quiet_wchar, sent_by, wait_for
+from harness.measure.sent import growth, quiet, sent_by, wait_for
 
 
 def per_step(path, **arguments):
@@ -14,12 +14,12 @@ def per_step(path, **arguments):
     In a graph of 3 steps the bytes from the end of the first call to the end of the last are those of 2. In eager mode
     nothing marks the end of a step: there it is the difference between a run of 3 steps and one of 1.
     """
-    at_end, call = {}, flow.nn.Graph.__call__  # the bytes sent so far at the end of each call of a graph
+    at_end, call = {}, flow.nn.Graph.__call__  # what was sent so far at the end of each call of a graph
 
     def counting_call(graph, *inputs, **named):
         result = call(graph, *inputs, **named)
         wait_for(result)
-        at_end.setdefault(graph, []).append(quiet_wchar())
+        at_end.setdefault(graph, []).append(quiet())
         return result
 
     def run(steps):
@@ -27,7 +27,7 @@ def per_step(path, **arguments):
 
     with replaced({(flow.nn.Graph, "__call__"): counting_call}):
         tensors, sent = run(3)
-        two_steps = sum(sent[-1] - sent[0] for sent in at_end.values()) if at_end else sent - run(1)[1]
+        two_steps = sum(growth(first, last) for first, *_, last in at_end.values()) if at_end else sent - run(1)[1]
     return {"sent": two_steps / 2, "graph": bool(at_end), **costs(tensors)}
 
 

@@ -11,7 +11,6 @@ TRAINING_SIZES = dict(batch=384, in_features=384, hidden=768, out_features=384)
 TRAINED_ON = (2, 4)  # ranks
 OTHER_SIZES = {
     "auto_parallel": {"batch": 96},  # at more it chooses otherwise
-    "elastic_training": {"every": 4},  # no checkpoint in 3 steps: what goes to disk would count as sent
     # Many features and short sequences: much moves, and little is computed.
     "transformer_block": {"samples": 32, "sequence": 48, "heads": 12, "head_size": 16},
     "sequence_parallel": {"samples": 32, "sequence": 48, "heads": 12, "head_size": 16},
