@@ -1,7 +1,8 @@
-"""The bytes that this rank has sent to other ranks: what it has written to its TCP connections.
+"""The bytes that this rank has sent to other ranks: what it has written to its TCP connections over IPv4.
 
-TCP counts each byte of the content once: no header, and nothing twice that was sent again. Files, pipes and Unix sockets
-are not counted, nor a connection of a rank to itself. Only `quiet` and `wait_for` need OneFlow, so they import it.
+By these OneFlow sends tensors; its remote calls, such as the barriers here, go by gRPC over IPv6. TCP counts each byte
+of the content once: no header, and nothing twice that was sent again. Files, pipes and Unix sockets are not counted,
+nor a connection of a rank to itself. Only `quiet` and `wait_for` need OneFlow, so they import it.
 """
 
 import contextlib
@@ -23,15 +24,9 @@ def connections():
         with contextlib.suppress(OSError):  # it was closed meanwhile, or it has no other end: it listens
             if os.readlink(entry.path).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(entry.name))) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        ends = end(connection.getsockname()), end(connection.getpeername())
-                        found[ends] = written(connection)
+                    if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
+                        found[connection.getsockname(), connection.getpeername()] = written(connection)
     return {(here, there): count for (here, there), count in found.items() if (there, here) not in found}
-
-
-def end(address):
-    """(address, port) of one end. A socket for IPv6 has IPv4's addresses in a longer form."""
-    return address[0].replace("::ffff:", ""), address[1]
 
 
 def written(connection):
