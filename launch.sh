@@ -16,7 +16,7 @@ Run a OneFlow script on several ranks, on this host or on several, or the tests 
   ./launch.sh test [--all] [pytest's arguments ...]    --all: what CI runs, the slow tests too
   ./launch.sh mutate [recipe ...]                      break a recipe in every way; the tests must notice each
   ./launch.sh faults [--tries K]                       kill, stop and damage jobs in every way: docs/faults.md
-  ./launch.sh docs                                     measure again: docs/sbp-atlas.md and the pictures
+  ./launch.sh docs                                     measure again: docs/sbp-atlas.md
   ./launch.sh meshes                                   train gpt.py on each mesh of up to 4 ranks: docs/gpt.md
   ./launch.sh bench [--short] [PART ...]               measure beside PyTorch and JAX: docs/performance.md
 

@@ -1,4 +1,4 @@
-"""Run the recipes on pools of ranks: all that a run does, for the pictures, and what a training step costs."""
+"""Run the recipes on pools of ranks: all that a run does, and what a training step costs."""
 
 from harness.report.atlas import MODES
 from harness.start.recipe import HARNESS, entry, path_of, world_sizes
@@ -35,7 +35,7 @@ def modes(path):
 
 
 def measured_modes(path):
-    """The modes that its picture and the atlas need: one, if it trains."""
+    """The modes in which its run is measured: one, if it trains."""
     return modes(path)[:1] if "steps" in entry(path) else modes(path)
 
 
