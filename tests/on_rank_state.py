@@ -55,7 +55,7 @@ def load_unchecked(folder):
 
 
 def bytes_to_save_and_load(path, folder, sbp, rows, columns):
-    """What this rank writes and sends to save one tensor of this SBP, and to load it into a parameter of that SBP."""
+    """What this rank sends to save one tensor of this SBP, and to load it into a parameter of that SBP."""
     module = recipe.load(path)
     parameter = flow.nn.Module()
     values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)

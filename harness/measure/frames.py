@@ -14,6 +14,22 @@ from harness.measure.tensors import layout_of
 STATE_OF_GRAPH = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buf"}  # a graph's names -> an optimizer's
 
 
+@contextlib.contextmanager
+def returns_of(path, handler):
+    """Inside it, handler(frame) is called when the file at `path`, or a function of it, returns."""
+
+    def look(frame, event, _):
+        if event == "return" and frame.f_code.co_filename == path:
+            handler(frame)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
 class Frames:
     """Keeps the variables of the functions in the file at `path`.
 
@@ -25,19 +41,11 @@ class Frames:
         self.path, self.entry = path, entry
         self.outer, self.inner, self.in_graph = {}, {}, {}
 
-    @contextlib.contextmanager
     def watching(self):
         """Inside it, look at each function of the file when it returns."""
-        before = sys.getprofile()
-        sys.setprofile(self.look)
-        try:
-            yield
-        finally:
-            sys.setprofile(before)
+        return returns_of(self.path, self.look)
 
-    def look(self, frame, event, _):
-        if event != "return" or frame.f_code.co_filename != self.path:
-            return
+    def look(self, frame):
         if frame.f_code is self.entry:
             self.outer = dict(frame.f_locals)
             return
@@ -71,7 +79,11 @@ def arrays_by_name(variables):
     for name, value in variables.items():
         if isinstance(value, np.ndarray):
             named[name] = value
-        elif isinstance(value, list) and value and all(isinstance(item, (int, float, np.number, np.ndarray)) for item in value):
+        elif (
+            isinstance(value, list)
+            and value
+            and all(isinstance(item, (int, float, np.number, np.ndarray)) for item in value)
+        ):
             with contextlib.suppress(ValueError):  # arrays of several shapes
                 named[name] = np.array(value)
     return named

@@ -1,6 +1,7 @@
 """`launch.sh show` and `launch.sh bytes`: run a script on all ranks, recorded, and draw or list what it made and moved.
 
-A script whose `run` has a default for each parameter is called there; any other is run whole. Its output is not shown.
+A recipe's `train` or `run` is called alone, and so is that of a script in which each parameter has a default; any other
+script is run whole. Its output is not shown.
 """
 
 import os
