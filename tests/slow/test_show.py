@@ -170,7 +170,7 @@ def test_show_draws_a_mesh_as_a_mesh(show):
         ["rank 0 (4, 4) columns 0-3", "rank 1 (4, 4) columns 4-7"],
         ["rank 2 (4, 4) columns 0-3", "rank 3 (4, 4) columns 4-7"],
     ]
-    assert "all-reduce along axis 0" in job.out and "↓ a call of LayerGraph: " in job.out
+    assert "all-gather along axis 0" in job.out and "↓ a call of LayerGraph: " in job.out
 
 
 def all_reduce(out):
