@@ -9,7 +9,7 @@ from pathlib import Path
 
 import oneflow as flow
 
-from harness.measure.calls import replaced
+from harness.measure.calls import replaced, watching
 from harness.measure.entry import call_entry
 from harness.measure.sbp import sbp_of
 from harness.start import recipe
@@ -48,38 +48,24 @@ def steps(path, clock, change=None, in_parts=False, **arguments):
 
     Parts are of eager mode only, and the rank waits for the end of each, which takes some time itself.
     """
-    module, graph = recipe.load(path), arguments.get("graph")
     found = []
+    first = "graph" if arguments.get("graph") else "zero_grad"
 
-    def begin(function):
-        def begun(*given, **named):
-            wait()
+    def timed(call):
+        wait()
+        if call.kind == first:
             found.append((clock(), Counter()))
-            return function(*given, **named)
+            return call.proceed()
+        start = time.perf_counter()
+        result = call.proceed()
+        wait()
+        for _, seconds in found[-1:]:  # none before gpt.py's first step, which ends with zero_grad
+            seconds[call.kind] += time.perf_counter() - start
+        return result
 
-        return begun
-
-    def part(name, function):
-        def timed(*given, **named):
-            wait()
-            start = time.perf_counter()
-            result = function(*given, **named)
-            wait()
-            for _, seconds in found[-1:]:  # none before gpt.py's first step, which ends with zero_grad
-                seconds[name] += time.perf_counter() - start
-            return result
-
-        return timed
-
-    first = (flow.nn.Graph, "__call__") if graph else (flow.optim.Optimizer, "zero_grad")
-    places = dict(CHANGES.get(change, {}))
-    places[first] = begin(places.get(first) or getattr(*first))
-    if in_parts:
-        names = {(flow.Tensor, "backward"): "backward"}
-        names.update({(optimizer, "step"): "update" for optimizer in (flow.optim.SGD, flow.optim.AdamW)})
-        places.update({place: part(name, getattr(*place)) for place, name in names.items()})
-    with replaced(places):
-        tensors = call_entry(module, arguments)
+    kinds = [first, "backward", "update"] if in_parts else [first]
+    with replaced(CHANGES.get(change, {})), watching(timed, kinds):
+        tensors = call_entry(recipe.load(path), arguments)
         wait()
     return found, tensors
 

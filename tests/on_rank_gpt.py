@@ -7,11 +7,10 @@ from collections import Counter
 
 import oneflow as flow
 
-from harness.measure.connections import acknowledged
 from harness.measure.graph import gradient_bytes
 from harness.measure.observe import recorded, replaced
 from harness.measure.sbp import label
-from harness.measure.sent import quiet_wchar
+from harness.measure.sent import quiet
 from harness.measure.tensors import snapshot
 from harness.start import recipe
 
@@ -76,8 +75,7 @@ def trained(path, bare=(), folder="", **arguments):
             both = [moment(state, i, name, second) for i, name in enumerate(names) for second in (False, True)]
             kept["moments"] = sum(map(local_bytes, both))
         if step in COUNTED:
-            quiet_wchar()
-            sent[step] = acknowledged()
+            sent[step] = quiet()
         if folder:
             save(state, where, step)
 

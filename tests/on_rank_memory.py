@@ -1,11 +1,12 @@
 """What the tests of the memory chapter call on the ranks of a pool."""
 
-import oneflow as flow
 from oneflow.nn.graph.graph_config import GraphConfig
 
+from harness.measure.calls import replaced, watching
+from harness.measure.entry import call_entry
 from harness.measure.graph import boxings_of
-from harness.measure.calls import replaced
 from harness.measure.sbp import label_of_proto
+from harness.measure.sent import wait_for
 from harness.start import recipe
 
 
@@ -14,22 +15,19 @@ def compiled(path, stage=None, **arguments):
 
     Returns {"ops": {name: (type, {tensor of the op: SBP})}, "boxings": [(old SBP, new SBP, shape), ...], sorted}.
     """
-    module = recipe.load(path)
-    graphs, stages, call, enable_zero = [], [], flow.nn.Graph.__call__, GraphConfig.enable_zero
+    graphs, stages, enable_zero = [], [], GraphConfig.enable_zero
 
-    def noted_call(graph, *inputs):
-        graphs.append(graph)
-        return call(graph, *inputs)
+    def keep(call):
+        graphs.append(call.arguments[0])
+        return call.proceed()
 
     def other_stage(config, mode, **options):
         stages.append(stage)
         enable_zero(config, mode, **{**options, "stage": stage})
 
-    places = {(flow.nn.Graph, "__call__"): noted_call}
-    if stage:
-        places[GraphConfig, "enable_zero"] = other_stage
-    with replaced(places):
-        module.run(**arguments)["losses"].numpy()  # what OneFlow aborts of, it does not abort of later
+    places = {(GraphConfig, "enable_zero"): other_stage} if stage else {}
+    with replaced(places), watching(keep, ["graph"]):
+        wait_for(call_entry(recipe.load(path), arguments))  # what OneFlow aborts of, it does not abort of later
     [graph] = set(graphs)
     assert stages == [stage] * bool(stage)
     ops = {}

@@ -1,24 +1,45 @@
-"""The pictures of the docs, as a reader meets them: letters large enough, colours that stand out, nothing cut off."""
+"""The pictures of the docs: they are legible, and what they draw is what they claim of a run; see drawings.py.
 
+That a run does what they claim is seen in slow/test_claims_of_pictures.py.
+"""
+
+import ast
 import itertools
 import re
-import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
 
-from harness.report import pictures, svg, timeline
+from harness.measure import theory
+from harness.measure.sbp import NAMES as SBPS
+from harness.start.recipe import path_of
 from tests.cases import ROOT
+from tests.drawings import (
+    NAMES,
+    PICTURES,
+    SVG,
+    THEMES,
+    claim,
+    claiming,
+    drawn_as,
+    groups,
+    move_in_words,
+    near,
+    numbers_in,
+    picture,
+    sbp_in_words,
+    spans,
+    tensors_of,
+    texts,
+)
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+GROUNDS = {"": "#ffffff", "-dark": "#0d1117"}  # of GitHub's pages
 SHOWN = (830, 358)  # pixels of a page's text on a screen, and on a phone that is 390 wide
-SVG = "{http://www.w3.org/2000/svg}"
-MADE = (*pictures.NAMES, "gpt_losses")  # this one by ./launch.sh meshes
-DRAWN = pytest.mark.parametrize("name, theme", list(itertools.product(MADE, svg.THEMES)))
-
-
-def picture(name, theme=""):
-    return ElementTree.parse(pictures.PICTURES / f"{name}{theme}.svg").getroot()
+ALL = (*NAMES, "gpt_losses")  # this one by ./launch.sh meshes
+DRAWN = pytest.mark.parametrize("name, theme", list(itertools.product(ALL, THEMES)))
+EQUATIONS, STEPS = claiming("matmuls", "moves"), claiming("steps", "kept")
+UNIT = {"kept": 74, "bar": 80}  # pixels of a bar of length 1
 
 
 def luminance(colour):
@@ -90,36 +111,182 @@ def test_colours_stand_out_from_the_page(name, theme):
         for colour in (one.get("fill"), one.get("stroke")):
             if colour and colour.startswith("#"):
                 least = 4.5 if one.tag in (f"{SVG}text", f"{SVG}tspan") else 3
-                assert contrast(colour, svg.GROUNDS[theme]) >= least, (one.tag, colour)
+                assert contrast(colour, GROUNDS[theme]) >= least, (one.tag, colour)
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", ALL)
 def test_light_and_dark_differ_in_colours_only(name):
-    light, dark = ((pictures.PICTURES / f"{name}{theme}.svg").read_text() for theme in svg.THEMES)
+    light, dark = ((PICTURES / f"{name}{theme}.svg").read_text() for theme in THEMES)
     assert light != dark and re.sub("#[0-9a-f]{6}", "", light) == re.sub("#[0-9a-f]{6}", "", dark)
 
 
-def test_each_rank_of_the_first_picture_has_the_cells_that_it_holds():
-    cells = {}
-    for path in picture("data_parallel").iter(f"{SVG}path"):
-        cells.setdefault(path.get("fill"), []).append(path.get("d").count("M"))
-    colours = svg.THEMES[""]
-    rows = [len(part) for part in np.array_split(range(4), 2)]
-    assert cells == {
-        colours["x"]: [5 * n for n in rows],
-        colours["w"]: [5 * 8, 5 * 8],
-        colours["out"]: [8 * n for n in rows],
-    }
+def both_themes(names):
+    return pytest.mark.parametrize("name, theme", list(itertools.product(names, THEMES)))
 
 
-def test_a_tensor_has_the_same_colour_under_each_of_its_names():
-    assert [svg.colour_of(name) for name in ("x", "x0", "w", "w1", "out", "out0", "hidden")] == [
-        *("x", "x", "w", "w1", "out", "out", "out")
+def cells_of(group):
+    """({(row, column)} of a tensor that are drawn for a rank, whether they are striped)."""
+    [path] = group.iter(f"{SVG}path")
+    starts = np.array([numbers(start) for start in re.findall(r"M([^h]+)h", path.get("d"))])
+    side = numbers(re.search(r"h([^v]+)v", path.get("d")).group(1))[0] + 1
+    outlines = [rect for rect in group.iter(f"{SVG}rect") if rect.get("stroke-dasharray")]  # of the whole tensor
+    origin = [float(outlines[0].get(key)) for key in "xy"] if outlines else starts.min(0)
+    columns, rows = ((starts - origin) / side).round(4).T.tolist()
+    return set(zip(rows, columns)), path.get("fill").startswith("url(#P-")
+
+
+@both_themes(EQUATIONS)
+def test_blocks_are_those_of_the_layout(name, theme):
+    root, wanted = picture(name, theme), {}
+    for tensor in tensors_of(claim(root)):
+        shape, layout = drawn_as(tensor)
+        for rank in layout.members:
+            rows, columns = (range(start, stop) for start, stop in layout.block(shape, rank))
+            cells = {(float(i), float(j)) for i in rows for j in columns}
+            wanted[tensor["name"], str(rank)] = (cells, "P" in layout.axes)
+    found = [((one.get("data-tensor"), one.get("data-rank")), cells_of(one)) for one in groups(root, "tensor")]
+    assert {key for key, _ in found} == set(wanted)
+    for key, block in found:
+        assert block == wanted[key], key
+
+
+@both_themes(EQUATIONS)
+def test_blocks_have_the_colour_of_their_heading(name, theme):
+    root = picture(name, theme)
+    stripes = {f"url(#{one.get('id')})": one[0].get("fill") for one in root.iter(f"{SVG}pattern")}
+    colours = {(text.text, text.get("fill")) for text in root.iter(f"{SVG}text") if len(text)}  # bold, then the shape
+    assert len(colours) == len({heading for heading, _ in colours})
+    for group in groups(root, "tensor"):
+        fill = next(group.iter(f"{SVG}path")).get("fill")
+        assert (group.get("data-tensor"), stripes.get(fill, fill)) in colours
+
+
+@both_themes(EQUATIONS)
+def test_equations_say_shapes_sbps_and_moves(name, theme):
+    root = picture(name, theme)
+    said, claimed = texts(root), claim(root)
+    headings = [
+        (f"{tensor['name']} ({', '.join(map(str, tensor['shape']))})", sbp_in_words(tensor["sbp"]))
+        for tensor in tensors_of(claimed)
     ]
-    assert svg.colour_of("w0 grad") == "gradient" and svg.colour_of("x @ w0") == "out"
-    for colours in svg.THEMES.values():
-        kinds = [colours[kind] for kind in ("x", "w0", "w1", "out", "partial", "gradient", "state")]
-        assert len(set(kinds)) == len(kinds)
+    moves = [tuple(move_in_words(move)) for move in claimed["moves"]]
+    for lines in [*headings, *moves]:
+        assert lines in [tuple(said[k : k + len(lines)]) for k in range(len(said))], lines
+    assert numbers_in(said) == numbers_in([line for lines in moves for line in lines])
+    in_words = {
+        f"{name} {shape}" for line in said for name, shape in re.findall(r"^(\S.*) (\((?:s, )?\d+, \d+\))$", line)
+    }
+    assert in_words == {words for words, _ in headings}
+    assert any(line.startswith("nothing moves: each rank sends 0 bytes") for line in said) == (not moves)
+
+
+@pytest.mark.parametrize("name", [name for name in (*EQUATIONS, *STEPS) if "part" not in claim(picture(name))])
+def test_headings_and_names_are_those_of_the_recipe(name):
+    root = picture(name)
+    text = ast.get_docstring(ast.parse(path_of(claim(root)["recipe"]).read_text()))
+    assert root.find(f"{SVG}title").text == text.split("\n")[0]
+    names = {tensor["name"] for tensor in tensors_of(claim(root))} if name in EQUATIONS else set()
+    assert {one for one in names if one.isidentifier()} <= {*re.findall(r"\w+", text), "hidden"}
+
+
+def step_in_words(step, micro_batches):
+    """What stands in the block of a step: its number of the micro-batch, or its name and layer."""
+    what, *rest = step.split()
+    if what in ("forward", "backward"):
+        return [rest[1]] if micro_batches > 1 else [what, rest[0]]
+    return [] if what == "send" else [" ".join([what, *rest[:1]])]
+
+
+@both_themes(STEPS)
+def test_blocks_of_a_step_are_in_its_order(name, theme):
+    root = picture(name, theme)
+    claimed, drawn = claim(root), groups(root, "step")
+    for rank in range(claimed["ranks"]):
+        wanted = [one["step"] for one in claimed["steps"] if rank in one["ranks"] and "to" not in one]
+        own = [one for one in drawn if str(rank) in one.get("data-ranks").split() and one.get("data-to") is None]
+        own.sort(key=lambda group: spans(group, "x")[0])
+        assert [one.get("data-step") for one in own] == wanted
+        ends = [sum(spans(one, "x")) for one in own]
+        assert all(end <= spans(one, "x")[0] for end, one in zip(ends, own[1:]))
+    arrows = [
+        (one.get("data-step"), [int(one.get("data-ranks"))], [int(one.get("data-to"))])
+        for one in drawn
+        if one.get("data-to")
+    ]
+    assert arrows == [(one["step"], one["ranks"], one["to"]) for one in claimed["steps"] if "to" in one]
+    for group in drawn:
+        assert texts(group) == step_in_words(group.get("data-step"), claimed["options"].get("micro_batches", 1))
+
+
+@both_themes(STEPS)
+def test_numbers_of_a_step_are_those_that_it_claims(name, theme):
+    root = picture(name, theme)
+    claimed, said, sends = claim(root), texts(root), {}
+    for one in (one for one in claimed["steps"] if "sent" in one):
+        amount, kinds = sends.setdefault(one["step"].split()[0], (max(one["sent"]), []))
+        assert amount == max(one["sent"])
+        kinds += [one["of"]] if one["of"] not in kinds else []
+    for what, (amount, kinds) in sends.items():
+        who = "" if what == "send" else "each rank sends "
+        assert f"{what}: {who}{amount:.2f} × {' and '.join(f'each {kind}' for kind in kinds)}" in said
+    bars = {(one.get("data-kept"), int(one.get("data-rank"))): one for one in groups(root, "kept")}
+    assert len(bars) == 3 * claimed["ranks"]
+    for (kind, rank), group in bars.items():
+        kept, beside = claimed["kept"][kind][rank], claimed["kept beside"][kind][rank]
+        assert texts(group) == [f"{kept:.2f}"] and spans(group, "x")[1] == pytest.approx(UNIT["kept"] * kept)
+        outlines = [float(rect.get("width")) for rect in group.iter(f"{SVG}rect") if rect.get("stroke-dasharray")]
+        assert outlines == pytest.approx([UNIT["kept"] * beside] if kept < beside else [])
+    amounts = [amount for amount, _ in sends.values()] + [kept for ranks in claimed["kept"].values() for kept in ranks]
+    assert numbers_in(said) == {f"{amount:.2f}" for amount in amounts}
+
+
+@both_themes([name for name in STEPS if "micro_batches" in claim(picture(name))["options"]])
+def test_ranks_of_a_pipeline_are_idle_for_the_share_of_the_formula(name, theme):
+    root = picture(name, theme)
+    n, m = claim(root)["ranks"], claim(root)["options"]["micro_batches"]
+    share = (n - 1) / (m + n - 1)
+    assert f"idle: (n-1)/(m+n-1) = {share:.0%} with n = {n}, m = {m}" in texts(root)
+    drawn = [one for one in groups(root, "step") if one.get("data-to") is None and one.get("data-step") != "update"]
+    first, last = min(spans(one, "x")[0] for one in drawn), max(sum(spans(one, "x")) for one in drawn)
+    for rank in range(n):
+        own = [spans(one, "x")[1] + 2 for one in drawn if one.get("data-ranks") == str(rank)]  # and what is between two
+        assert 1 - sum(own) / (last + 2 - first) == pytest.approx(share, abs=0.005)
+
+
+@both_themes(["sbp_conversions"])
+def test_cells_of_the_conversions_have_their_collective_and_their_bytes(name, theme):
+    root = picture(name, theme)
+    cells = {one.get("data-conversion"): one for one in groups(root, "conversion")}
+    sent, places = claim(root)["sent"], {}
+    assert set(cells) == set(sent) and len(cells) == 16
+    for change, group in cells.items():
+        old, new = change.split(" -> ")
+        boxing, amount = theory.Boxing((4, 6), (old, [0, 1]), (new, [0, 1])), max(sent[change])
+        formula = boxing.total / 2 / 24
+        wanted = f"{amount:.2f}" + ("" if near(amount, formula) else f" ({formula:.2f})")
+        assert "".join(texts(group)) == boxing.collective + (wanted if amount else "")
+        box = next(group.iter(f"{SVG}rect"))
+        assert float(box.get("fill-opacity")) == pytest.approx(0.3 * round(4 * amount) / 4)
+        places[old, new] = float(box.get("y")), float(box.get("x"))
+    rows, columns = sorted({y for y, _ in places.values()}), sorted({x for _, x in places.values()})
+    assert places == {(old, new): (rows[i], columns[j]) for i, old in enumerate(SBPS) for j, new in enumerate(SBPS)}
+
+
+@both_themes(["parameter_server"])
+def test_arrows_and_bars_have_what_is_sent(name, theme):
+    root = picture(name, theme)
+    roles = [claim(root)[role]["sends"] for role in ("server", "ring")]
+    arrows = [(one.get("data-sends"), *texts(one)) for one in groups(root, "sends")]
+    assert sorted(arrows) == sorted((ends, f"{amount:.2f}") for sends in roles for ends, amount in sends.items())
+    sums = [
+        sum(amount for ends, amount in sends.items() if ends.startswith(f"{rank} "))
+        for sends in roles
+        for rank in range(4)
+    ]
+    bars = groups(root, "bar")
+    assert [(texts(bar)[-1], spans(bar, "x")[1]) for bar in bars] == [
+        (f"{amount:.2f}", pytest.approx(UNIT["bar"] * amount)) for amount in sums
+    ]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -136,23 +303,4 @@ def test_pages_show_pictures_in_light_and_dark_and_say_what_is_in_them(path):
 
 def test_every_picture_is_on_a_page():
     text = "".join(path.read_text() for path in PAGES)
-    assert [name for name in MADE if f"pictures/{name}.svg" not in text] == []
-
-
-@pytest.mark.parametrize("n, m", [(2, 4), (2, 1), (3, 6), (4, 8)])
-def test_ranks_of_a_drawn_pipeline_are_idle_for_the_share_of_the_formula(n, m):
-    """All micro-batches forward, then all backward, as eager mode runs them; a backward takes twice as long."""
-    blocks = []
-    for what, colour, step in (("forward", "out", 1), ("backward", "gradient", -1)):
-        for part, stage in ((part, stage) for part in range(m)[::step] for stage in range(n)[::step]):
-            source = stage - step
-            if source in range(n):
-                layer = stage if what == "forward" else source
-                blocks.append(timeline.Block("send", layer, part, [source], colour, [1.0], [stage]))
-            blocks.append(timeline.Block(what, stage, part, [stage], colour))
-    blocks += [timeline.Block("update", None, None, [rank], "state") for rank in range(n)]
-    places = timeline.placed(blocks, lambda block: {"forward": 10, "backward": 20, "update": 5}.get(block.what, 0))
-    whole = max(end for _, end in places) - 5
-    for rank in range(n):
-        waits = sum(end - start for start, end in timeline.idle(blocks, places, rank))
-        assert np.isclose(waits / whole, (n - 1) / (m + n - 1))
+    assert [name for name in ALL if f"pictures/{name}.svg" not in text] == []

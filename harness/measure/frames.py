@@ -3,6 +3,7 @@
 import contextlib
 import re
 import sys
+from collections import Counter
 
 import numpy as np
 import oneflow as flow
@@ -11,6 +12,22 @@ from harness.measure.graph import modules_in
 from harness.measure.tensors import layout_of
 
 STATE_OF_GRAPH = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buf"}  # a graph's names -> an optimizer's
+
+
+@contextlib.contextmanager
+def returns_of(path, handler):
+    """Inside it, handler(frame) is called when the file at `path`, or a function of it, returns."""
+
+    def look(frame, event, _):
+        if event == "return" and frame.f_code.co_filename == path:
+            handler(frame)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 class Frames:
@@ -24,19 +41,11 @@ class Frames:
         self.path, self.entry = path, entry
         self.outer, self.inner, self.in_graph = {}, {}, {}
 
-    @contextlib.contextmanager
     def watching(self):
         """Inside it, look at each function of the file when it returns."""
-        before = sys.getprofile()
-        sys.setprofile(self.look)
-        try:
-            yield
-        finally:
-            sys.setprofile(before)
+        return returns_of(self.path, self.look)
 
-    def look(self, frame, event, _):
-        if event != "return" or frame.f_code.co_filename != self.path:
-            return
+    def look(self, frame):
         if frame.f_code is self.entry:
             self.outer = dict(frame.f_locals)
             return
@@ -48,14 +57,18 @@ class Frames:
 
 
 def tensors_by_name(variables):
-    """{name: tensor} of variables: tensors, and those in a list ("x0", "x1"), or in a dict by its key."""
+    """{name: tensor} of variables: tensors, and those in a list ("x0", "x1"), or in a dict by its key.
+
+    Where several dicts have a key, the variable stands in front of it.
+    """
     named = {}
+    keys = Counter(key for value in variables.values() if isinstance(value, dict) for key in value)
     for name, value in variables.items():
         items = {name: value}
         if isinstance(value, (list, tuple)) and len(value) < 1000:  # what is longer is data
             items = {f"{name}{i}": item for i, item in enumerate(value)}
         elif isinstance(value, dict):
-            items = {str(key): item for key, item in value.items()}
+            items = {f"{name} {key}" if keys[key] > 1 else str(key): item for key, item in value.items()}
         named.update({key: item for key, item in items.items() if isinstance(item, flow.Tensor) and not item.is_lazy})
     return named
 
@@ -66,7 +79,11 @@ def arrays_by_name(variables):
     for name, value in variables.items():
         if isinstance(value, np.ndarray):
             named[name] = value
-        elif isinstance(value, list) and value and all(isinstance(item, (int, float, np.number, np.ndarray)) for item in value):
+        elif (
+            isinstance(value, list)
+            and value
+            and all(isinstance(item, (int, float, np.number, np.ndarray)) for item in value)
+        ):
             with contextlib.suppress(ValueError):  # arrays of several shapes
                 named[name] = np.array(value)
     return named

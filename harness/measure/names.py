@@ -1,10 +1,11 @@
 """The names of a script's tensors: a parameter's path in its module, or the variable that holds the tensor."""
 
-import contextlib
+import re
 import sys
 
 import oneflow as flow
 
+from harness.measure.frames import returns_of
 from harness.measure.tensors import describe, layout_of
 
 
@@ -27,10 +28,10 @@ def tensors_inside(name, value, module):
 class Names:
     """Collects the tensors of the script at `path` while it runs, with all that can name them. Keys are their ids."""
 
-    def __init__(self, path, steps):
-        self.path, self.steps = path, steps  # the list of those that were recorded so far
+    def __init__(self, path, events):
+        self.path, self.events = path, events  # the list of those that were recorded so far
         self.tensors = {}  # all tensors in the order in which they come; while they are here, no id is used again
-        self.described = {}  # what they were when they came, as zero_grad, for one, makes a B a P; "after": which step
+        self.described = {}  # what they were when they came, as zero_grad, for one, makes a B a P; "after": which event
         self.shown = set()  # parameters and tensors that a variable holds itself
         self.leaves = []  # tensors that get gradients; to ask others for theirs may end the process
         self.variables = {}  # (how many frames of the script are around the variable, its name)
@@ -43,7 +44,7 @@ class Names:
         for tensor in tensors:
             if id(tensor) not in self.tensors:
                 self.tensors[id(tensor)] = tensor
-                self.described[id(tensor)] = {**describe(tensor), "after": len(self.steps)}
+                self.described[id(tensor)] = {**describe(tensor), "after": len(self.events)}
                 self.leaves += [tensor] if tensor.requires_grad and tensor.is_leaf else []
 
     def add_moved(self, old, new):
@@ -67,27 +68,9 @@ class Names:
                 self.parameters[id(tensor)] = (path, module)
         return list(module.parameters())
 
-    @contextlib.contextmanager
     def watching(self):
         """Inside it, add the variables of the script and of its functions when they return."""
-
-        def on_call(frame, event, argument):
-            if frame.f_code.co_filename != self.path:
-                return None
-            frame.f_trace_lines = False
-            return on_return
-
-        def on_return(frame, event, argument):
-            if event == "return":
-                self.add_variables(frame)
-            return on_return
-
-        before = sys.gettrace()
-        sys.settrace(on_call)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
+        return returns_of(self.path, self.add_variables)
 
     def add_variables(self, frame, all_frames=False):
         """Name the tensors that variables hold in the innermost frame of the script, or in all of its frames."""
@@ -128,7 +111,8 @@ class Names:
         names = {number: name for number, (_, name) in self.variables.items()}
         for number, (path, module) in self.parameters.items():
             variable = self.modules[module]
-            names[number] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else path
+            of_sequential = re.sub(r"^(\d+)\.(\w+)$", r"\2\1", path)  # the w of part 0 is w0, as in the docstrings
+            names[number] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else of_sequential
         for number in set(self.tensors) - set(names):
             added, origin = "", number
             while origin in self.origins and origin not in names:

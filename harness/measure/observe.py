@@ -28,8 +28,8 @@ def observe(path, matmul_scale=1.0, **arguments):
 def observed(path, recorder, **arguments):
     """Call the entry of a recipe while `recorder` records.
 
-    Returns ({name: tensor, or its snapshot from before the first step}, Frames). A parameter w is "w" before and "new w"
-    after the training; its gradient is "w grad", its momentum "w momentum_buf".
+    Returns ({name: tensor, or its snapshot from before the first step}, Frames). A parameter w is "w" before and "new
+    w" after the training; its gradient is "w grad", its momentum "w momentum_buf".
     """
     module = recipe.load(path)
     seen = Frames(module.__file__, entry_of(module).__code__)

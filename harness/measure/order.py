@@ -1,106 +1,79 @@
 """What a training step does, in order and with the bytes that each part of it makes this rank send."""
 
-import oneflow as flow
+from dataclasses import dataclass, field
 
-from harness.measure.calls import PLACES, replaced
+from harness.measure.events import Event
 from harness.measure.observe import observed
 from harness.measure.recorder import Recorder
-from harness.measure.script import measure_script
-from harness.measure.sent import quiet_wchar
-from harness.measure.tensors import layout_of
+from harness.measure.sent import growth, quiet
+from harness.measure.tensors import describe, layout_of
 from harness.measure.training import costs
 
 
-class Order:
-    """The events of a step in order, also of those inside backward(), where a gradient tells that it has come.
+@dataclass
+class Order(Recorder):
+    """A Recorder of a step in eager mode, also inside backward(), where a gradient tells that it has come. Collective.
 
-    Each has "what": "forward", "backward" (the gradient of a product has come, the matmuls of its backward follow),
-    "move" (to_global, each with a "number"), "ready" (a gradient that must still go from a layout, "old", to another,
-    "new") or "update". Those of a matmul have "weight", the number of the layer, and "part", of the micro-batch; a
-    gradient that goes back through a move has its number. "sent": the bytes that left this rank since the event before.
+    The kinds of its events: "forward"; "backward": the gradient of a product has come, the matmuls of its backward
+    follow; "move": a to_global, each with a "number"; "ready": a gradient must still go from a layout, "old", to
+    another, "new"; "update". Those of a matmul have the facts "weight", the number of the layer, and "part", that of the
+    micro-batch; a gradient that goes back through a move has its number. `sent` counts from the event before.
     """
 
-    def __init__(self):
-        self.events, self.weights, self.parts, self.moves = [], [], {}, 0
-
-    def note(self, what, tensor, **more):
-        sent = quiet_wchar() - self.before
-        self.events.append(
-            {"what": what, "ranks": layout_of(tensor).ranks, "shape": tuple(tensor.shape), "sent": sent, **more}
-        )
-        self.before = quiet_wchar()
+    keeps_initial: bool = False
+    weights: list = field(default_factory=list)  # (layout, shape) of each, in the order of their matmuls
+    parts: dict = field(default_factory=dict)  # number of a weight -> its matmuls so far
+    numbered: int = 0  # moves so far
 
     def begin(self):
         if not self.events:  # what was sent to make tensors is not of the step
-            self.before = quiet_wchar()
+            self.before = quiet()
 
-    def matmul(self, function):
-        def call(x, w, *rest, **named):
-            self.begin()
-            product = function(x, w, *rest, **named)
-            look = (layout_of(w), tuple(w.shape))
-            self.weights += [look] if look not in self.weights else []
-            layer = self.weights.index(look)
-            part = self.parts[layer] = self.parts.get(layer, -1) + 1
-            self.note("forward", product, weight=layer, part=part)
-            if product.requires_grad:
-                product.register_hook(lambda gradient: self.note("backward", gradient, weight=layer, part=part))
-            if w.is_leaf and w.requires_grad:
-                own = layout_of(w)
-                w.register_hook(lambda gradient: self.ready(gradient, own, weight=layer, part=part))
-            return product
+    def add(self, kind, tensor, **facts):
+        sent = growth(self.before, quiet())
+        self.events.append(Event(kind, "", outputs=[describe(tensor)], sent=sent, facts=facts))
+        self.before = quiet()
 
-        return call
+    def see_matmul(self, call):
+        self.begin()
+        w, product = call.arguments[1], call.proceed()
+        look = layout_of(w), tuple(w.shape)
+        self.weights += [look] if look not in self.weights else []
+        weight = self.weights.index(look)
+        part = self.parts[weight] = self.parts.get(weight, -1) + 1
+        self.add("forward", product, weight=weight, part=part)
+        if product.requires_grad:
+            product.register_hook(lambda gradient: self.add("backward", gradient, weight=weight, part=part))
+        if w.is_leaf and w.requires_grad:
+            own = layout_of(w)
+            w.register_hook(lambda gradient: self.add_ready(gradient, own, weight=weight, part=part))
+        return product
 
-    def ready(self, gradient, new, **more):
+    def see_to_global(self, call):
+        self.begin()
+        old, moved = layout_of(call.arguments[0]), call.proceed()
+        new = layout_of(moved)
+        if old != new:
+            number, self.numbered = self.numbered, self.numbered + 1
+            self.add("move", moved, old=old, new=new, number=number)
+            if moved.requires_grad:
+                moved.register_hook(lambda gradient: self.add_ready(gradient, old, number=number))
+        return moved
+
+    def add_ready(self, gradient, new, **facts):
         old = layout_of(gradient)
         if old != new:
-            self.note("ready", gradient, old=old, new=new, **more)
+            self.add("ready", gradient, old=old, new=new, **facts)
 
-    def to_global(self, function):
-        def call(tensor, *rest, **named):
-            self.begin()
-            moved = function(tensor, *rest, **named)
-            old, new = layout_of(tensor), layout_of(moved)
-            if old != new:
-                number = self.moves
-                self.moves += 1
-                self.note("move", moved, old=old, new=new, number=number)
-                if moved.requires_grad:
-                    moved.register_hook(lambda gradient: self.ready(gradient, old, number=number))
-            return moved
-
-        return call
-
-    def step(self, function):
-        def call(optimizer, *rest, **named):
-            result = function(optimizer, *rest, **named)
-            weights = [weight for group in optimizer.param_groups for weight in group.parameters]
-            self.note("update", weights[0], of=[layout_of(weight).ranks for weight in weights])
-            return result
-
-        return call
+    def see_update(self, call):
+        result = call.proceed()
+        weights = [weight for group in call.arguments[0].param_groups for weight in group.parameters]
+        self.add("update", weights[0], ranks=sorted({rank for one in weights for rank in layout_of(one).members}))
+        return result
 
 
 def order(path, **arguments):
     """{"events": see Order} and `costs` of one step of the eager training recipe at `path`. Collective."""
-    seen = Order()
-    places = {place: seen.matmul(getattr(*place)) for place in PLACES["matmul"]}
-    places[flow.Tensor, "to_global"] = seen.to_global(flow.Tensor.to_global)
-    for kind in (flow.optim.SGD, flow.optim.Adam):
-        places[kind, "step"] = seen.step(kind.step)
-    with replaced(places):
-        tensors, _ = observed(path, Recorder(keeps_initial=False), steps=1, **arguments)
-    return {"events": seen.events, **costs(tensors)}
-
-
-def sends(path, **arguments):
-    """What measure_script says of a recipe, and "to": {rank: bytes that this rank gives to flow.comm.send for it}."""
-    to, send = {}, flow.comm.send
-
-    def noted_send(tensor, dst, *rest, **named):
-        to[dst] = to.get(dst, 0) + tensor.numel() * tensor.element_size()
-        return send(tensor, dst, *rest, **named)
-
-    with replaced({(flow.comm, "send"): noted_send}):
-        return {**measure_script(path, arguments), "to": to}
+    recorder = Order()
+    tensors, _ = observed(path, recorder, steps=1, **arguments)
+    return {"events": recorder.events, **costs(tensors)}

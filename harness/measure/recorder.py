@@ -1,29 +1,25 @@
-"""What a recipe does on this rank, seen from outside: its tensors by name, its matmuls, moves, reads and graphs."""
+"""What a script does on this rank, seen from outside: an event for each call, and its parameters before and after."""
 
 import contextlib
 from dataclasses import dataclass, field
 
 from harness.measure.calls import replaced, watching
+from harness.measure.events import Event, layout
 from harness.measure.graph import modules_in, without_identity
 from harness.measure.sbp import label
-from harness.measure.tensors import layout_of, snapshot
+from harness.measure.tensors import describe, snapshot, tensors_in
 
 
 @dataclass
 class Recorder:
-    """Records inside `with recorder.recording():`; `tensors` and `arrays` are read after it.
+    """Records inside `with recorder.recording():`.
 
     Each matmul is scaled by matmul_scale, to see what depends on it.
     """
 
     matmul_scale: float = 1.0
     keeps_initial: bool = True  # whether to copy each parameter before the first step
-    matmuls: list = field(default_factory=list)  # [(SBP, ranks, shape) of x, of w and of the product]
-    lazy: list = field(default_factory=list)  # whether in a graph, by matmul
-    moves: list = field(default_factory=list)  # [the Layout before and after each to_global, and its grad_sbp if any]
-    reads: list = field(default_factory=list)  # the Layout of each global tensor whose value is read
-    stages: list = field(default_factory=list)  # (number, ranks) of each set_stage
-    calls: list = field(default_factory=list)  # the class of each nn.Graph that is called
+    events: list = field(default_factory=list)
     without_identity: list = field(default_factory=list)  # see graph.py
     initial: dict = field(default_factory=dict)  # id of a parameter -> its snapshot before the first step
     gradients: dict = field(default_factory=dict)  # id of a parameter -> its gradient in a graph's last call
@@ -50,28 +46,31 @@ class Recorder:
         finally:
             self.paused = before
 
+    def record(self, call, **facts):
+        """Make the call and note it as an event; returns what it returns."""
+        inputs, result = tensors_in([call.arguments, call.keywords]), call.proceed()
+        self.note(call, inputs, tensors_in(result), **facts)
+        return result
+
+    def note(self, call, inputs, outputs, **facts):
+        lazy = any(tensor.is_lazy for tensor in outputs)
+        described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
+        self.events.append(Event(call.kind, call.name, *described, lazy=lazy, facts=facts))
+
     def see_matmul(self, call):
-        product = call.proceed()
-        operands = (*call.arguments[:2], product)
-        self.matmuls.append([(*layout_of(tensor), tuple(tensor.shape)) for tensor in operands])
-        self.lazy.append(product.is_lazy)
+        product = self.record(call)
         return product if self.matmul_scale == 1.0 else product * self.matmul_scale
 
     def see_to_global(self, call):
-        moved = call.proceed()
-        backward = [label(call.keywords["grad_sbp"])] if call.keywords.get("grad_sbp") is not None else []
-        self.moves.append([layout_of(call.arguments[0]), layout_of(moved), *backward])
-        return moved
+        grad_sbp = call.keywords.get("grad_sbp")
+        return self.record(call, grad_sbp=None if grad_sbp is None else label(grad_sbp))
 
     def see_read(self, call):
-        if call.arguments[0].is_global:
-            self.reads.append(layout_of(call.arguments[0]))
-        return call.proceed()
+        return self.record(call)
 
     def see_set_stage(self, call):
         number, placement = (*call.arguments[1:], None, None)[:2]
-        self.stages.append((number, placement.ranks.tolist()))
-        return call.proceed()
+        return self.record(call, stage=(number, placement.ranks.tolist()))
 
     def see_module(self, call):
         if "module" not in call.around and "graph" not in call.around:
@@ -85,11 +84,8 @@ class Recorder:
 
     def see_graph(self, call):
         graph = call.arguments[0]
-        self.calls.append(type(graph).__name__)
-        if graph._is_compiled:
-            result = call.proceed()
-        else:
-            result = self.first_call(graph, call)
+        self.events.append(Event("graph", type(graph).__name__))
+        result = call.proceed() if graph._is_compiled else self.first_call(graph, call)
         if graph not in self.appended:
             return result
         outputs, gradients = result
@@ -121,6 +117,45 @@ class Recorder:
             for tensor in tensors:
                 if self.keeps_initial and id(tensor) not in self.initial:
                     self.initial[id(tensor)] = snapshot(tensor.detach().clone())  # numpy's array is the tensor's own
+
+    def of_kind(self, kind):
+        return [event for event in self.events if event.kind == kind]
+
+    @property
+    def matmuls(self):
+        """[(SBP, ranks, shape) of x, of w and of the product] of each matmul."""
+        operands = [(*event.inputs[:2], *event.outputs) for event in self.of_kind("matmul")]
+        return [[(*layout(tensor), tensor["shape"]) for tensor in tensors] for tensors in operands]
+
+    @property
+    def lazy(self):
+        """Whether each matmul was made in a graph."""
+        return [event.lazy for event in self.of_kind("matmul")]
+
+    @property
+    def moves(self):
+        """The Layout before and after each to_global, and its grad_sbp if it has one."""
+        found = []
+        for event in self.of_kind("to_global"):
+            [old], [new], grad_sbp = event.inputs, event.outputs, event.facts["grad_sbp"]
+            found.append([layout(old), layout(new), *([grad_sbp] if grad_sbp else [])])
+        return found
+
+    @property
+    def reads(self):
+        """The Layout of each global tensor whose value is read."""
+        layouts = [layout(event.inputs[0]) for event in self.of_kind("read")]
+        return [one for one in layouts if one.sbp != "local"]
+
+    @property
+    def stages(self):
+        """(number, ranks) of each set_stage."""
+        return [event.facts["stage"] for event in self.of_kind("set_stage")]
+
+    @property
+    def calls(self):
+        """The class of each nn.Graph that is called, by call."""
+        return [event.name for event in self.of_kind("graph")]
 
 
 def tensors_of(module):

@@ -1,4 +1,4 @@
-"""What a script did, as a list of its tensors and moves in order: what `show`, `bytes` and the pictures present."""
+"""What a script did, as a list of its tensors and moves in order: what `show`, `bytes` and the atlas present."""
 
 import re
 from dataclasses import dataclass, replace
@@ -7,9 +7,10 @@ from typing import Optional
 import numpy as np
 
 from harness.measure import theory
-from harness.measure.sbp import Layout
+from harness.measure.events import layout
 
 EXACT = 1e6  # bytes of a tensor below which OneFlow's own messages drown those of its content
+READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # they gather the value on every rank
 
 
 @dataclass
@@ -74,35 +75,30 @@ class Move:
 def tensors_and_moves(results):
     """The Tensors and Moves of a script in order, from what script.measure_script returned on each rank.
 
-    A move that is made again is one Move with `times`. All tensors that a script returned by name are in the list. Of
-    those that were only seen, the ones that look like an earlier one are not.
+    A move that is made again is one Move with `times`; a tensor that looks like an earlier one is left out.
     """
-    first = results[0]
-    steps, tensors = first["steps"], first["tensors"]
-    weights = sum(bytes_of(tensor) for tensor in tensors if tensor["name"].startswith("new "))
-    known, new_moves, same_as = {}, [], []  # the last two by step: its moves without repeats; the first step like it
-    for number, step in enumerate(steps):
-        sent = [result["steps"][number]["sent"] for result in results]
-        moves = moves_of(step, sent, first["names"], weights)
+    events, names = results[0]["events"], results[0]["names"]
+    known, new_moves, same_as = {}, [], []  # the last two by event: its moves without repeats; the first event like it
+    for number, event in enumerate(events):
+        moves = moves_of(event, [result["events"][number].sent for result in results], names)
         firsts = [known.setdefault(move.key, (number, move)) for move in moves]
         for move, (_, one) in zip(moves, firsts):
             one.times += move.times if one is not move else 0
         new_moves.append([move for move, (_, one) in zip(moves, firsts) if one is move])
         same_as.append(number if new_moves[-1] else firsts[0][0])
 
-    places = []  # (number of steps before the tensor, whether a step made it, tensor)
-    for tensor in tensors:
+    places = []  # (number of events before the tensor, whether one made it, tensor)
+    for tensor in results[0]["tensors"]:
         after = tensor["after"]
-        is_output = after > 0 and tensor["id"] in [one["id"] for one in steps[after - 1]["outputs"]]
+        is_output = after > 0 and tensor["id"] in [one["id"] for one in events[after - 1].outputs]
         places.append((same_as[after - 1] + 1 if is_output else after, is_output, tensor))
     items, done, shown = [], 0, set()
     for place, is_output, tensor in sorted(places, key=lambda one: one[0]):
         items += [move for moves in new_moves[done:place] for move in moves]
         done = max(done, place)
-        layout, shape = Layout(tensor["sbp"], tensor["ranks"]), tensor["shape"]
-        item = Tensor(tensor["name"], shape, *layout, [layout.block(shape, rank) for rank in range(len(results))])
-        is_new = place == tensor["after"] if is_output else repr(item) not in shown
-        if first["returned"] or is_new:
+        where, shape = layout(tensor), tensor["shape"]
+        item = Tensor(tensor["name"], shape, *where, [where.block(shape, rank) for rank in range(len(results))])
+        if place == tensor["after"] if is_output else repr(item) not in shown:
             items.append(item)
             shown.add(repr(item))
     return items + [move for moves in new_moves[done:] for move in moves]
@@ -112,45 +108,43 @@ def bytes_of(tensor):
     return tensor["item"] * int(np.prod(tensor["shape"]))
 
 
-def moves_of(step, sent, names, weights):
-    """The Moves of one step: one, or for the call of a graph one for the call and one for each boxing in it.
-
-    weights: the bytes of all weights that are trained, if the script returned them; else those of this step count.
-    """
-    kind, inputs, outputs = step["what"], step["inputs"], step["outputs"]
+def moves_of(event, sent, names):
+    """The Moves of one event: one, or for the call of a graph one for the call and one for each boxing in it."""
+    kind, inputs, outputs = event.kind, event.inputs, event.outputs
     called = [names.get(tensor["id"], "·") for tensor in inputs]
     looks = [f"{tensor['sbp']} {tensor['ranks']} {tensor['shape']}" for tensor in inputs]
-    move = Move(kind, step["line"], sent, step["times"], (kind, *called, *looks))
-    if "boxings" in step:
-        return moves_of_graph(step, move, weights or step["weights"])
+    move = Move(kind, event.line, sent, event.times, (kind, event.name, *called, *looks))
+    if kind == "graph":
+        return moves_of_graph(event, replace(move, what=f"a call of {event.name}"))
     if kind == "backward":  # only the bytes are known, in units of all weights
-        return [replace(move, size=weights or sum(map(bytes_of, outputs)), collective="backward")]
+        return [replace(move, size=sum(map(bytes_of, outputs)), collective="backward")]
     x, size = inputs[0], bytes_of(inputs[0])
     if kind == "matmul":
         product = names.get(outputs[0]["id"], "·")
         what = f"{called[0]} @ {called[1]}" + (f" = {product}" if product != "·" else "")
-        boxings = theory.matmul_boxings(inputs, outputs[0], step["transposed"])
+        boxings = theory.matmul_boxings(inputs, outputs[0], event.facts["transposed"])
         collective, boxings = theory.boxings_in_words(boxings), boxings and [one for _, one in boxings]
         return [replace(move, what=what, size=size, boxings=boxings, collective=collective)]
-    if kind != "to_global":  # the value is read, on every rank
-        return [move.of(theory.boxing_to(x, "B", list(range(len(sent)))), what=kind.format(called[0]))]
+    if kind == "read":  # on every rank
+        return [move.of(theory.boxing_to(x, "B", list(range(len(sent)))), what=READS[event.name].format(called[0]))]
     [out] = outputs
     name = names.get(out["id"], "·")
-    what = step["text"] if called[0] == name == "·" else f"{called[0]} -> {name}"
+    what = event.text if called[0] == name == "·" else f"{called[0]} -> {name}"
     if x["sbp"] == "local":
         return [replace(move, what=what, size=size, change=f"local -> {out['sbp']}", collective="local to global")]
     return [move.of(theory.boxing_to(x, out["sbp"], out["ranks"]), what=what)]
 
 
-def moves_of_graph(step, call, weights):
-    """The Moves of a graph's call; weights: the bytes of all that it trains, 0 if it does not train."""
-    boxings = [theory.Boxing(one["shape"], one["old"], one["new"], one["item"]) for one in step["boxings"]]
+def moves_of_graph(event, call):
+    """The Move of a graph's call, and that of each boxing in it."""
+    edges, weights = event.facts["boxings"], event.facts["weights"]  # no weights if it does not train
+    boxings = [theory.Boxing(one["shape"], one["old"], one["new"], one["item"]) for one in edges]
     size = weights or max((boxing.size for boxing in boxings), default=0)
     collectives = ", ".join(dict.fromkeys(boxing.collective for boxing in boxings)) or "nothing"
     moves = [replace(call, size=size, boxings=boxings, collective="a whole step" if weights else collectives)]
-    for edge, boxing in zip(step["boxings"], boxings):
+    for edge, boxing in zip(edges, boxings):
         what = f"{op_in_words(edge['producer'])} -> {op_in_words(edge['consumer'])}"
-        moves.append(call.of(boxing, what=what, line=0, sent=None, source=(step["what"], what, len(moves))))
+        moves.append(call.of(boxing, what=what, line=0, sent=None, source=(event.name, what, len(moves))))
     return moves
 
 

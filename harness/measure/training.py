@@ -2,10 +2,10 @@
 
 import oneflow as flow
 
-from harness.measure.calls import replaced
+from harness.measure.calls import watching
 from harness.measure.observe import observed
 from harness.measure.recorder import Recorder
-from harness.measure.sent import quiet_wchar, sent_by, wait_for
+from harness.measure.sent import growth, quiet, sent_by, wait_for
 
 
 def per_step(path, **arguments):
@@ -14,20 +14,20 @@ def per_step(path, **arguments):
     In a graph of 3 steps the bytes from the end of the first call to the end of the last are those of 2. In eager mode
     nothing marks the end of a step: there it is the difference between a run of 3 steps and one of 1.
     """
-    at_end, call = {}, flow.nn.Graph.__call__  # the bytes sent so far at the end of each call of a graph
+    at_end = {}  # graph -> what was sent so far at the end of each of its calls
 
-    def counting_call(graph, *inputs, **named):
-        result = call(graph, *inputs, **named)
+    def count(call):
+        result = call.proceed()
         wait_for(result)
-        at_end.setdefault(graph, []).append(quiet_wchar())
+        at_end.setdefault(call.arguments[0], []).append(quiet())
         return result
 
     def run(steps):
         return sent_by(lambda: observed(path, Recorder(keeps_initial=False), steps=steps, **arguments)[0])
 
-    with replaced({(flow.nn.Graph, "__call__"): counting_call}):
+    with watching(count, ["graph"]):
         tensors, sent = run(3)
-        two_steps = sum(sent[-1] - sent[0] for sent in at_end.values()) if at_end else sent - run(1)[1]
+        two_steps = sum(growth(first, last) for first, *_, last in at_end.values()) if at_end else sent - run(1)[1]
     return {"sent": two_steps / 2, "graph": bool(at_end), **costs(tensors)}
 
 

@@ -1,4 +1,4 @@
-"""`launch.sh docs`: make docs/sbp-atlas.md and the pictures of the docs from fresh runs."""
+"""`launch.sh docs`: make docs/sbp-atlas.md from fresh runs."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from harness.pool import Pool
-from harness.report import atlas, pictures, runs, tables
+from harness.report import atlas, runs, tables
+from harness.start.recipe import path_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ATLAS = ROOT / "docs" / "sbp-atlas.md"
@@ -16,11 +17,13 @@ PAGE = Path(__file__).with_name("atlas_template.md")  # the text, with a {name} 
 
 
 def calls():
-    """What the pages are made of: key -> (number of ranks, function of a pool that measures it)."""
+    """What the page is made of: key -> (number of ranks, function of a pool that measures it)."""
     found = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
     for name, n, mode in runs.training_runs():
         found["step", name, n, mode] = (n, partial(runs.training_run, name=name, n=n, mode=mode))
-    return {**found, **pictures.calls()}
+    for mode in atlas.MODES:
+        found["run", "two_d_sbp", 4, mode] = (4, partial(runs.recipe_run, path=path_of("two_d_sbp"), mode=mode))
+    return found
 
 
 def measured():
@@ -32,15 +35,11 @@ def measured():
             return {key: function(pool) for key, (ranks, function) in wanted.items() if ranks == n}
 
     with ThreadPoolExecutor() as threads:
-        return {key: result for part in threads.map(on, (1, 2, 3, 4)) for key, result in part.items()}
-
-
-def made(results):
-    """Every file that is made, as path -> text; results: of `calls`."""
-    return {ATLAS: page(results), **pictures.made(results)}
+        return {key: result for part in threads.map(on, atlas.SAME) for key, result in part.items()}
 
 
 def page(results):
+    """The text of the page; results: of `calls`."""
     found = {key: table for n in atlas.SAME for key, table in results["atlas", n].items()}
     others = [*atlas.DISJOINT.values()], [pair for pairs in atlas.OVERLAPPING.values() for pair in pairs]
     disjoint, overlapping = (
@@ -74,9 +73,9 @@ def differs(old, new):
 
 def main():
     print("measuring every conversion, every matmul signature and every recipe: 2 minutes", flush=True)
-    for path, text in made(measured()).items():
-        changed = differs(path.read_text() if path.exists() else "", text)
-        if changed:
-            path.write_text(text)
-        print(f"{path.relative_to(ROOT)}: {'made anew' if changed else 'as it was'}")
+    text = page(measured())
+    changed = differs(ATLAS.read_text(), text)
+    if changed:
+        ATLAS.write_text(text)
+    print(f"{ATLAS.relative_to(ROOT)}: {'made anew' if changed else 'as it was'}")
     return 0

@@ -1,4 +1,4 @@
-"""Run the recipes on pools of ranks: all that a run does, for the pictures, and what a training step costs."""
+"""Run the recipes on pools of ranks: all that a run does, and what a training step costs."""
 
 from harness.report.atlas import MODES
 from harness.start.recipe import HARNESS, entry, path_of, world_sizes
@@ -11,13 +11,12 @@ TRAINING_SIZES = dict(batch=384, in_features=384, hidden=768, out_features=384)
 TRAINED_ON = (2, 4)  # ranks
 OTHER_SIZES = {
     "auto_parallel": {"batch": 96},  # at more it chooses otherwise
-    "elastic_training": {"every": 4},  # no checkpoint in 3 steps: what goes to disk would count as sent
     # Many features and short sequences: much moves, and little is computed.
-    "transformer_block": {"samples": 32, "sequence": 48, "heads": 12, "head_size": 16},
-    "sequence_parallel": {"samples": 32, "sequence": 48, "heads": 12, "head_size": 16},
-    "context_parallel": {"sequence": 120, "heads": 12, "head_size": 256},
-    "mixture_of_experts": {"tokens": 512, "features": 256, "hidden_features": 96, "capacity": 256},
-    "vocab_parallel": {"tokens": 9600, "vocabulary": 200, "features": 32},
+    "transformer_block": {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16},
+    "sequence_parallel": {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16},
+    "context_parallel": {"seq_len": 120, "num_heads": 12, "head_size": 256},
+    "mixture_of_experts": {"group_size": 512, "hidden_size": 256, "ffn_size": 96, "capacity": 256},
+    "vocab_parallel": {"tokens": 9600, "vocab_size": 200, "hidden_size": 32},
 }
 STRATEGIES = {  # of training the same layers at the same sizes, by name; the first recipe is the plain one
     "data parallel": ("train_data_parallel", "ddp", "gradient_accumulation", "activation_checkpointing"),
@@ -36,7 +35,7 @@ def modes(path):
 
 
 def measured_modes(path):
-    """The modes that its picture and the atlas need: one, if it trains."""
+    """The modes in which its run is measured: one, if it trains."""
     return modes(path)[:1] if "steps" in entry(path) else modes(path)
 
 

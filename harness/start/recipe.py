@@ -47,12 +47,15 @@ def world_sizes(path):
 def entry(path):
     """The options of a script's function `train`, or else `run`, as name -> default; those of `placements` come first.
 
-    Raises ValueError if it has no such function, or an option has no literal default.
+    Raises ValueError if it has no such function, if an option has no literal default, or if the function needs another
+    argument and the script has no WORLD_SIZES: then it is no recipe, and the argument need not be a placement.
     """
     functions = {node.name: node for node in _parsed(path).body if isinstance(node, ast.FunctionDef)}
     work = functions.get("train") or functions.get("run")
     if work is None:
         raise ValueError(f"{path} has no function train or run")
+    if len(work.args.args) > len(work.args.defaults) and world_sizes(path) is None:
+        raise ValueError(f"{path}: {work.name} needs arguments, and the script has no WORLD_SIZES")
     nodes = [functions["placements"], work] if "placements" in functions else [work]
     try:
         return {name: ast.literal_eval(default) for node in nodes for name, default in _options(node)}

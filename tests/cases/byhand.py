@@ -1,9 +1,9 @@
-"""The chapter of what OneFlow does by itself, done by hand: the ring, the server, stale gradients, replicas."""
+"""The chapter of what OneFlow does by itself, done by hand: the ring, the server, stale gradients."""
 
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.case import Case, all_reduce, case_of_recipe, in_steps, reduced, weights_of
+from tests.cases.case import Case, all_reduce, case_of_recipe, in_steps, weights_of
 from tests.cases.reference import Value, mlp, mse, total
 from tests.cases.training import UNEVEN
 
@@ -101,46 +101,4 @@ def async_update(n, graph=False, steps=4, sync_every=2, matmul_scale=1.0, **size
         moves,
         reads=[("B", [k]) for k in range(n)] * steps,
         sends=[(n - 2 + 1 / sync_every) * weights] + [weights] * (n - 1),
-    )
-
-
-def replicas(n, steps, weigh, matmul_scale, seed=0, **sizes):
-    """Training on n ranks which average their gradients: values by name, and by name what differs between ranks."""
-    start = reference.trained("sgd", steps=0, seed=seed, **sizes)  # what was drawn
-    rows, rngs = worker_rows(start, n), [np.random.default_rng([seed, rank]) for rank in range(n)]
-    own = [{name: reference.drawn(rng, *start[name].exact.shape) for name in ("w0", "w1")} for rng in rngs]
-    parts = {name: [rows[f"{name}{k}"] for k in range(n)] for name in "xy"}
-    parts.update({f"own {name}": [weights[name] for weights in own] for name in ("w0", "w1")})
-    shares = [len(x.exact) / len(start["x"].exact) if weigh == "rows" else 1 / n for x in parts["x"]]
-
-    def forward(weights, _):
-        loss = Value(0)
-        for x, y, share in zip(parts["x"], parts["y"], shares):
-            loss = loss + share * mse(mlp(x, weights, matmul_scale), y)
-        return {}, loss
-
-    trained, _ = reference.descend(own[0], forward, steps)
-    more = reference.descend({name: trained[f"new {name}"] for name in own[0]}, forward, 1)[0]
-    values = {"x": parts["x"][0], "y": parts["y"][0], "x of all": start["x"], "y of all": start["y"]}
-    values.update({**{f"own {name}": w for name, w in own[0].items()}, **own[0]})
-    values.update({f"{name} grad": trained[f"{name} grad"] for name in own[0]})
-    values.update({f"summed {name} grad": total([trained[f"{name} grad"], more[f"{name} grad"]]) for name in own[0]})
-    return {**values, **{name: trained[name] for name in ("new w0", "new w1", "losses")}}, parts
-
-
-@case_of_recipe({"uneven": {**UNEVEN, "steps": 2}, "by rows": {**UNEVEN, "steps": 3, "weigh": "rows"}})
-def ddp(n, graph=False, steps=3, weigh="ranks", matmul_scale=1.0, **sizes):
-    ranks = list(range(n))
-    values, parts = replicas(n, steps, weigh, matmul_scale, **sizes)
-    (inner, hidden), (_, outer) = shapes = [values[w].exact.shape for w in ("w0", "w1")]
-    rows = [len(x.exact) for x in parts["x"]]
-    x, between, out = (("local", [], [(count, width) for count in rows]) for width in (inner, hidden, outer))
-    w0, w1 = (("local", [], [shape] * n) for shape in shapes)
-    return Case(
-        {name: ("S(0)", ranks) if name.endswith("of all") else ("local", []) for name in values},
-        values,
-        [(x, w0, between), (between, w1, out)] * (steps + 1),  # there is one backward more than steps
-        [(("local", []), ("S(0)", ranks))] * 2,
-        parts,
-        sends=[reduced(n, weights_of(values))] * n,
     )

@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 from harness.measure import megatron
-from harness.measure.connections import between_ranks
+from harness.measure.sent import between_ranks
 from harness.start.recipe import path_of
 from tests.cases import ROOT, reference, reference_gpt
 from tests.cases.ladder import Checks

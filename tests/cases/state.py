@@ -10,58 +10,62 @@ from tests.cases.training import UNEVEN, two_matmuls
 WEIGHTS = {"whole": "B", "rows": "S(0)", "columns": "S(1)"}
 
 
-UNEVEN_LAYER = {"batch": 7, "in_features": 6, "out_features": 5, "steps": 1, "seed": 1}
+def half_of(n):
+    return list(range(max(1, n // 2)))
 
 
-@case_of_recipe({"uneven": UNEVEN_LAYER, "columns": {"weights": "columns"}, "whole": {"weights": "whole"}})
-def checkpoint(n, graph=False, steps=2, weights="rows", batch=64, in_features=64, out_features=64, matmul_scale=1.0, seed=0):
-    """Saved after `steps` steps with a whole weight on half of the ranks, loaded on all in another SBP, trained on."""
-    ranks, half, sbp = list(range(n)), list(range(max(1, n // 2))), WEIGHTS[weights]
-    sizes = {"batch": batch, "in_features": in_features, "out_features": out_features, "seed": seed, "matmul_scale": matmul_scale}
-    saved, end = (reference.trained("momentum", steps=k * steps, layers=1, **sizes) for k in (1, 2))
-    values = {"x": end["x"], "y": end["y"], "w": end["w0"]}
-    layout = {"x": ("S(0)", ranks), "y": ("S(0)", ranks), "w": ("B", ranks)}
-    for name, run, of, where in (
-        ("saved w", saved, "new w0", ("B", half)),
-        ("saved momentum", saved, "w0 momentum_buf", ("B", half)),
-        ("loaded w", saved, "new w0", ("B", [0])),
-        ("new w", end, "new w0", (sbp, ranks)),
-        ("new momentum", end, "w0 momentum_buf", (sbp, ranks)),
-        ("losses", end, "losses", ("B", ranks)),
-    ):
-        values[name], layout[name] = run[of], where
-    shapes = {"S(0)": (batch, in_features), "B": (in_features, out_features)}
-    products = [
-        (*((sbp, where, shape) for sbp, shape in shapes.items()), ("S(0)", where, (batch, out_features)))
-        for where in (half, ranks)
-    ]
-    sends = [reduced(len(here), in_features * out_features) for here in (half, ranks)]
+def resumed(n):
+    """Trained with a whole weight on half of the ranks, then on all with a weight in each layout."""
+    before = {"ranks": half_of(n), "weights": "whole", "steps": 2}
+    return {
+        "uneven": {"size": 7, "seed": 1, "steps": 3, "save_every": 4, "before": before},
+        **{weights: {"weights": weights, "before": before} for weights in WEIGHTS},
+    }
+
+
+@case_of_recipe(resumed)
+def checkpoint(
+    n, graph=False, steps=4, weights="rows", save_every=2, size=64, seed=0, matmul_scale=1.0, ranks=None,
+    checkpoint_dir=None, before=None,
+):  # fmt: skip
+    """Trained up to `steps`; "w" is the weight before the first of these steps."""
+    ranks, sbp, done = ranks or list(range(n)), WEIGHTS[weights], before["steps"] if before else 0
+    sizes = {"batch": size, "in_features": size, "out_features": size, "seed": seed, "matmul_scale": matmul_scale}
+    drawn_w, saved, end = (reference.trained("momentum", steps=k, layers=1, **sizes) for k in (1, done, steps))
+    values = {"x": end["x"], "y": end["y"], "w": saved["new w0"] if before else drawn_w["w0"]}
+    values.update({"w grad": end["w0 grad"], "w momentum_buf": end["w0 momentum_buf"], "new w": end["new w0"]})
+    values["losses"] = end["losses"]
+    layout = placed(values, ranks, sbp, x="S(0)", y="S(0)", losses=("local", []), grad="P" if graph else sbp)
+    moves = moves_of_loading(layout["w"], graph) if before else []
+    for step in range(done + 1, steps + 1):
+        if step == done + 1 or not graph:
+            moves.append((layout["w"], ("B", ranks)))
+        if checkpoint_dir and (step % save_every == 0 or step == steps):
+            moves += moves_of_saving(layout["w"], graph)
+    shape, rows = (size, size), ("S(0)", ranks)
     return Case(
         layout,
         values,
-        [product for product in products for _ in range(1 if graph else steps)],
-        moves_of_checkpoint(ranks, half, sbp, steps, graph),
-        sends=[sends[0] * (rank in half) + sends[1] for rank in ranks],  # a step of each of the two models
+        in_steps(graph, steps - done, [((*rows, shape), ("B", ranks, shape), (*rows, shape))]),
+        moves,
+        reads=[("P", ranks)] * (steps - done),
+        graph_calls=steps - done,
+        sends=[reduced(n, size * size)] * n,
     )
 
 
-def moves_of_checkpoint(ranks, half, sbp, steps, graph):
-    """All moves of two models, first on half of the ranks, as OneFlow's own save and load make them too."""
+def moves_of_saving(w, graph):
+    """Those of OneFlow's own save: w, its momentum, and in a graph the number of the step, each to rank 0."""
+    tensors = [w, w] + [("B", [0])] * graph
+    return [move for one in tensors for move in ((one, one), (one, ("B", [0])))]
 
-    def training(layout):
-        return [(layout, ("B", layout[1]))] * (1 if graph else steps)
 
-    def saving(layout):
-        tensors = [layout] * 2 + [("B", [0])] * graph  # a graph also keeps the number of the step, on rank 0
-        return [move for one in tensors for move in ((one, one), (one, ("B", [0])))]
-
-    here, there = ("B", [0]), (sbp, ranks)
-    loading = [(("local", []), here)] * (3 if graph else 2)
-    loading += [(here, here), (here, there)] * (here != there)  # copy_ has nothing to move where both are the same
-    loading += [] if graph else [(here, here), (here, there), (there, there)]
-    first = [(("S(0)", ranks), ("S(0)", half))] * 2 + [(("B", ranks), ("B", half))]
-    first += training(("B", half)) + saving(("B", half))
-    return first + [(("B", ranks), there)] + loading + training(there) + saving(there)
+def moves_of_loading(w, graph):
+    """Those of OneFlow's own load, and then of the model, which takes what was loaded to its layout."""
+    first = ("B", [0])
+    moves = [(("local", []), first)] * (3 if graph else 2)
+    moves += [(first, first), (first, w)] * (first != w)  # copy_ has nothing to move where both are the same
+    return moves + ([] if graph else [(first, first), (first, w), (w, w)])
 
 
 LOSSES = {"each": {"loss": "each"}, "uneven each": {"loss": "each", **UNEVEN}}

@@ -1,4 +1,4 @@
-"""What moves, in bytes: theory against the paper's formulas, OneFlow against theory, the pages against a fresh run."""
+"""What moves, in bytes: theory against the paper's formulas, OneFlow against theory, the page against a fresh run."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ def background_calls(item):
     calls = {}
     if "found" in item.fixturenames:
         calls = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
-    if item.originalname == "test_pages_and_pictures_are_those_of_this_run":
+    if item.originalname == "test_page_is_that_of_this_run":
         calls = pages.calls()
     if item.originalname == "test_memory_of_adam_is_that_of_the_moments_that_a_recipe_has":
         calls = step_call(*item.callspec.params["run"])
@@ -147,11 +147,10 @@ def where(mode, boxing):
     return (mode, atlas.kind(ranks, new_ranks), old, new) if "," not in old else None
 
 
-def test_pages_and_pictures_are_those_of_this_run(measured):
-    results = {key: measured(*key) for key in pages.calls()}
-    for path, text in pages.made(results).items():
-        difference = pages.differs(path.read_text(), text)
-        assert difference is None, f"{path}: {difference}; ./launch.sh docs makes it anew"
+def test_page_is_that_of_this_run(measured):
+    text = pages.page({key: measured(*key) for key in pages.calls()})
+    difference = pages.differs(pages.ATLAS.read_text(), text)
+    assert difference is None, f"{pages.ATLAS}: {difference}; ./launch.sh docs makes it anew"
 
 
 def test_costs_of_training_are_those_of_every_strategy():

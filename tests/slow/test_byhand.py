@@ -5,7 +5,7 @@ import pytest
 from harness.start.recipe import path_of
 from tests.cases import CASES, ROOT
 from tests.cases.ladder import OBSERVE, Checks
-from tests.cases.reference import gradients, mlp, mse, trained
+from tests.cases.reference import trained
 from tests.hanging import assert_hangs
 
 ON_RANK = str(ROOT / "tests" / "on_rank_byhand.py")
@@ -67,43 +67,3 @@ def test_gradient_fetched_by_one_to_global_costs_an_all_reduce(pools, n):
     for rank, sent in enumerate(pools(n).call(f"{ON_RANK}:sent_to_the_server", shape=(rows, columns))):
         wanted = 4 * rows * columns * 2 * (n - 1) / n
         Checks.that(abs(sent - wanted) <= 0.02 * wanted, rank, "sends", sent, "and must send", wanted)
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_replicas_start_from_rank_0_and_stay_equal_bit_by_bit(pools, n):
-    every = [seen["tensors"] for seen in pools(n).call(OBSERVE, path=path("ddp"), steps=20, batch=4 * n + 1)]
-    for name in ("w0", "w1", "w0 grad", "w1 grad", "new w0", "new w1"):
-        assert all((tensors[name]["value"] == every[0][name]["value"]).all() for tensors in every)
-    for name in ("w0", "w1"):
-        assert (every[0][name]["value"] == every[0][f"own {name}"]["value"]).all()
-        assert all((tensors[name]["value"] != tensors[f"own {name}"]["value"]).all() for tensors in every[1:])
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_gradient_of_uneven_rows_is_that_of_the_batch_only_if_weighed(n):
-    """The ladder finds these gradients on the ranks."""
-    for batch, weigh, same in ((12, "ranks", True), (13, "ranks", False), (13, "rows", True)):
-        values = CASES["ddp"](n, steps=1, batch=batch, weigh=weigh).values
-        weights = {w: values[w] for w in ("w0", "w1")}
-        wanted = gradients(mse(mlp(values["x of all"], weights), values["y of all"]), weights)
-        for w in weights:
-            off = abs(values[f"{w} grad"].exact - wanted[w].exact).max()
-            Checks.that((off < 1e-12) if same else (off > 1e-3), n, batch, weigh, w, off)
-
-
-def test_module_stays_the_same_and_its_names_too(pools):
-    assert pools(2).call(f"{ON_RANK}:wrapped") == [(True, ["w0", "w1"])] * 2
-
-
-@pytest.mark.parametrize(
-    "weights, options, buckets", [(2, {}, [2]), (11, {}, [10, 1]), (2, {"bucket_size": 1}, [1, 1])]
-)
-def test_weights_share_a_bucket(pools, weights, options, buckets):
-    for calls, sent in pools(2).call(f"{ON_RANK}:reduced", weights=weights, **options):
-        assert calls == [size * 256 * 256 for size in buckets]
-        Checks.that(abs(sent - 4 * sum(calls)) <= 0.02 * 4 * sum(calls), sent, calls)  # 2 (n-1)/n is 1
-
-
-def test_zero_grad_clears_and_setting_to_none_does_not(pools):
-    assert pools(2).call(f"{ON_RANK}:gradients_after", set_to_none=False) == [[3.0, 3.0, 3.0]] * 2
-    assert pools(2).call(f"{ON_RANK}:gradients_after", set_to_none=True) == [[3.0, 6.0, 9.0]] * 2
