@@ -34,7 +34,7 @@ TESTS = {
     "random_numbers": ["tests/slow/test_data.py", "-k", "manual_seed"],
     "rendezvous": ["tests/test_cures.py", "-k", "meet"],
     "spawn": ["tests/test_spawn.py", "tests/test_cures.py", "-k", "spawn"],
-    "checkpoint": ["tests/test_cures.py", "tests/slow/test_state.py", "-k", "checkpoint"],
+    "checkpoint": ["tests/test_cures.py", "tests/slow/test_state.py", "-k", "checkpoint or resumes"],
     "gpt": ["tests/test_gpt.py", "tests/slow/test_gpt.py", "-k", "not of_the_page and not with_all and not trains_as"],
     "elastic_training": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "on_disk or damaged or death"],
 }

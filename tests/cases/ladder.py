@@ -129,7 +129,7 @@ def check_tensors(case, seen):
                 assert_close(sum(own), wanted, *what, "sum of the shards")
             differs = sbp == "local" or (parts and set(sbp.split(", ")) == {"B"})
             assert_close(found["value"], shard if differs else wanted, *what, "value")
-    for words, holds in case.claims([result["tensors"] for result in seen]).items():
+    for words, holds in case.claims([{**result["arrays"], **result["tensors"]} for result in seen]).items():
         Checks.that(holds, words)
 
 
