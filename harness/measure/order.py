@@ -16,8 +16,8 @@ class Order(Recorder):
 
     The kinds of its events: "forward"; "backward": the gradient of a product has come, the matmuls of its backward
     follow; "move": a to_global, each with a "number"; "ready": a gradient must still go from a layout, "old", to
-    another, "new"; "update". Those of a matmul have the facts "weight", the number of the layer, and "part", that of the
-    micro-batch; a gradient that goes back through a move has its number. `sent` counts from the event before.
+    another, "new"; "update". Those of a matmul have the facts "weight", the number of the layer, and "part", that of
+    the micro-batch; a gradient that goes back through a move has its number. `sent` counts from the event before.
     """
 
     keeps_initial: bool = False
