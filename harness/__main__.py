@@ -8,6 +8,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of harness/ itself, which Python puts there
 
 from harness.start import job  # noqa: E402
+from harness.start.ending import BAD_INPUT  # noqa: E402
+from harness.start.output import say  # noqa: E402
 
 PROGRAMS = {
     "test": [sys.executable, "-m", "pytest", f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"],
@@ -26,16 +28,15 @@ def pytest_arguments(arguments):
     return words if chosen else [*words, "--ignore=tests/slow", "-m", "not slow"]
 
 
-def main():
-    command, arguments = (sys.argv[1:] or [""])[0], sys.argv[2:]
+def main(command, *arguments):
     if command in ("docs", "meshes") and arguments:
-        print(f"launch.sh: {command} takes no arguments, got {' '.join(arguments)}", file=sys.stderr)
-        return 2
+        say(f"{command} takes no arguments, got {' '.join(arguments)}")
+        return BAD_INPUT
     if command in PROGRAMS:
         if command == "test":
             arguments = pytest_arguments(arguments)
         os.chdir(ROOT)
-        os.execv(sys.executable, PROGRAMS[command] + arguments)
+        os.execv(sys.executable, [*PROGRAMS[command], *arguments])
     if command in ("show", "bytes"):
         from harness.report import show
 
@@ -44,8 +45,8 @@ def main():
         from harness.report import pages
 
         return pages.main()
-    return job.main(sys.argv[1:])
+    return job.main([command, *arguments])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

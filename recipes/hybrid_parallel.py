@@ -24,71 +24,70 @@ import oneflow as flow
 WORLD_SIZES = (4,)
 
 
-class Stage(flow.nn.Module):
-    def __init__(self, w, ranks, x_sbp, w_sbp):
+class DataParallel(flow.nn.Module):
+    def __init__(self, w, ranks):
         super().__init__()
-        self.ranks, self.x_sbp = ranks, x_sbp
-        self.w = flow.nn.Parameter(flow.tensor(w, placement=ranks, sbp=w_sbp))
+        self.ranks = ranks
+        self.w = flow.nn.Parameter(flow.tensor(w, placement=ranks, sbp=flow.sbp.broadcast))
 
-    def forward(self, out):
-        x = out.to_global(placement=self.ranks, sbp=self.x_sbp)
-        return x, flow.matmul(x, self.w)
+    def forward(self, x0):
+        return flow.matmul(x0, self.w)
 
 
-class HybridParallel(flow.nn.Module):
-    def __init__(self, w0, w1, ranks):
+class ModelParallel(flow.nn.Module):
+    def __init__(self, w, ranks):
         super().__init__()
-        self.data_parallel = Stage(w0, ranks[0], x_sbp=flow.sbp.split(0), w_sbp=flow.sbp.broadcast)
-        self.model_parallel = Stage(w1, ranks[1], x_sbp=flow.sbp.broadcast, w_sbp=flow.sbp.split(1))
+        self.ranks = ranks
+        self.w = flow.nn.Parameter(flow.tensor(w, placement=ranks, sbp=flow.sbp.split(1)))
 
-    def forward(self, x):
-        x0, out0 = self.data_parallel(x)
-        x1, out1 = self.model_parallel(out0)
-        return x0, out0, x1, out1
+    def forward(self, out0):
+        x1 = out0.to_global(placement=self.ranks, sbp=flow.sbp.broadcast)  # from the ranks of the stage before
+        return flow.matmul(x1, self.w)
 
 
-class HybridParallelGraph(flow.nn.Graph):
-    def __init__(self, module):
+class HybridGraph(flow.nn.Graph):
+    def __init__(self, model):
         super().__init__()
-        self.module = module
-        self.module.data_parallel.to(flow.nn.graph.GraphModule).set_stage(0, module.data_parallel.ranks)
-        self.module.model_parallel.to(flow.nn.graph.GraphModule).set_stage(1, module.model_parallel.ranks)
+        self.model = model
+        for k, stage in enumerate(model):
+            self.model[k].to(flow.nn.graph.GraphModule).set_stage(k, stage.ranks)
 
     def build(self, x):
-        return self.module(x)
+        return self.model(x)
 
 
-def run(graph=False, device="cpu", seed=0, batch=4, in_features=5, out_features=8):
-    """One forward pass in float32; returns x0 (batch, in), w0 (in, out), out0, x1 (batch, out), w1 (out, 3), out1."""
+def placements(device, n):
+    """The ranks of each stage."""
+    return [flow.placement(device, [0, 1]), flow.placement(device, [2, 3])]
+
+
+def run(stages, graph=False, seed=0, batch=4, in_features=5, hidden=8, out_features=3):
+    """One forward pass in float32 on two placements; returns x0 (batch, in), the model and out1 (batch, out)."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
-    w0 = rng.standard_normal((in_features, out_features), dtype=np.float32)
-    w1 = rng.standard_normal((out_features, 3), dtype=np.float32)
+    w0 = rng.standard_normal((in_features, hidden), dtype=np.float32)
+    w1 = rng.standard_normal((hidden, out_features), dtype=np.float32)
 
-    ranks = [flow.placement(device, [0, 1]), flow.placement(device, [2, 3])]
-    x = flow.tensor(x, placement=ranks[0], sbp=flow.sbp.split(0))
-    module = HybridParallel(w0, w1, ranks)
-    model = HybridParallelGraph(module) if graph else module
-    x0, out0, x1, out1 = model(x)
-    return {"x0": x0, "w0": module.data_parallel.w, "out0": out0, "x1": x1, "w1": module.model_parallel.w, "out1": out1}
+    x0 = flow.tensor(x, placement=stages[0], sbp=flow.sbp.split(0))
+    model = flow.nn.Sequential(DataParallel(w0, stages[0]), ModelParallel(w1, stages[1]))
+    out1 = HybridGraph(model)(x0) if graph else model(x0)
+    return x0, model, out1
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="run the stages inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    tensors = run(**vars(parser.parse_args()))
+    args = parser.parse_args()
 
-    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
-    for name, tensor in tensors.items():  # a row for each rank: the shape of what it holds
-        held = flow.tensor([list(tensor.to_local().shape)]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
-        if flow.env.get_rank() == 0:
-            print(f"{name:6}{str(tuple(tensor.shape)):8}{tensor.sbp[0]!s:26}local shapes", *map(tuple, held.tolist()))
-
-    x0, w0, w1, out1 = (tensors[name].numpy() for name in ("x0", "w0", "w1", "out1"))  # collective: all ranks call it
-    np.testing.assert_allclose(out1, x0 @ w0 @ w1, rtol=1e-5, atol=1e-5)
+    x0, model, out1 = run(placements(args.device, flow.env.get_world_size()), args.graph)
+    for name, tensor in {"x0": x0, "w0": model[0].w, "w1": model[1].w, "out1": out1}.items():
+        if flow.env.get_rank() in tensor.placement.ranks:
+            print(f"{name} {tuple(tensor.to_local().shape)} of {tuple(tensor.shape)}")
+    _, _, alone = run([flow.placement(args.device, [0])] * 2, args.graph)  # the same code on a single device
+    np.testing.assert_allclose(out1.numpy(), alone.numpy(), rtol=1e-5, atol=1e-5)  # collective: on all ranks
     if flow.env.get_rank() == 0:
-        print("out1 equals x0 @ w0 @ w1 on a single device")
+        print("out1 is", *out1.sbp, "on ranks", *out1.placement.ranks, "and equals x0 @ w0 @ w1 on a single device")
 
 
 if __name__ == "__main__":

@@ -30,45 +30,39 @@ class Layer(flow.nn.Module):
 
 
 class LayerGraph(flow.nn.Graph):
-    def __init__(self, module):
+    def __init__(self, layer):
         super().__init__()
-        self.module = module
+        self.layer = layer
 
     def build(self, x):
-        return self.module(x)
+        return self.layer(x)
 
 
-def run(graph=False, device="cpu", seed=0, batch=4, in_features=5, out_features=None):
-    """One forward pass in float32; returns by name x (batch, in), w (in, out) and out (batch, out)."""
+def run(ranks, graph=False, seed=0, batch=4, in_features=5, out_features=None):
+    """One forward pass in float32 on a placement; returns x (batch, in), w (in, out) and out (batch, out)."""
     out_features = out_features or max(8, flow.env.get_world_size())  # a column for each rank, at least
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     w = rng.standard_normal((in_features, out_features), dtype=np.float32)
 
-    ranks = flow.placement(device, list(range(flow.env.get_world_size())))
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.broadcast)
-    module = Layer(w, ranks)
-    model = LayerGraph(module) if graph else module
-    out = model(x)
-    return {"x": x, "w": module.w, "out": out}
+    layer = Layer(w, ranks)
+    out = LayerGraph(layer)(x) if graph else layer(x)
+    return x, layer.w, out
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="run the layer inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    tensors = run(**vars(parser.parse_args()))
+    args = parser.parse_args()
 
-    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
-    for name, tensor in tensors.items():  # a row for each rank: the shape of what it holds
-        held = flow.tensor([list(tensor.to_local().shape)]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
-        if flow.env.get_rank() == 0:
-            print(f"{name:5}{str(tuple(tensor.shape)):8}{tensor.sbp[0]!s:26}local shapes", *map(tuple, held.tolist()))
-
-    x, w, out = (tensors[name].numpy() for name in ("x", "w", "out"))  # collective: all ranks call it
-    np.testing.assert_allclose(out, x @ w, rtol=1e-5, atol=1e-6)
+    x, w, out = run(flow.placement.all(args.device), args.graph)
+    for name, tensor in {"x": x, "w": w, "out": out}.items():
+        print(f"{name} {tuple(tensor.to_local().shape)} of {tuple(tensor.shape)}")
+    np.testing.assert_allclose(out.numpy(), x.numpy() @ w.numpy(), rtol=1e-5, atol=1e-6)  # collective: on all ranks
     if flow.env.get_rank() == 0:
-        print("out equals x @ w on a single device")
+        print("out is", *out.sbp, "and equals x @ w on a single device")
 
 
 if __name__ == "__main__":

@@ -34,46 +34,49 @@ class Stage(flow.nn.Module):
 
 
 class PipelineGraph(flow.nn.Graph):
-    def __init__(self, stages):
+    def __init__(self, model):
         super().__init__()
-        self.stages = stages
-        for k, stage in enumerate(stages):
-            self.stages[k].to(flow.nn.graph.GraphModule).set_stage(k, stage.rank)
+        self.model = model
+        for k, stage in enumerate(model):
+            self.model[k].to(flow.nn.graph.GraphModule).set_stage(k, stage.rank)
 
     def build(self, x):
-        return self.stages(x)
+        return self.model(x)
 
 
-def run(graph=False, device="cpu", seed=0, batch=4, in_features=5, out_features=8):
-    """One forward pass in float32; returns x, w0, w1, ..., out by name; the widths are in, out, 3, out, 3, ..."""
-    rng, n = np.random.default_rng(seed), flow.env.get_world_size()
+def placements(device, n):
+    """One rank for each stage."""
+    return [flow.placement(device, [rank]) for rank in range(n)]
+
+
+def run(stages, graph=False, seed=0, batch=4, in_features=5, hidden=8, out_features=3):
+    """One forward pass in float32, a layer on each stage; returns x (batch, in), the model and out (batch, out)."""
+    rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
-    widths = [in_features, *([out_features, 3] * n)[:n]]
-    weights = [rng.standard_normal(shape, dtype=np.float32) for shape in zip(widths, widths[1:])]
+    features = [in_features] + [hidden] * (len(stages) - 1) + [out_features]
+    weights = [rng.standard_normal(shape, dtype=np.float32) for shape in zip(features, features[1:])]
 
-    ranks = [flow.placement(device, [rank]) for rank in range(n)]
-    x = flow.tensor(x, placement=ranks[0], sbp=flow.sbp.broadcast)
-    stages = flow.nn.Sequential(*[Stage(w, rank) for w, rank in zip(weights, ranks)])
-    model = PipelineGraph(stages) if graph else stages
-    return {"x": x, **{f"w{k}": stage.w for k, stage in enumerate(stages)}, "out": model(x)}
+    x = flow.tensor(x, placement=stages[0], sbp=flow.sbp.broadcast)
+    model = flow.nn.Sequential(*[Stage(w, rank) for w, rank in zip(weights, stages)])
+    out = PipelineGraph(model)(x) if graph else model(x)
+    return x, model, out
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="run the stages inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    tensors = run(**vars(parser.parse_args()))
+    args = parser.parse_args()
 
-    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
-    for name, tensor in tensors.items():  # a row for each rank: the shape of what it holds
-        held = flow.tensor([list(tensor.to_local().shape)]).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
-        if flow.env.get_rank() == 0:
-            print(f"{name:5}{str(tuple(tensor.shape)):8}{tensor.sbp[0]!s:26}local shapes", *map(tuple, held.tolist()))
-
-    x, *weights, out = (tensor.numpy() for tensor in tensors.values())  # collective: all ranks call it
-    np.testing.assert_allclose(out, np.linalg.multi_dot([x, *weights]), rtol=1e-5, atol=1e-5)
+    stages = placements(args.device, flow.env.get_world_size())
+    x, model, out = run(stages, args.graph)
+    for name, tensor in {"x": x, **{f"w{k}": stage.w for k, stage in enumerate(model)}, "out": out}.items():
+        if flow.env.get_rank() in tensor.placement.ranks:
+            print(f"{name} {tuple(tensor.to_local().shape)} of {tuple(tensor.shape)}")
+    _, _, alone = run([flow.placement(args.device, [0])] * len(stages), args.graph)  # the same code on a single device
+    np.testing.assert_allclose(out.numpy(), alone.numpy(), rtol=1e-5, atol=1e-5)  # collective: on all ranks
     if flow.env.get_rank() == 0:
-        print("out equals x @ w0 @ w1 ... on a single device")
+        print("out is", *out.sbp, "on rank", *out.placement.ranks, "and equals x @ w0 @ w1 ... on a single device")
 
 
 if __name__ == "__main__":

@@ -21,47 +21,46 @@ WORLD_SIZES = (1,)
 
 
 class Layer(flow.nn.Module):
-    def __init__(self, w):
+    def __init__(self, w, device):
         super().__init__()
-        self.w = flow.nn.Parameter(w)
+        self.w = flow.nn.Parameter(flow.tensor(w, device=device))
 
     def forward(self, x):
         return flow.matmul(x, self.w)
 
 
 class LayerGraph(flow.nn.Graph):
-    def __init__(self, module):
+    def __init__(self, layer):
         super().__init__()
-        self.module = module
+        self.layer = layer
 
     def build(self, x):
-        return self.module(x)
+        return self.layer(x)
 
 
-def run(graph=False, device="cpu", seed=0, batch=4, in_features=5, out_features=8):
-    """One forward pass in float32; returns by name x (batch, in), w (in, out) and out (batch, out)."""
+def run(device="cpu", graph=False, seed=0, batch=4, in_features=5, out_features=8):
+    """One forward pass in float32 on a device; returns x (batch, in), w (in, out) and out (batch, out)."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     w = rng.standard_normal((in_features, out_features), dtype=np.float32)
 
     x = flow.tensor(x, device=device)
-    module = Layer(flow.tensor(w, device=device))
-    model = LayerGraph(module) if graph else module
-    out = model(x)
-    return {"x": x, "w": module.w, "out": out}
+    layer = Layer(w, device)
+    out = LayerGraph(layer)(x) if graph else layer(x)
+    return x, layer.w, out
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="run the layer inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    tensors = run(**vars(parser.parse_args()))
+    args = parser.parse_args()
 
-    x, w, out = (tensors[name].numpy() for name in ("x", "w", "out"))
-    np.testing.assert_allclose(out, x @ w, rtol=1e-5, atol=1e-6)
-    for name, tensor in tensors.items():
-        print(f"{name:5}{str(tuple(tensor.shape)):8}on {tensor.device}")
-    print("out equals x @ w in numpy on a single device")
+    x, w, out = run(args.device, args.graph)
+    for name, tensor in {"x": x, "w": w, "out": out}.items():
+        print(f"{name} {tuple(tensor.shape)} on {tensor.device}")
+    np.testing.assert_allclose(out.numpy(), x.numpy() @ w.numpy(), rtol=1e-5, atol=1e-6)
+    print("out equals x @ w in numpy")
 
 
 if __name__ == "__main__":

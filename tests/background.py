@@ -4,8 +4,8 @@ import os
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from functools import partial
 
-from harness.pool import Pool
 from harness.report import runs
+from tests.pools import TIMEOUT, RecipePool
 
 
 class Background:
@@ -25,7 +25,7 @@ class Background:
     def _call(self, n, function):
         if self.pool is None or self.pool.world_size != n:
             self._close()
-            self.pool = Pool(n, timeout=600, repeat=True)
+            self.pool = RecipePool(n, timeout=2 * TIMEOUT)  # other tests have most of the cores
         return function(self.pool)
 
     def _close(self):

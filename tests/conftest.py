@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from harness.pool import Pool
 from tests import jobs
 from tests.background import Background
 from tests.cases.ladder import Checks
 from tests.hosts import Hosts
+from tests.pools import RecipePool
 
 BEGIN = time.monotonic()
 
@@ -32,7 +32,7 @@ def hosts():
 def pools():
     """A function from a world size to its pool of ranks; a pool is started when it is first used."""
     started = {}
-    yield lambda n: started.setdefault(n, Pool(n, timeout=300, repeat=True))
+    yield lambda n: started.setdefault(n, RecipePool(n))
     for pool in started.values():
         pool.close()
         REPEATED.extend(pool.repeated)

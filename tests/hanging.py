@@ -3,9 +3,6 @@
 import re
 
 from harness.pool import Pool, PoolError
-from tests.cases import ROOT
-
-RANK_OF = f"{ROOT / 'tests' / 'on_rank.py'}:rank_of"
 
 
 def assert_hangs(function, *shown, **arguments):
@@ -14,9 +11,7 @@ def assert_hangs(function, *shown, **arguments):
     A busy machine may need longer until they wait there, so there is a second try.
     """
     for seconds in (2, 60):
-        with Pool(2) as pool:
-            pool.call(RANK_OF)  # so that the time is not that of the start
-            pool.timeout = seconds
+        with Pool(2, timeout=seconds) as pool:
             try:
                 result = pool.call(function, **arguments)
             except PoolError as error:

@@ -1,8 +1,11 @@
 """Hosts of their own on this machine: network namespaces, each with an address, joined by a bridge. Needs iproute2."""
 
 import subprocess
+from dataclasses import dataclass
 
+from harness.start.ranks import RankAssignment
 from tests.cases import ROOT
+from tests.pools import RecipePool
 
 NO_HOSTS = "no network namespaces here: run it where `unshare --user --map-root-user --mount --net ip link` works"
 SET_UP = """
@@ -59,3 +62,27 @@ class Hosts:
     def link(self, host, state):
         """Pull the cable of a host, or put it back: "down" or "up"."""
         subprocess.run([*self.inside(), "ip", "link", "set", f"veth{host}", state], check=True)
+
+
+@dataclass
+class OnHosts(RankAssignment):
+    """Ranks that run on several Hosts, as many on each."""
+
+    hosts: Hosts = None
+
+    def command(self, i, script):
+        host = i * len(self.hosts.addresses) // self.world_size
+        return [*self.hosts.on(host), *super().command(i, script)]
+
+
+class PoolOnHosts(RecipePool):
+    """A pool of ranks on several Hosts."""
+
+    def __init__(self, world_size, hosts, **options):
+        super().__init__(world_size, **options)
+        self.hosts = hosts
+
+    def assignment(self):
+        port = 20000 + self.starts % 1000  # nothing else uses ports of these hosts
+        address = self.hosts.addresses[0]
+        return OnHosts(self.world_size, port, local_rank=None, address=address, hosts=self.hosts)

@@ -3,6 +3,7 @@
 import oneflow as flow
 
 from harness.measure.calls import replaced
+from harness.measure.entry import call_entry
 from harness.measure.sent import sent_by
 from harness.start import recipe
 
@@ -21,8 +22,15 @@ def messages(path, **arguments):
         return call
 
     with replaced({(flow.comm, name): recording(name, getattr(flow.comm, name)) for name in ("send", "recv")}):
-        module.run(**arguments)
+        call_entry(module, arguments)
     return seen
+
+
+def sent_by_the_ring(path, in_features, out_features):
+    """The bytes that this rank sends in the ring of a recipe."""
+    tensor = flow.ones(in_features, out_features)
+    _, sent = sent_by(lambda: recipe.load(path).ring_all_reduce(tensor))
+    return sent
 
 
 def exchange(first):
@@ -45,50 +53,3 @@ def sent_to_the_server(shape):
     out = flow.matmul(x, w.to_global(placement=ranks, sbp=flow.sbp.broadcast))
     _, sent = sent_by(lambda: out.sum().backward())
     return sent
-
-
-class Chain(flow.nn.Module):
-    """Some weights, one behind the other."""
-
-    def __init__(self, weights, size):
-        super().__init__()
-        for i in range(weights):
-            setattr(self, f"w{i}", flow.nn.Parameter(flow.ones(size, size)))
-
-    def forward(self, x):
-        for w in self.parameters():
-            x = flow.matmul(x, w)
-        return x.sum()
-
-
-def wrapped():
-    """Whether DistributedDataParallel returns the module that it gets, and the names of its weights."""
-    module = Chain(2, 4)
-    replica = flow.nn.parallel.DistributedDataParallel(module)
-    return replica is module, list(replica.state_dict())
-
-
-def reduced(weights, **options):
-    """The elements of each all-reduce in one backward, and the bytes that this rank sends for it."""
-    calls, reduce = [], flow._C.local_all_reduce
-    replica = flow.nn.parallel.DistributedDataParallel(Chain(weights, 256), **options)
-    loss = replica(flow.ones(1, 256))
-
-    def recording(tensor, **named):
-        calls.append(tensor.numel())
-        return reduce(tensor, **named)
-
-    with replaced({(flow._C, "local_all_reduce"): recording}):
-        _, sent = sent_by(loss.backward)
-    return calls, sent
-
-
-def gradients_after(set_to_none):
-    """The gradient of one weight in three steps that leave it as it is, cleared before each; 2 and 4 on two ranks."""
-    replica = flow.nn.parallel.DistributedDataParallel(Chain(1, 1))
-    update, found = flow.optim.SGD(replica.parameters(), lr=0.0), []
-    for _ in range(3):
-        update.zero_grad(set_to_none=set_to_none)
-        replica(flow.ones(1, 1) * 2 * (flow.env.get_rank() + 1)).backward()
-        found.append(replica.w0.grad.item())
-    return found

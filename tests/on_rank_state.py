@@ -8,21 +8,10 @@ import numpy as np
 import oneflow as flow
 
 from harness.measure.calls import replaced
+from harness.measure.entry import call_entry
 from harness.measure.sent import sent_by
 from harness.measure.tensors import snapshot
 from harness.start import recipe
-
-
-def trained(path, folder, ranks, weights, steps, graph=False, seed=0, batch=8, in_features=4, out_features=8):
-    """What train of checkpoint.py returns, with the weight on these ranks: name -> snapshot."""
-    module = recipe.load(path)
-    rng, placement = np.random.default_rng(seed), flow.placement("cpu", ranks)
-    shapes = (batch, in_features), (batch, out_features), (in_features, out_features)
-    arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
-    sbps = [flow.sbp.split(0), flow.sbp.split(0), module.SBPS[weights]]
-    inputs = [flow.tensor(array, placement=placement, sbp=sbp) for array, sbp in zip(arrays, sbps)]
-    tensors = module.train(*inputs, steps, folder, graph)
-    return {name: snapshot(tensor) for name, tensor in tensors.items()}
 
 
 def die_while_saving(path, moment, **arguments):
@@ -38,7 +27,7 @@ def die_while_saving(path, moment, **arguments):
         "not named": ((os, "replace"), lambda *_: os._exit(9)),
     }[moment]
     with replaced({place: function} if flow.env.get_rank() == 0 else {}):
-        recipe.load(path).run(**arguments)
+        call_entry(recipe.load(path), arguments)
 
 
 def after_saving(path, folder):
@@ -72,7 +61,7 @@ def bytes_to_save_and_load(path, folder, sbp, rows, columns):
     values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     parameter.w = flow.nn.Parameter(flow.tensor(values, placement=flow.placement.all("cpu"), sbp=module.SBPS[sbp]))
     saved = sent_by(lambda: module.save(parameter.state_dict(), folder, step=1))[1]
-    state, read = sent_by(lambda: flow.load(f"{folder}/1", global_src_rank=0))
+    (_, state), read = sent_by(lambda: module.load_latest(folder))
     loaded = sent_by(lambda: parameter.load_state_dict(state))[1]
     return saved, read + loaded
 

@@ -13,6 +13,7 @@ from harness.start.recipe import load, path_of
 def saving(path, **arguments):
     """On a rank: train, and return what is put on disk, and what gets its name with which files, in this order."""
     from harness.measure.calls import replaced
+    from harness.measure.entry import call_entry
 
     fsync, replace, done = os.fsync, os.replace, []
 
@@ -31,18 +32,18 @@ def saving(path, **arguments):
         replace(source, target)
 
     with replaced({(os, "fsync"): recording_fsync, (os, "replace"): recording_replace}):
-        load(path).run(**arguments)["losses"].numpy()
+        call_entry(load(path), arguments)
     return done
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("name", ["checkpoint", "elastic_training"])
-def test_checkpoint_is_on_disk_before_it_gets_its_name(pools, tmp_path, name, graph):
+@pytest.mark.parametrize("name, option", [("checkpoint", "checkpoint_dir"), ("elastic_training", "folder")])
+def test_checkpoint_is_on_disk_before_it_gets_its_name(pools, tmp_path, name, option, graph):
     """Else a host that loses power may come back with the name and without the data."""
-    if name == "checkpoint":  # it saves folders, and a crash may leave one
+    if option == "checkpoint_dir":  # it saves folders, and a crash may leave one
         (tmp_path / "unfinished").mkdir()
         (tmp_path / "unfinished" / "left").touch()
-    arguments = {"path": str(path_of(name)), "folder": str(tmp_path), "graph": graph}
+    arguments = {"path": str(path_of(name)), option: str(tmp_path), "graph": graph}
     done, other = pools(2).call(f"{__file__}:saving", **arguments)
     on_disk, times = {}, 0
     for what, sizes in done:

@@ -1,11 +1,47 @@
 """What launch.sh makes of its command line, before any rank starts."""
 
 import os
+import re
+import subprocess
 
 import pytest
 
-from harness.start.options import BadInput, checked
+from harness.start.errors import UsageError
+from harness.start.options import checked, parser
 from harness.start.recipe import find, path_of
+from tests.cases import ROOT
+from tests.jobs import LAUNCH
+from tests.markdown import CLUSTERS
+
+FOR_USERS, FOR_MAINTAINERS = ("list", "show", "bytes", "test"), ("mutate", "docs", "meshes", "faults", "bench")
+
+
+@pytest.fixture(scope="module")
+def shown():
+    """What --help shows."""
+    return subprocess.run([LAUNCH, "--help"], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def test_help_is_a_screen(shown):
+    assert len(shown.splitlines()) <= 35 and max(map(len, shown.splitlines())) <= 80
+
+
+def test_help_shows_the_commands_of_users_and_contributing_those_of_maintainers(shown):
+    assert all(f"./launch.sh {command}" in shown for command in FOR_USERS)
+    assert not [command for command in FOR_MAINTAINERS if f"./launch.sh {command}" in shown]
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"| `./launch.sh {command}" in contributing for command in FOR_MAINTAINERS)
+
+
+def test_every_option_is_on_the_page_of_clusters_and_no_other_is_in_the_help(shown):
+    names = [set(action.option_strings) for action in parser()._actions if action.option_strings]
+    section = CLUSTERS.read_text().partition("## All options\n")[2].partition("\n## ")[0]
+    rows = {line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `-")}
+    documented = [set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", row)) for row in rows]
+    assert all(any(row & option for row in documented) for option in names)
+    assert all(any(row <= option for option in names) for row in documented)
+    options = shown.partition("\noptions\n")[2]
+    assert set(re.findall(r"^  (--?[\w-]+)", options, flags=re.MULTILINE)) <= set.union(*names, {"-h"})
 
 
 @pytest.mark.parametrize("name", ["two_d_sbp", "two_d_sbp.py", "recipes/layouts/two_d_sbp.py"])
@@ -40,7 +76,7 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("line", BAD_INPUT)
 def test_bad_input_is_refused_in_one_line(line):
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(UsageError) as refused:
         checked(line.split())
     assert BAD_INPUT[line] in str(refused.value) and "\n" not in str(refused.value)
 
@@ -57,7 +93,7 @@ def test_bad_input_is_refused_in_one_line(line):
 )
 def test_script_whose_world_sizes_do_not_fit_is_refused(tmp_path, text, words):
     (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(UsageError) as refused:
         checked(["-n", "3", str(tmp_path / "mine.py")])
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
@@ -75,5 +111,5 @@ def test_cuda_is_refused_where_a_rank_has_no_gpu_that_works(monkeypatch, tmp_pat
     if usable is None:
         assert checked(command).nproc_per_node == 2
     else:
-        with pytest.raises(BadInput, match=f"capability 6.0 to 8.9, got {usable} for 2: type --device cpu"):
+        with pytest.raises(UsageError, match=f"capability 6.0 to 8.9, got {usable} for 2: type --device cpu"):
             checked(command)

@@ -1,10 +1,14 @@
 """The pool of ranks fails where it should, says why, and goes on with fresh ranks."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from harness.pool import Pool, PoolError
 from tests.cases import ROOT
 from tests.hanging import assert_hangs
+from tests.jobs import LONG, wait_until
+from tests.pools import RecipePool
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 
@@ -66,3 +70,33 @@ def test_without_repeat_the_death_is_told(tmp_path, pool):
     with pytest.raises(PoolError, match=r"rank 0 of 2 died \(SIGSEGV\)"):
         pool.call(f"{ON_RANK}:crash", mark=str(tmp_path))
     assert not pool.repeated
+
+
+SLEEPS = "import time\n\n\ndef run(path, seconds):\n    time.sleep(seconds)\n"
+
+
+def test_recipe_that_hung_is_not_called_again_nor_is_a_copy_of_it(tmp_path):
+    recipe, copy = tmp_path / "recipe.py", tmp_path / "copy.py"
+    recipe.write_text(SLEEPS)
+    copy.write_text(SLEEPS)
+    with RecipePool(1, timeout=2) as pool:
+        with pytest.raises(PoolError, match="gave no answer in 2 s"):
+            pool.call(f"{recipe}:run", path=str(recipe), seconds=1000)
+        with pytest.raises(PoolError, match="copy.py hung in recipe.py:run on 1 ranks, so it is not called again"):
+            pool.call(f"{copy}:run", path=str(copy), seconds=0)
+        copy.write_text(f"{SLEEPS}# changed\n")
+        assert pool.call(f"{copy}:run", path=str(copy), seconds=0) == [None]
+
+
+def test_recipe_that_hangs_ends_its_calls_in_other_threads(tmp_path):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(f"{SLEEPS}# of this test\n")
+    call = {"function": f"{recipe}:run", "path": str(recipe)}
+    with RecipePool(1, timeout=2) as pool, RecipePool(1, timeout=10 * LONG) as patient, ThreadPoolExecutor(1) as thread:
+        patient.call(**call, seconds=0)  # so that its rank is there
+        waiting = thread.submit(patient.call, **call, seconds=10 * LONG)
+        wait_until(lambda: patient in RecipePool.calling, "the call of the other thread")
+        with pytest.raises(PoolError, match="gave no answer in 2 s"):
+            pool.call(**call, seconds=1000)
+        with pytest.raises(PoolError, match="recipe.py hung in recipe.py:run on 1 ranks"):
+            waiting.result(LONG)

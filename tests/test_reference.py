@@ -7,7 +7,7 @@ from tests.cases import CASES, TRAINED, proven_on, reference
 from tests.cases.ladder import Checks
 
 
-@pytest.mark.parametrize("name", sorted({*TRAINED} - {"ring_all_reduce", "elastic_training"}))
+@pytest.mark.parametrize("name", sorted({*TRAINED} - {"elastic_training"}))
 def test_gradients_of_the_reference_are_finite_differences(monkeypatch, name):
     """Along a random direction for each weight."""
     descend, checked, rng, step = reference.descend, [], np.random.default_rng(1), 1e-6

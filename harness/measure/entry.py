@@ -24,15 +24,16 @@ def required(function):
 def call_entry(module, arguments):
     """Call a recipe's entry on all ranks.
 
-    Its first argument is what `placements(device, n, ...)` of the recipe returns, or else all ranks; those of the
-    arguments that `placements` has too, such as the size of a mesh axis, go there.
+    Its first argument is what `placements(device, n, ...)` of the recipe returns, or else all ranks, or those that the
+    arguments list; those of the arguments that `placements` has too, such as the size of a mesh axis, go there.
     """
     function, arguments = entry_of(module), dict(arguments)
     where = required(function)
     if not where:
         return function(**arguments)
     if not hasattr(module, "placements"):
-        return function(flow.placement.all("cpu"), **arguments)
+        ranks = arguments.pop(where[0], None)
+        return function(flow.placement("cpu", ranks) if ranks else flow.placement.all("cpu"), **arguments)
     known = inspect.signature(module.placements).parameters
     axes = {name: arguments.pop(name) for name in list(arguments) if name in known}
     placements = module.placements("cpu", flow.env.get_world_size(), **axes)

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import sys
+from collections import Counter
 
 import numpy as np
 import oneflow as flow
@@ -56,14 +57,18 @@ class Frames:
 
 
 def tensors_by_name(variables):
-    """{name: tensor} of variables: tensors, and those in a list ("x0", "x1"), or in a dict by its key."""
+    """{name: tensor} of variables: tensors, and those in a list ("x0", "x1"), or in a dict by its key.
+
+    Where several dicts have a key, the variable stands in front of it.
+    """
     named = {}
+    keys = Counter(key for value in variables.values() if isinstance(value, dict) for key in value)
     for name, value in variables.items():
         items = {name: value}
         if isinstance(value, (list, tuple)) and len(value) < 1000:  # what is longer is data
             items = {f"{name}{i}": item for i, item in enumerate(value)}
         elif isinstance(value, dict):
-            items = {str(key): item for key, item in value.items()}
+            items = {f"{name} {key}" if keys[key] > 1 else str(key): item for key, item in value.items()}
         named.update({key: item for key, item in items.items() if isinstance(item, flow.Tensor) and not item.is_lazy})
     return named
 

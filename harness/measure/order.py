@@ -25,6 +25,9 @@ class Order(Recorder):
     parts: dict = field(default_factory=dict)  # number of a weight -> its matmuls so far
     numbered: int = 0  # moves so far
 
+    def record(self, call, **facts):
+        return call.proceed()  # none but the events above
+
     def begin(self):
         if not self.events:  # what was sent to make tensors is not of the step
             self.before = quiet()

@@ -74,7 +74,12 @@ class Recorder:
 
     def see_module(self, call):
         if "module" not in call.around and "graph" not in call.around:
-            self.keep_initial(call.arguments[0])
+            self.keep_initial(tensors_of(call.arguments[0]))
+        return call.proceed()
+
+    def see_update(self, call):
+        optimizer = call.arguments[0]  # its model may never be called, but copies of it
+        self.keep_initial([parameter for group in optimizer.param_groups for parameter in group.parameters])
         return call.proceed()
 
     def see_graph(self, call):
@@ -90,7 +95,7 @@ class Recorder:
     def first_call(self, graph, call):
         """It builds the graph, which is made to return the gradients of its parameters as well."""
         for module in modules_in(graph).values():
-            self.keep_initial(module)
+            self.keep_initial(tensors_of(module))
         build = type(graph).build
 
         def build_with_gradients(graph, *arguments, **keywords):
@@ -106,10 +111,10 @@ class Recorder:
         self.without_identity += without_identity(graph)
         return result
 
-    def keep_initial(self, module):
-        """A copy of each parameter and buffer as it is now, unless there is an earlier one. Collective."""
+    def keep_initial(self, tensors):
+        """A copy of each parameter or buffer as it is now, unless there is an earlier one. Collective."""
         with self.pause():
-            for tensor in [*module.parameters(), *module.buffers()]:
+            for tensor in tensors:
                 if self.keeps_initial and id(tensor) not in self.initial:
                     self.initial[id(tensor)] = snapshot(tensor.detach().clone())  # numpy's array is the tensor's own
 
@@ -151,6 +156,11 @@ class Recorder:
     def calls(self):
         """The class of each nn.Graph that is called, by call."""
         return [event.name for event in self.of_kind("graph")]
+
+
+def tensors_of(module):
+    """Its parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
 
 
 def gradients_of(graph):

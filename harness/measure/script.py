@@ -9,8 +9,9 @@ from harness.measure.calls import replaced
 from harness.measure.entry import call_entry
 from harness.measure.graph import boxings_of
 from harness.measure.sent import growth, quiet
-from harness.measure.trace import Refusal, Trace
+from harness.measure.trace import Trace
 from harness.start import recipe
+from harness.start.errors import UsageError
 
 
 def measure_script(path, keywords=None, argv=()):
@@ -27,7 +28,7 @@ def measure_script(path, keywords=None, argv=()):
                 run_as_main(path, argv)
             else:
                 call_entry(recipe.load(path), keywords)
-    except Refusal as refusal:
+    except UsageError as refusal:
         return {"refusal": str(refusal)}
     after = quiet()
     for event in trace.of_kind("graph"):
@@ -43,10 +44,10 @@ def measure_script(path, keywords=None, argv=()):
 
 
 def run_as_main(path, argv):
-    """Run a script as `python path *argv` does. Raises Refusal if it does not know these arguments."""
+    """Run a script as `python path *argv` does. Raises UsageError if it does not know these arguments."""
 
     def refuse(parser, message):
-        raise Refusal(f"{Path(path).name}: {message}")
+        raise UsageError(f"{Path(path).name}: {message}")
 
     with replaced({(sys, "argv"): [path, *argv], (argparse.ArgumentParser, "error"): refuse}):
         try:

@@ -17,13 +17,10 @@ from harness.measure.recorder import Recorder
 from harness.measure.sbp import label
 from harness.measure.sent import sent_by
 from harness.measure.tensors import describe, is_whole, tensors_in
+from harness.start.errors import UsageError
 
 MEASURED = 20  # times that a step on one line is measured; then it is only counted, so that training takes its time
 STEPS = {"matmul", "to_global", "backward", "read", "graph"}  # the calls that can move data
-
-
-class Refusal(BaseException):
-    """Why a script cannot run, in one line. Not an Exception, which the script might catch."""
 
 
 @dataclass
@@ -139,14 +136,14 @@ class Trace(Recorder):
         return self.measured(call, inputs, str(id(graph)), type(graph).__name__, graph=graph, weights=weights)
 
     def check(self, shape, placement, sbp):
-        """Raises Refusal if a rank would hold nothing of a tensor: OneFlow 0.9.0 ends the rank there."""
+        """Raises UsageError if a rank would hold nothing of a tensor: OneFlow 0.9.0 ends the rank there."""
         for dim, size in enumerate(shape):
             axes = zip(placement.ranks.shape, label(sbp).split(", "))
             ranks = math.prod(n for n, one in axes if one == f"S({dim})")
             if size < ranks and ranks > 1:
                 place = f"{Path(self.path).name}:{self.line()[0]}"
                 what = f"a tensor of shape {tuple(shape)} cannot be split({dim}) over {ranks} ranks"
-                raise Refusal(f"{place}: {what}: a rank would hold nothing; make that size {ranks} or more")
+                raise UsageError(f"{place}: {what}: a rank would hold nothing; make that size {ranks} or more")
 
 
 def created_shape(creator, arguments, named):

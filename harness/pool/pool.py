@@ -12,10 +12,11 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from harness.start.ranks import NodeRanks, Ranks, is_consequence, reserve_port
+from harness.start.ranks import RankAssignment, RankProcesses, is_consequence, reserve_port
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 LARGE = 2**30  # bytes of memory of a rank
+START_TIMEOUT = 300  # seconds until fresh ranks have met; on a busy machine that may take a minute
 
 
 def resident(pid):
@@ -37,16 +38,15 @@ class PoolError(Exception):
 class Pool:
     """Ranks 0 to world_size - 1. Close it, or use it as a context manager."""
 
-    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, bind=True, hosts=None):
-        """timeout: seconds after which a call counts as hung.
+    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, bind=True):
+        """timeout: seconds after which a call counts as hung; the start of the ranks is not counted.
 
         repeat: whether a call may run on fresh ranks: once more, if a rank died of SIGSEGV, as OneFlow 0.9.0 rarely
         does; and after a call in which a rank has come to use more than LARGE.
         variables: more environment variables of the ranks. bind: whether to bind each rank to its cores.
-        hosts: the address of rank 0, and for each rank the words that run a command on its host.
         """
         self.world_size, self.timeout, self.repeat = world_size, timeout, repeat
-        self.variables, self.bind, self.hosts = variables, bind, hosts
+        self.variables, self.bind = variables, bind
         self.repeated = []  # the functions of repeated calls
         self.starts = 0  # how often ranks were started
         self.ranks = None
@@ -82,14 +82,37 @@ class Pool:
         if self.ranks is None or self.ranks.exit_codes():
             self.close()
             self._start()
-        results, failure, deadline = {}, None, time.monotonic() + self.timeout
+            self._answers("the start", START_TIMEOUT)
+        results = self._answers(function, self.timeout, (function, arguments))
+        if self.repeat and any(resident(process.pid) > LARGE for process in self.ranks.processes):
+            self.close()  # a rank keeps all its graphs
+        return results
+
+    def _start(self):
+        self.connections, theirs = zip(*(Pipe() for _ in range(self.world_size)))
+        self.logs = [tempfile.TemporaryFile() for _ in theirs]  # noqa: SIM115
+        self.port = reserve_port()
+        pipes = [connection.fileno() for connection in theirs]
+        more = {"variables": self.variables, "bind": self.bind}
+        self.ranks = RankProcesses([WORKER], self.assignment(), self.logs, self.logs, pipes, "HARNESS_POOL", **more)
+        for connection in theirs:
+            connection.close()
+        self.starts += 1
+
+    def assignment(self):
+        """Where fresh ranks run and meet: all on this host. A subclass may place them elsewhere."""
+        return RankAssignment(self.world_size, self.port.getsockname()[1])
+
+    def _answers(self, what, timeout, request=None):
+        """What each rank answers to a request, or says of itself when it has met the others. Raises PoolError."""
+        answers, failure, deadline = {}, None, time.monotonic() + timeout
         try:
-            for connection in self.connections:
-                connection.send((function, arguments))
-            while len(results) < self.world_size and not failure and time.monotonic() < deadline:
+            for connection in self.connections if request else ():
+                connection.send(request)
+            while len(answers) < self.world_size and not failure and time.monotonic() < deadline:
                 for connection in wait(self.connections, max(0, deadline - time.monotonic())):
                     rank = self.connections.index(connection)
-                    results[rank], traceback = connection.recv()
+                    answers[rank], traceback = connection.recv()
                     if traceback:
                         failure = rank, traceback
         except (EOFError, OSError):  # a rank has closed its socket: it is about to end
@@ -97,31 +120,14 @@ class Pool:
         except BaseException:  # Ctrl-C, or an answer that cannot be unpickled: later answers belong to this call
             self.close()
             raise
-        if len(results) == self.world_size and not failure:
-            if self.repeat and any(resident(process.pid) > LARGE for process in self.ranks.processes):
-                self.close()  # a rank keeps all its graphs
-            return [results[rank] for rank in range(self.world_size)]
-        error = self._error(function, failure, [rank for rank in range(self.world_size) if rank not in results])
+        if len(answers) == self.world_size and not failure:
+            return [answers[rank] for rank in range(self.world_size)]
+        waiting = [rank for rank in range(self.world_size) if rank not in answers]
+        error = self._error(what, timeout, failure, waiting)
         self.close()
         raise error
 
-    def _start(self):
-        self.connections, theirs = zip(*(Pipe() for _ in range(self.world_size)))
-        self.logs = [tempfile.TemporaryFile() for _ in theirs]  # noqa: SIM115
-        self.port, hosts = reserve_port(), None
-        node = NodeRanks(self.world_size, self.port.getsockname()[1])
-        if self.hosts:
-            address, hosts = self.hosts
-            port = 20000 + self.starts % 1000  # nothing else uses ports of these hosts
-            node = NodeRanks(self.world_size, port, local_rank=None, address=address)
-        pipes = [connection.fileno() for connection in theirs]
-        more = {"variables": self.variables, "bind": self.bind, "hosts": hosts}
-        self.ranks = Ranks([WORKER], node, self.logs, self.logs, pipes, "HARNESS_POOL", **more)
-        for connection in theirs:
-            connection.close()
-        self.starts += 1
-
-    def _error(self, function, failure, waiting):
+    def _error(self, what, timeout, failure, waiting):
         """The PoolError of a call. failure: a rank that raised, and its traceback; waiting: ranks without an answer."""
         codes, died_of = self.ranks.exit_codes(), None
         if failure:
@@ -137,8 +143,8 @@ class Pool:
             self._wait_until(lambda: all(self._log(rank) != log for rank, log in zip(waiting, before)))
             time.sleep(0.1)  # for the rest of the last one
             where = "\n".join(f"rank {rank}:\n{self._log(rank)}" for rank in waiting)
-            text = f"gave no answer in {self.timeout:g} s; it waits here:\n{where}"
-        words = f"{function}: rank {rank} of {self.world_size} {text}"
+            text = f"gave no answer in {timeout:g} s; it waits here:\n{where}"
+        words = f"{what}: rank {rank} of {self.world_size} {text}"
         return PoolError(rank, words, died_of, hung=not failure and not codes)
 
     def _wait_until(self, condition):

@@ -1,4 +1,6 @@
-"""The script of a pool's ranks: it takes calls from the pool, and answers each with a result or a traceback."""
+"""The script of a pool's ranks: it takes calls from the pool, and answers each with a result or a traceback.
+
+Its first answer, without a call, says that all ranks have met."""
 
 import os
 import sys
@@ -26,6 +28,7 @@ def main():
     connection = Connection(int(os.environ.pop("HARNESS_POOL")))
     import oneflow  # all ranks meet here
 
+    connection.send((None, None))
     keep_graphs(oneflow.nn.Graph)
     modules = {}
     while True:

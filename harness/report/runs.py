@@ -12,11 +12,11 @@ TRAINED_ON = (2, 4)  # ranks
 OTHER_SIZES = {
     "auto_parallel": {"batch": 96},  # at more it chooses otherwise
     # Many features and short sequences: much moves, and little is computed.
-    "transformer_block": {"samples": 32, "sequence": 48, "heads": 12, "head_size": 16},
-    "sequence_parallel": {"samples": 32, "sequence": 48, "heads": 12, "head_size": 16},
-    "context_parallel": {"sequence": 120, "heads": 12, "head_size": 256},
-    "mixture_of_experts": {"tokens": 512, "features": 256, "hidden_features": 96, "capacity": 256},
-    "vocab_parallel": {"tokens": 9600, "vocabulary": 200, "features": 32},
+    "transformer_block": {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16},
+    "sequence_parallel": {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16},
+    "context_parallel": {"seq_len": 120, "num_heads": 12, "head_size": 256},
+    "mixture_of_experts": {"group_size": 512, "hidden_size": 256, "ffn_size": 96, "capacity": 256},
+    "vocab_parallel": {"tokens": 9600, "vocab_size": 200, "hidden_size": 32},
 }
 STRATEGIES = {  # of training the same layers at the same sizes, by name; the first recipe is the plain one
     "data parallel": ("train_data_parallel", "ddp", "gradient_accumulation", "activation_checkpointing"),

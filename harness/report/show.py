@@ -18,15 +18,16 @@ from harness.pool import Pool, PoolError
 from harness.report import terminal
 from harness.report.runs import MEASURE_SCRIPT
 from harness.start import recipe
-from harness.start.job import BAD_INPUT, TIME_LIMIT_REACHED
-from harness.start.options import BadInput, Parser, checked
+from harness.start.ending import BAD_INPUT, TIME_LIMIT_REACHED
+from harness.start.errors import UsageError
+from harness.start.options import Parser, checked
 from harness.start.output import say
 
 
 def keywords_of(script, arguments):
     """The keyword arguments for a script's `run`, from the command line; None if the script must be run whole.
 
-    Raises BadInput.
+    Raises UsageError.
     """
     try:
         defaults = recipe.entry(script)
@@ -43,19 +44,19 @@ def keywords_of(script, arguments):
         parser.add_argument(options[name], type=kind, nargs="+" if many else None, default=default)
     try:
         return vars(parser.parse_args(arguments))
-    except BadInput as error:
+    except UsageError as error:
         known = " ".join(options.values()) or "none"
-        raise BadInput(f"{script}: {str(error).split(';')[0]}; the parameters of its run are {known}") from None
+        raise UsageError(f"{script}: {str(error).split(';')[0]}; the parameters of its run are {known}") from None
 
 
 def measured(options):
-    """What measure_script says of the script on each rank. Raises BadInput, PoolError."""
+    """What measure_script says of the script on each rank. Raises UsageError, PoolError."""
     keywords = keywords_of(options.script, options.arguments)
     with Pool(options.nproc_per_node, options.timeout or 1e9) as pool:
         path = str(Path(options.script).resolve())
         results = pool.call(MEASURE_SCRIPT, path=path, keywords=keywords, argv=options.arguments)
     if "refusal" in results[0]:
-        raise BadInput(results[0]["refusal"])
+        raise UsageError(results[0]["refusal"])
     return results
 
 
@@ -66,7 +67,7 @@ def main(command, arguments):
     try:
         options = checked(arguments)
         results = measured(options)
-    except BadInput as error:
+    except UsageError as error:
         say(str(error))
         return BAD_INPUT
     except PoolError as error:

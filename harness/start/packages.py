@@ -36,43 +36,43 @@ NAMES = {  # as pip calls a setting -> as uv does, in the environment
 }
 
 
-def of_pip():
+def pip_settings():
     """The settings of pip: name -> value; those of the environment win, then those for `pip install`."""
     configuration = os.environ.get("XDG_CONFIG_HOME", "~/.config")
     files = ["/etc/xdg/pip/pip.conf", "/etc/pip.conf", "~/.pip/pip.conf", f"{configuration}/pip/pip.conf"]
     files += [f"{sys.prefix}/pip.conf", os.environ.get("PIP_CONFIG_FILE", "")]
     parser = configparser.RawConfigParser()
     parser.read(map(os.path.expanduser, files if files[-1] != os.devnull else []))
-    found = {}
+    settings = {}
     for section in ("global", "install"):
         if parser.has_section(section):
-            found.update(parser.items(section))
+            settings.update(parser.items(section))
     for name in (*NAMES, "no-index"):
         value = os.environ.get("PIP_" + name.upper().replace("-", "_"))
         if value:
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings
 
 
-def settings():
+def print_settings():
     """Commands for bash, which has the command that will install everything in an array."""
     print("export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}")  # the best of all indexes, as pip does
-    found = of_pip()
+    settings = pip_settings()
     for name, variable in NAMES.items():
-        if name in found and variable not in os.environ:
-            values = found[name].split()
+        if name in settings and variable not in os.environ:
+            values = settings[name].split()
             value = (",".join if name == "find-links" else " ".join)(values)
             print(f"export {variable}={shlex.quote(value)}")
-    if found.get("no-index", "").lower() in ("1", "yes", "true", "on"):
+    if settings.get("no-index", "").lower() in ("1", "yes", "true", "on"):
         print("command+=(--no-index)")
 
 
 def from_index(folder):
     """Take uv out of its wheel, which works for a Python without pip too."""
-    found = of_pip()
-    if "no-index" in found:
+    settings = pip_settings()
+    if "no-index" in settings:
         raise ValueError("pip is told to use no index")
-    index = found.get("index-url", "https://pypi.org/simple").rstrip("/") + "/uv/"
+    index = settings.get("index-url", "https://pypi.org/simple").rstrip("/") + "/uv/"
     page = urllib.request.urlopen(index, timeout=60).read().decode()
     link = re.search(f'href="([^"#]*/{re.escape(WHEEL)}[^"]*)"', page)
     if not link:
@@ -98,6 +98,6 @@ def fetch(folder):
 
 if __name__ == "__main__":
     if sys.argv[1] == "settings":
-        settings()
+        print_settings()
     else:
         fetch(sys.argv[2])

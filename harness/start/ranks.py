@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from harness.start.options import BadInput
+from harness.start.errors import UsageError
 
 RANK = str(Path(__file__).with_name("rank.py"))
 
@@ -23,7 +23,7 @@ def reserve_port(port=0):
 
     OneFlow binds its port with SO_REUSEPORT, so two jobs on one port both start and swap their ranks. A socket that
     stays bound, with the same option, keeps the kernel from giving the port to others, and rank 0 can still use it.
-    Raises BadInput if another program uses the port.
+    Raises UsageError if another program uses the port.
     """
     reserved = socket.socket()
     try:
@@ -35,13 +35,13 @@ def reserve_port(port=0):
         reserved.bind(("0.0.0.0", port))
     except OSError as error:
         reserved.close()
-        raise BadInput(f"port {port}: {error.strerror}; leave out --master_port to get a free one") from None
+        raise UsageError(f"port {port}: {error.strerror}; leave out --master_port to get a free one") from None
     with socket.socket() as probe:
         probe.settimeout(5)
         error = probe.connect_ex(("127.0.0.1", reserved.getsockname()[1]))
     if error not in (0, errno.ECONNREFUSED):  # nobody listens there yet
         reserved.close()
-        raise BadInput(f"ranks cannot meet at 127.0.0.1: {os.strerror(error)}; is the loopback interface up?")
+        raise UsageError(f"ranks cannot meet at 127.0.0.1: {os.strerror(error)}; is the loopback interface up?")
     return reserved
 
 
@@ -57,8 +57,8 @@ def cores_of(rank, world_size, cores=None):
 
 
 @dataclass
-class NodeRanks:
-    """The ranks of a job that run on this node, and where all ranks meet."""
+class RankAssignment:
+    """Which ranks of a job run on this node, on which cores, and where all ranks meet."""
 
     world_size: int
     port: int  # of rank 0
@@ -83,33 +83,34 @@ class NodeRanks:
         variables["no_grpc_proxy"] = ","  # matches every address: ranks do not meet through an http_proxy
         return variables
 
+    def command(self, i, script):
+        """The command that runs a script, with its arguments, as local rank i."""
+        return [sys.executable, RANK, *script]
+
 
 def is_consequence(code):
     """Whether an exit code looks like OneFlow's answer to the death of another rank, which is to abort."""
     return code == -signal.SIGABRT
 
 
-class Ranks:
+class RankProcesses:
     """The processes of one job on this node; a context manager that ends them. Lists are indexed by local rank."""
 
-    def __init__(
-        self, command, node, stdout, stderr, pipes, name="HARNESS_REPORT", variables=None, bind=True, hosts=None
-    ):
-        """Start `python harness/start/rank.py *command` for each rank of a NodeRanks.
+    def __init__(self, script, assignment, stdout, stderr, pipes, name="HARNESS_REPORT", variables=None, bind=True):
+        """Start a script, a list of its path and arguments, as each rank of a RankAssignment.
 
         stdout, stderr: for each rank what subprocess.Popen takes.
         pipes: for each rank a file descriptor that it inherits; name: of the environment variable that tells which.
         variables: more environment variables, for all ranks.
         bind: whether to bind each rank to its cores.
-        hosts: for each rank the words that run a command on its host; by default all run on this one.
         """
         self.processes, self.job = [], uuid.uuid4().hex
         try:
-            for rank in range(node.count):
+            for rank in range(assignment.count):
                 own = {"HARNESS_JOB": self.job, name: str(pipes[rank])}
                 process = subprocess.Popen(
-                    [*(hosts[rank] if hosts else []), sys.executable, RANK, *command],
-                    env={**node.environment(rank), **own, **(variables or {})},
+                    assignment.command(rank, script),
+                    env={**assignment.environment(rank), **own, **(variables or {})},
                     stdin=subprocess.DEVNULL,
                     stdout=stdout[rank],
                     stderr=stderr[rank],
@@ -118,7 +119,7 @@ class Ranks:
                 )
                 self.processes.append(process)
                 if bind:
-                    os.sched_setaffinity(process.pid, node.cores[rank])
+                    os.sched_setaffinity(process.pid, assignment.cores[rank])
         except BaseException:
             self.end(grace=0)
             raise
@@ -163,11 +164,11 @@ class Ranks:
 
     def _kill_descendants(self):
         """Kill what ranks have started in sessions of their own; whether there was anything."""
-        found = list(self._descendants())
-        for pid in found:
+        pids = list(self._descendants())
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return bool(found)
+        return bool(pids)
 
     def _descendants(self):
         """What ranks have started in sessions of their own: found by HARNESS_JOB, which they inherit."""

@@ -49,8 +49,8 @@ def first_host(nodes):
 def _task_of_open_mpi(variables):
     count, number = int(variables["OMPI_COMM_WORLD_SIZE"]), int(variables["OMPI_COMM_WORLD_RANK"])
     mpirun, daemon = (variables.get(f"OMPI_MCA_orte_{name}_uri", "") for name in ("hnp", "local_daemon"))
-    found = re.search(r"tcp://([^,:;]+)", mpirun)  # the host of mpirun itself
-    address = found.group(1) if found else ""
+    host_of_mpirun = re.search(r"tcp://([^,:;]+)", mpirun)
+    address = host_of_mpirun.group(1) if host_of_mpirun else ""
     if number == 0 and daemon not in ("", mpirun):  # task 0 is not on that host, and no variable names its own
         address = ""
     if variables.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(count):

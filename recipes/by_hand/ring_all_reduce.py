@@ -1,9 +1,9 @@
 """Ring all-reduce: neighbours send and receive until every rank has the sum.
 
     rank r sends to r+1    rank 0                   rank 1                   SBP
-    gradient   (8, 4)      its own                  its own                  P
     own        (8, 4)      whole, a local tensor    whole, a local tensor
     summed     (8, 4)      whole, a local tensor    whole, a local tensor
+    partial    (8, 4)      its own                  its own                  P
     reduced    (8, 4)      whole                    whole                    B
 
 The ring sums the tensors own into summed; reduced is the same sum in one line, P -> B. After n-1 rounds that add what
@@ -40,44 +40,46 @@ def ring_all_reduce(tensor):
     n, rank = flow.env.get_world_size(), flow.env.get_rank()
     cuts = [len(tensor) * i // n for i in range(n + 1)]
     chunks = [tensor[start:stop] for start, stop in zip(cuts, cuts[1:])]
-    for i in range(2 * (n - 1)):
+    for i in range(n - 1):  # reduce-scatter
         arrived = pass_on(chunks[(rank - i) % n])
         k = (rank - i - 1) % n  # the chunk that the rank before sends in this round
-        chunks[k] = chunks[k] + arrived if i < n - 1 else arrived
+        chunks[k] = chunks[k] + arrived
+    for i in range(n - 1):  # all-gather, from the chunk that is finished here on
+        arrived = pass_on(chunks[(rank + 1 - i) % n])
+        chunks[(rank - i) % n] = arrived
     return flow.cat(chunks)
 
 
-def run(device="cpu", seed=0, steps=1, in_features=None, out_features=4):
-    """All-reduces one local tensor (in, out) of each rank, by the ring and by P -> B; returns the table by name."""
+def run(ranks, seed=0, in_features=None, out_features=4):
+    """All-reduce a local tensor (in, out) of each rank, by the ring and by P -> B; returns own and both sums."""
     n, rank = flow.env.get_world_size(), flow.env.get_rank()
     in_features = in_features or max(8, n)  # a row for each chunk, at least
-    rng = np.random.default_rng([seed, rank])  # other values on each rank
-    own = flow.tensor(rng.standard_normal((in_features, out_features), dtype=np.float32), device=device)
-    for _ in range(steps):
-        summed = ring_all_reduce(own)
+    rng = np.random.default_rng([seed, rank])  # different values on each rank
+    own = flow.tensor(rng.standard_normal((in_features, out_features), dtype=np.float32), device=ranks.type)
 
-    gradient = own.to_global(placement=flow.placement(device, list(range(n))), sbp=flow.sbp.partial_sum)
-    reduced = gradient.to_global(sbp=flow.sbp.broadcast)
-    return {"gradient": gradient, "own": own, "summed": summed, "reduced": reduced}
+    summed = ring_all_reduce(own)
+    partial = own.to_global(placement=ranks, sbp=flow.sbp.partial_sum)
+    reduced = partial.to_global(sbp=flow.sbp.broadcast)
+    return own, summed, reduced
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    tensors = run(**vars(parser.parse_args()))
+    args = parser.parse_args()
 
-    n = flow.env.get_world_size()
-    summed, reduced = tensors["summed"].numpy(), tensors["reduced"].numpy()  # collective: all ranks call it
-    own = tensors["own"].to_global(placement=tensors["reduced"].placement, sbp=flow.sbp.split(0)).numpy()
-    own = own.reshape(n, *summed.shape)  # rank 0's first
-    np.testing.assert_allclose(summed, own.sum(axis=0), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(summed, reduced, rtol=1e-5, atol=1e-5)
-    if flow.env.get_rank() == 0:
-        for rank in range(n):
-            sent = [(rank - i) % n for i in range(2 * (n - 1))]
-            print(f"rank {rank} sends chunks", *sent[: n - 1], "to add, then finished chunks", *sent[n - 1 :])
-        same = "bit for bit" if np.array_equal(summed, reduced) else "within rounding (n does not divide the rows)"
-        print(f"summed equals the sum in numpy within rounding, and P -> B {same}")
+    n, rank = flow.env.get_world_size(), flow.env.get_rank()
+    ranks = flow.placement.all(args.device)
+    own, summed, reduced = run(ranks)
+    sent = [str((rank - i) % n) for i in range(2 * (n - 1))]
+    print("sends chunks", *sent[: n - 1], "to add, then finished chunks", *sent[n - 1 :])
+
+    stacked = own.to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()  # those of all ranks, one below the other
+    expected = stacked.reshape(n, *own.shape).sum(axis=0)
+    np.testing.assert_allclose(summed.numpy(), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(reduced.numpy(), expected, rtol=1e-5, atol=1e-5)
+    if rank == 0:
+        print("the ring's sum and P -> B equal the sum in numpy")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ class Conversions(flow.nn.Module):
         self.target = target
 
     def forward(self, x):
-        return {f"{old} -> {new}": x[old].to_global(placement=self.target, sbp=SBPS[new]) for old in x for new in SBPS}
+        pairs = [(old, new) for old in SBPS for new in SBPS]
+        return {f"{old} -> {new}": x[old].to_global(placement=self.target, sbp=SBPS[new]) for old, new in pairs}
 
 
 class ConversionsGraph(flow.nn.Graph):
@@ -46,38 +47,46 @@ class ConversionsGraph(flow.nn.Graph):
         return self.module(x)
 
 
-def run(graph=False, device="cpu", seed=0, rows=4, columns=6, source=(), target=()):
-    """x (rows, columns) on the ranks `source`, then its 16 conversions to `target`; by default the halves of all."""
-    n = flow.env.get_world_size()
-    source, target = source or range(n // 2), target or range(n // 2, n)
-    parts = np.random.default_rng(seed).integers(-9, 10, (n, rows, columns)).astype(np.float32)
-    x = parts[list(source)].sum(axis=0)
+def placements(device, n, source=(), target=()):
+    """Those of x and of its conversions, by default each one half of the ranks."""
+    source = list(source or range(n // 2))
+    target = list(target or range(n // 2, n))
+    return flow.placement(device, source), flow.placement(device, target)
 
-    ranks = flow.placement(device, list(source))
-    sources = {name: flow.tensor(x, placement=ranks, sbp=sbp) for name, sbp in SBPS.items() if name != "P"}
-    part = flow.tensor(parts[flow.env.get_rank()], device=device)  # local: each rank has its own
-    sources["P"] = part.to_global(placement=ranks, sbp=flow.sbp.partial_sum)
-    module = Conversions(flow.placement(device, list(target)))
-    model = ConversionsGraph(module) if graph else module
-    return {**sources, **model(sources)}
+
+def run(source, target, graph=False, seed=0, rows=4, columns=6):
+    """Returns x (rows, columns) in each SBP, by its name, and its 16 conversions, by names as "S(0) -> B"."""
+    n, rank = flow.env.get_world_size(), flow.env.get_rank()
+    rng = np.random.default_rng(seed)
+    parts = rng.integers(-9, 10, (n, rows, columns)).astype(np.float32)  # small integers, so nothing rounds
+
+    total = parts[source.ranks].sum(axis=0)
+    x = {sbp: flow.tensor(total, placement=source, sbp=SBPS[sbp]) for sbp in ("B", "S(0)", "S(1)")}
+    part = flow.tensor(parts[rank], device=source.type)  # local: each rank has its own
+    x["P"] = part.to_global(placement=source, sbp=flow.sbp.partial_sum)
+    module = Conversions(target)
+    conversions = ConversionsGraph(module)(x) if graph else module(x)
+    return x, conversions
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="convert inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    tensors = run(**vars(parser.parse_args()))
+    args = parser.parse_args()
 
-    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
-    sums = flow.tensor([[tensor.to_local().sum().item() for tensor in tensors.values()]])  # of this rank's blocks
-    sums = dict(zip(tensors, sums.to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy().astype(int).T))
-    for tensor in tensors.values():
-        np.testing.assert_array_equal(tensor.numpy(), tensors["B"].numpy())  # collective: all ranks call it
+    source, target = placements(args.device, flow.env.get_world_size())
+    x, conversions = run(source, target, args.graph)
+    tensors = {**x, **conversions}
+    own = flow.tensor([[tensor.to_local().sum().item() for tensor in tensors.values()]])
+    sums = own.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)).numpy()  # a row for each rank
     if flow.env.get_rank() == 0:
-        print("the sum of each rank's block, 0 for none: x on its ranks, then moved to the other ranks")
-        print("from, to", *(f"{new:>18}" for new in ("x", *SBPS)))
-        for old in SBPS:
-            print(f"{old:8}", *(f"{str(sums[name]):>18}" for name in sums if name.startswith(old)))
+        print("sum of the block on each rank, 0 for none: of x, then of its conversions on the other ranks")
+        for name, by_rank in zip(tensors, sums.astype(int).T):
+            print(f"{name:12}", *by_rank)
+    for name, tensor in conversions.items():
+        np.testing.assert_array_equal(tensor.numpy(), x["B"].numpy(), err_msg=name)  # collective: on all ranks
+    if flow.env.get_rank() == 0:
         print("each of the 16 equals x = sum(parts) on a single device")
 
 

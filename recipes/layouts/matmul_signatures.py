@@ -31,7 +31,7 @@ SBPS = {"B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.spl
 
 class Products(flow.nn.Module):
     def forward(self, x, w):  # w is an input: a parameter that a graph must move aborts OneFlow 0.9.0
-        return {f"{one} @ {other}": flow.matmul(x[one], w[other]) for one in SBPS for other in SBPS}
+        return {f"{i} @ {j}": flow.matmul(x[i], w[j]) for i in SBPS for j in SBPS}
 
 
 class ProductsGraph(flow.nn.Graph):
@@ -43,40 +43,39 @@ class ProductsGraph(flow.nn.Graph):
         return self.module(x, w)
 
 
-def run(graph=False, device="cpu", seed=0, batch=None, in_features=None, out_features=None):
-    """x (batch, in) and w (in, out) in each SBP, named "x S(0)", then the 16 products, named "S(0) @ B"."""
-    n = flow.env.get_world_size()  # some SBP splits each dimension, so it needs n elements, at least
-    batch, in_features, out_features = (size or max(4, n) for size in (batch, in_features, out_features))
+def run(ranks, graph=False, seed=0, batch=None, in_features=None, out_features=None):
+    """Returns x (batch, in) and w (in, out) in each SBP, by its name, and their 16 products, by names as "S(0) @ B"."""
+    n = flow.env.get_world_size()
+    batch = batch or max(4, n)  # some SBP splits each dimension, so it needs n elements, at least
+    in_features = in_features or max(4, n)
+    out_features = out_features or max(4, n)
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     w = rng.standard_normal((in_features, out_features), dtype=np.float32)
 
-    ranks = flow.placement(device, list(range(flow.env.get_world_size())))
     x = {name: flow.tensor(x, placement=ranks, sbp=sbp) for name, sbp in SBPS.items()}
     w = {name: flow.tensor(w, placement=ranks, sbp=sbp) for name, sbp in SBPS.items()}
     module = Products()
-    model = ProductsGraph(module) if graph else module
-    products = model(x, w)
-    return {**{f"x {name}": x[name] for name in SBPS}, **{f"w {name}": w[name] for name in SBPS}, **products}
+    products = ProductsGraph(module)(x, w) if graph else module(x, w)
+    return x, w, products
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="multiply inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    tensors = run(**vars(parser.parse_args()))
+    args = parser.parse_args()
 
+    x, w, products = run(flow.placement.all(args.device), args.graph)
     names = {sbp: name for name, sbp in SBPS.items()}
     if flow.env.get_rank() == 0:
         print("the SBP of x @ w, a row for each SBP of x, a column for each of w")
-        print("x, w", *(f"{other:>6}" for other in SBPS))
-        for one in SBPS:
-            print(f"{one:4}", *(f"{names[tensors[f'{one} @ {other}'].sbp[0]]:>6}" for other in SBPS))
-
-    x, w = tensors["x B"].numpy(), tensors["w B"].numpy()  # collective: all ranks call it
-    for name in tensors:
-        if "@" in name:
-            np.testing.assert_allclose(tensors[name].numpy(), x @ w, rtol=1e-5, atol=1e-5, err_msg=name)
+        print("x, w" + "".join(f"{j:>6}" for j in SBPS))
+        for i in SBPS:
+            print(f"{i:4}" + "".join(f"{names[products[f'{i} @ {j}'].sbp[0]]:>6}" for j in SBPS))
+    wanted = x["B"].numpy() @ w["B"].numpy()
+    for name, product in products.items():
+        np.testing.assert_allclose(product.numpy(), wanted, rtol=1e-5, atol=1e-5, err_msg=name)  # on all ranks
     if flow.env.get_rank() == 0:
         print("each of the 16 equals x @ w on a single device")
 

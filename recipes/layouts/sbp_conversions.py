@@ -31,7 +31,7 @@ SBPS = {"B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.spl
 
 class Conversions(flow.nn.Module):
     def forward(self, x):
-        return {f"{old} -> {new}": x[old].to_global(sbp=SBPS[new]) for old in x for new in SBPS}
+        return {f"{old} -> {new}": x[old].to_global(sbp=SBPS[new]) for old in SBPS for new in SBPS}
 
 
 class ConversionsGraph(flow.nn.Graph):
@@ -43,40 +43,38 @@ class ConversionsGraph(flow.nn.Graph):
         return self.module(x)
 
 
-def run(graph=False, device="cpu", seed=0, rows=None, columns=None):
-    """x (rows, columns) in each SBP, then the 16 conversions, named "S(0) -> B"; small integers, so nothing rounds."""
-    n = flow.env.get_world_size()
-    rows, columns = rows or max(4, n), columns or max(6, n)  # a row and a column for each rank, at least
-    parts = np.random.default_rng(seed).integers(-9, 10, (n, rows, columns)).astype(np.float32)
-    x = parts.sum(axis=0)
+def run(ranks, graph=False, seed=0, rows=None, columns=None):
+    """Returns x (rows, columns) in each SBP, by its name, and its 16 conversions, by names as "S(0) -> B"."""
+    n, rank = flow.env.get_world_size(), flow.env.get_rank()
+    rows = rows or max(4, n)  # a row for each rank, at least
+    columns = columns or max(6, n)
+    rng = np.random.default_rng(seed)
+    parts = rng.integers(-9, 10, (n, rows, columns)).astype(np.float32)  # small integers, so nothing rounds
 
-    ranks = flow.placement(device, list(range(flow.env.get_world_size())))
-    sources = {name: flow.tensor(x, placement=ranks, sbp=sbp) for name, sbp in SBPS.items() if name != "P"}
-    part = flow.tensor(parts[flow.env.get_rank()], device=device)  # local: each rank has its own
-    sources["P"] = part.to_global(placement=ranks, sbp=flow.sbp.partial_sum)
+    x = {sbp: flow.tensor(parts.sum(axis=0), placement=ranks, sbp=SBPS[sbp]) for sbp in ("B", "S(0)", "S(1)")}
+    part = flow.tensor(parts[rank], device=ranks.type)  # local: each rank has its own
+    x["P"] = part.to_global(placement=ranks, sbp=flow.sbp.partial_sum)
     module = Conversions()
-    model = ConversionsGraph(module) if graph else module
-    return {**sources, **model(sources)}
+    conversions = ConversionsGraph(module)(x) if graph else module(x)
+    return x, conversions
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="convert inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    tensors = run(**vars(parser.parse_args()))
+    args = parser.parse_args()
 
-    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
-    sums = flow.tensor([[tensor.to_local().sum().item() for tensor in tensors.values()]])  # of this rank's blocks
-    sums = dict(zip(tensors, sums.to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy().astype(int).T))
-    for tensor in tensors.values():
-        np.testing.assert_array_equal(tensor.numpy(), tensors["B"].numpy())  # collective: all ranks call it
+    x, conversions = run(flow.placement.all(args.device), args.graph)
+    own = flow.tensor([[tensor.to_local().sum().item() for tensor in conversions.values()]])
+    sums = own.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)).numpy()  # a row for each rank
     if flow.env.get_rank() == 0:
-        width = 5 * flow.env.get_world_size() + 2
-        print("the sum of each rank's block: B repeats the sum of x; S(0), S(1) and P add up to it")
-        print("from, to      ", *(f"{new:>{width}}" for new in SBPS))
-        print("rank 0's shape", *(f"{str(tuple(tensors[new].to_local().shape)):>{width}}" for new in SBPS))
-        for old in SBPS:
-            print(f"{old:14}", *(f"{str(sums[f'{old} -> {new}']):>{width}}" for new in SBPS))
+        print("sum of the block on each rank: B has that of x everywhere; S(0), S(1) and P add up to it")
+        for name, by_rank in zip(conversions, sums.astype(int).T):
+            print(f"{name:12}", *by_rank)
+    for name, tensor in conversions.items():
+        np.testing.assert_array_equal(tensor.numpy(), x["B"].numpy(), err_msg=name)  # collective: on all ranks
+    if flow.env.get_rank() == 0:
         print("each of the 16 equals x = sum(parts) on a single device")
 
 

@@ -1,21 +1,25 @@
 """Context parallel: attention over a split sequence, by all-gather, all-to-all or a ring.
 
     out = softmax(q @ k + mask) @ v    rank 0        rank 1        SBP
-    q       (8, 4, 4)                  rows 0-3      rows 4-7      S(0)
-    k       (8, 4, 4)                  rows 0-3      rows 4-7      S(0)
-    out     (8, 4, 4)                  rows 0-3      rows 4-7      S(0)
+    q       (8, 2, 4)                  rows 0-3      rows 4-7      S(0)
+    k       (8, 2, 4)                  rows 0-3      rows 4-7      S(0)
+    out     (8, 2, 4)                  rows 0-3      rows 4-7      S(0)
 
-q is (sequence, heads, head size). For the ring each rank has tensors of its own: q0, k0 and v0 on rank 0, and so on.
-Moves: gather: all of k and v, and back their gradients: 4 (n-1)/n x q from each of n ranks.
-       all-to-all (Ulysses): q, k and v from rows to heads, out back, and again backward: 8 (n-1)/n^2 x q from each.
+q is (seq_len, num_heads, head_size). For the ring each rank has tensors of its own: q0, k0 and v0 on rank 0, and so on.
+Moves: all_gather: all of k and v, and back their gradients: 4 (n-1)/n x q from each of n ranks.
+       all_to_all (Ulysses): q, k and v from rows to heads, out back, and again backward: 8 (n-1)/n^2 x q from each.
        ring: k and v of a rank to the next, on to the last (a graph sends them straight), and back: 2 (n-1) x q in all.
 Run:   ./launch.sh recipes/transformer/context_parallel.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/context_parallel.py [--graph]
-Use it when a sequence is too long for one device: all-to-all if n divides the heads; the ring keeps the fewest scores.
+Use it when a sequence is too long for one device. all_to_all needs n to divide the heads. The ring has one block of k,
+v and scores at a time, but autograd keeps all of them for backward; the paper computes them again.
+The ring is unbalanced: no query needs later keys, so rank 0 computes 1 block of scores, and rank n-1 computes n. In
+zigzag order rank r would hold chunks r and 2n-1-r of 2n, an early and a late one, and all ranks would do equal work.
 Source: H. Liu et al., arXiv:2310.01889 (ring); S. Jacobs et al., arXiv:2309.14509 (DeepSpeed Ulysses).
 """
 
 import argparse
+from typing import NamedTuple
 
 import numpy as np
 import oneflow as flow
@@ -23,127 +27,189 @@ import oneflow as flow
 WORLD_SIZES = range(2, 65)
 
 
-def attend(q, k, v, mask, before=None):
-    """Softmax over the keys so far: the largest score, the sum of powers, the values by these weights; the scores."""
-    q, k, v = (one.permute(1, 0, 2) for one in (q, k, v))
-    # no k.permute(1, 2, 0): OneFlow 0.9.0 on CPU rounds a global tensor where that comes to an 8 x 8 transpose
-    scores = flow.matmul(q, k, transpose_b=True) * q.shape[-1] ** -0.5
-    top = (scores + mask).amax(dim=-1, keepdim=True)
-    top = flow.maximum(top, before[0]) if before else top
-    powers = flow.exp(scores + mask - top)
-    total, mixed = powers.sum(dim=-1, keepdim=True), flow.matmul(powers, v)
-    if before:
-        fade = flow.exp(before[0] - top)
-        total, mixed = total + fade * before[1], mixed + fade * before[2]
-    return top, total, mixed, scores
+def all_gather(q, k, v, mask):
+    """Each rank has some rows of q, and gets all rows of k and v."""
+    k = k.to_global(sbp=flow.sbp.broadcast, grad_sbp=flow.sbp.split(0))
+    v = v.to_global(sbp=flow.sbp.broadcast, grad_sbp=flow.sbp.split(0))
+    return attention(q, k, v, mask)
 
 
-class Attention(flow.nn.Module):
-    def __init__(self, way, inputs, first):
+def all_to_all(q, k, v, mask):
+    """Each rank gives away its rows of q, k and v for all rows of some heads, and gets its rows of the result back."""
+    rows, heads = flow.sbp.split(0), flow.sbp.split(1)
+    q = q.to_global(sbp=heads, grad_sbp=rows)
+    k = k.to_global(sbp=heads, grad_sbp=rows)
+    v = v.to_global(sbp=heads, grad_sbp=rows)
+    return attention(q, k, v, mask).to_global(sbp=rows, grad_sbp=heads)
+
+
+def attention(q, k, v, mask):
+    """Attention of each head; q, k, v and the result are (seq_len, num_heads, head_size)."""
+    probs = (scores_of(q, k) + mask).softmax(dim=-1)
+    return flow.matmul(probs, v.permute(1, 0, 2)).permute(1, 0, 2)
+
+
+def scores_of(q, k):
+    """(num_heads, rows of q, rows of k)."""
+    # transpose_b, since k.permute(1, 2, 0) rounds where it is an 8 x 8 transpose (OneFlow 0.9.0 on CPU)
+    scores = flow.matmul(q.permute(1, 0, 2), k.permute(1, 0, 2), transpose_b=True) * q.shape[-1] ** -0.5
+    return scores
+
+
+class State(NamedTuple):
+    """Attention over the keys so far; at the end the result is out / denominator."""
+
+    row_max: flow.Tensor  # the largest score of each query
+    denominator: flow.Tensor  # the sum of exp(score - row_max)
+    out: flow.Tensor  # the sum of exp(score - row_max) * v
+
+
+def attend(q, k, v, mask=0):
+    """The state of one block of keys."""
+    scores = scores_of(q, k) + mask
+    row_max = scores.amax(dim=-1, keepdim=True)
+    powers = flow.exp(scores - row_max)
+    denominator = powers.sum(dim=-1, keepdim=True)
+    return State(row_max, denominator, flow.matmul(powers, v.permute(1, 0, 2)))
+
+
+def merge(state, new):
+    """The state of the keys of both: sums that were taken relative to one row_max are scaled to the larger one."""
+    row_max = flow.maximum(state.row_max, new.row_max)
+    state_scale = flow.exp(state.row_max - row_max)
+    new_scale = flow.exp(new.row_max - row_max)
+    denominator = state_scale * state.denominator + new_scale * new.denominator
+    return State(row_max, denominator, state_scale * state.out + new_scale * new.out)
+
+
+def ring(q, k, v, mask):
+    """k and v go from rank to rank; q[r], k[r], v[r] and mask[r] are on rank r, and so is block r of the result."""
+    n = len(q)
+    k, v = list(k), list(v)
+    states = [attend(q[rank], k[rank], v[rank], mask[rank]) for rank in range(n)]
+    for step in range(1, n):
+        for rank in range(step, n):
+            block = rank - step  # until now on rank - 1; all its keys are earlier than the queries here
+            k[block] = k[block].to_global(placement=q[rank].placement)
+            v[block] = v[block].to_global(placement=q[rank].placement)
+            states[rank] = merge(states[rank], attend(q[rank], k[block], v[block]))
+    return [(state.out / state.denominator).permute(1, 0, 2) for state in states]
+
+
+class QKV(flow.nn.Module):
+    """q, k and v as parameters, so that a step moves what it moves inside a layer, forward and backward."""
+
+    def __init__(self, q, k, v, y, mask, placement, sbp):
         super().__init__()
-        self.way, self.first = way, first
-        for name, one in inputs.items():
-            setattr(self, name, flow.nn.Parameter(one.clone()) if name[0] in "qkv" else one)  # else y and mask
+        self.q = flow.nn.Parameter(flow.tensor(q, placement=placement, sbp=sbp))
+        self.k = flow.nn.Parameter(flow.tensor(k, placement=placement, sbp=sbp))
+        self.v = flow.nn.Parameter(flow.tensor(v, placement=placement, sbp=sbp))
+        self.register_buffer("y", flow.tensor(y, placement=placement, sbp=sbp))
+        self.register_buffer("mask", mask)
+
+    def inputs(self):
+        # without identity OneFlow 0.9.0 aborts a graph that gathers a parameter: "register.cpp:75 Check failed"
+        return flow._C.identity(self.q), flow._C.identity(self.k), flow._C.identity(self.v)
+
+
+class Attention(QKV):
+    """All-gather or all-to-all: q, k and v are split by rows over all ranks."""
+
+    def __init__(self, q, k, v, y, ranks, way):
+        rows = flow.sbp.split(0)
+        mask_sbp = rows if way == "all_gather" else flow.sbp.broadcast  # for the scores that each rank computes
+        super().__init__(q, k, v, y, causal_mask(len(q), ranks, mask_sbp), ranks, rows)
+        self.way = way
 
     def forward(self):
-        made, loss = self.ring() if self.way == "ring" else self.on_all_ranks(), 0
-        for name in (name for name in made if name.startswith("out")):
-            part = flow.nn.functional.mse_loss(made[name], getattr(self, name.replace("out", "y")), reduction="sum")
-            loss = loss + part.to_global(placement=self.first, sbp=flow.sbp.broadcast)
-        return made, loss
+        q, k, v = self.inputs()
+        if self.way == "all_gather":
+            out = all_gather(q, k, v, self.mask)
+        else:
+            out = all_to_all(q, k, v, self.mask)
+        return flow.nn.functional.mse_loss(out, self.y, reduction="sum")
 
-    def on_all_ranks(self):
-        inside = flow.sbp.split(0 if self.way == "gather" else 1)  # rows of q and out, or their heads
-        others = flow.sbp.broadcast if self.way == "gather" else inside
-        q = self.q.to_global(sbp=inside, grad_sbp=flow.sbp.split(0))
-        # without identity OneFlow 0.9.0 aborts a graph that gathers a parameter: "register.cpp:75 Check failed"
-        k = flow._C.identity(self.k).to_global(sbp=others, grad_sbp=flow.sbp.split(0))
-        v = flow._C.identity(self.v).to_global(sbp=others, grad_sbp=flow.sbp.split(0))
-        _, total, mixed, scores = attend(q, k, v, self.mask)
-        out = (mixed / total).permute(1, 0, 2).to_global(sbp=flow.sbp.split(0), grad_sbp=inside)
-        return {"scores": scores, "out": out}
 
-    def ring(self):
-        made, state, n = {}, {}, flow.env.get_world_size()
-        q, k, v = ([flow._C.identity(getattr(self, f"{name}{rank}")) for rank in range(n)] for name in "qkv")
-        for step in range(n):
-            for rank in range(step, n):  # it has got the block of `step` ranks before; no query sees a later one
-                block, columns = rank - step, sum(len(one) for one in k[: rank - step])
-                k[block], v[block] = (one.to_global(placement=q[rank].placement) for one in (k[block], v[block]))
-                mask = getattr(self, f"mask{rank}")[:, columns : columns + len(k[block])]
-                state[rank] = attend(q[rank], k[block], v[block], mask, state.get(rank))
-                made.setdefault(f"scores{rank}", state[rank][3])
-        return {**made, **{f"out{rank}": (state[rank][2] / state[rank][1]).permute(1, 0, 2) for rank in range(n)}}
+class RingAttention(flow.nn.Module):
+    """A ring: each rank has rows of q, k and v as tensors of its own."""
+
+    def __init__(self, q, k, v, y, ranks):
+        super().__init__()
+        self.blocks = flow.nn.ModuleList()
+        for rank, rows in enumerate(np.array_split(np.arange(len(q)), ranks.ranks.size)):
+            own = flow.placement(ranks.type, [rank])
+            mask = causal_mask(len(rows), own, flow.sbp.broadcast)
+            self.blocks.append(QKV(q[rows], k[rows], v[rows], y[rows], mask, own, flow.sbp.broadcast))
+
+    def forward(self):
+        inputs = [block.inputs() for block in self.blocks]
+        q, k, v = zip(*inputs)
+        out = ring(q, k, v, [block.mask for block in self.blocks])
+        loss = 0  # summed on rank 0
+        for rank, block in enumerate(self.blocks):
+            own_loss = flow.nn.functional.mse_loss(out[rank], block.y, reduction="sum")
+            loss = loss + own_loss.to_global(placement=out[0].placement)
+        return loss
+
+
+def causal_mask(rows, placement, sbp):
+    """What is added to the scores, so that no query sees a later key."""
+    mask = np.triu(np.full((rows, rows), -1e9, dtype=np.float32), k=1)
+    return flow.tensor(mask, placement=placement, sbp=sbp)
 
 
 class TrainingGraph(flow.nn.Graph):
-    def __init__(self, module, optimizer):
+    def __init__(self, model, optimizer):
         super().__init__()
-        self.module = module
+        self.model = model
         self.add_optimizer(optimizer)
 
     def build(self):
-        made, loss = self.module()
+        loss = self.model()
         loss.backward()  # in a graph this includes the update
-        return made, loss, {name: w.grad for name, w in self.module.to(flow.nn.Module).named_parameters()}
+        return loss
 
 
-def run(graph=False, device="cpu", seed=0, steps=1, way="gather", sequence=None, heads=None, head_size=4):
-    """Steps of SGD on sum((out - y)^2); returns q, k, v, y, the scores, out, gradients, losses; of a ring by rank."""
-    n = flow.env.get_world_size()
-    sequence, heads = sequence or 4 * n, heads or 2 * n
+def train(ranks, graph=False, way="all_gather", seed=0, steps=3, seq_len=None, num_heads=None, head_size=4):
+    """Move q, k and v so that out comes closer to y; returns the model and the loss, sum((out - y)^2), of each step."""
+    seq_len = seq_len or 4 * flow.env.get_world_size()
+    num_heads = num_heads or flow.env.get_world_size()  # a head for each rank
     rng = np.random.default_rng(seed)
-    arrays = {name: rng.standard_normal((sequence, heads, head_size), dtype=np.float32) for name in "qkvy"}
-    arrays["mask"] = np.triu(np.full((sequence, sequence), -1e9, dtype=np.float32), k=1)
+    q, k, v, y = rng.standard_normal((4, seq_len, num_heads, head_size), dtype=np.float32)
 
-    ranks, inputs = flow.placement(device, list(range(n))), {}
-    for name, array in arrays.items():
-        for rank, block in enumerate(np.array_split(array, n) if way == "ring" else []):
-            place = flow.placement(device, [rank])
-            inputs[f"{name}{rank}"] = flow.tensor(block, placement=place, sbp=flow.sbp.broadcast)
-        if way != "ring":
-            sbp = flow.sbp.broadcast if name == "mask" and way == "all-to-all" else flow.sbp.split(0)
-            inputs[name] = flow.tensor(array, placement=ranks, sbp=sbp)
-    module = Attention(way, inputs, flow.placement(device, [0]))
-    update = flow.optim.SGD(module.parameters(), lr=0.1)
-    model = TrainingGraph(module, update) if graph else module
+    if way == "ring":
+        model = RingAttention(q, k, v, y, ranks)
+    else:
+        model = Attention(q, k, v, y, ranks, way)
+    optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
+    training = TrainingGraph(model, optimizer)
     losses = []
     for _ in range(steps):
         if graph:
-            made, loss, gradients = model()
+            loss = training()
         else:
-            update.zero_grad(set_to_none=True)
-            made, loss = model()
+            loss = model()
+            optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            update.step()
-            gradients = {name: w.grad for name, w in module.named_parameters()}
-        losses.append(loss)
-    return {**inputs, **made, **{f"{name} grad": one for name, one in gradients.items()}, "losses": flow.stack(losses)}
+            optimizer.step()
+        losses.append(loss.numpy())  # collective: all ranks call it
+    return model, losses
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    options, n = vars(parser.parse_args()), flow.env.get_world_size()
-    for way, moved in {"gather": 4 * (n - 1), "all-to-all": 8 * (n - 1) / n, "ring": 2 * (n - 1)}.items():
-        tensors = run(way=way, **options)
-        block = max(4 * one.to_local().numel() for name, one in tensors.items() if name.startswith("scores"))
-        names = ("q{}", "k{}", "v{}", "y{}", "out{}", "q{} grad", "k{} grad", "v{} grad")
-        ranks = range(n) if way == "ring" else [""]
-        whole = (np.concatenate([tensors[name.format(rank)].numpy() for rank in ranks]) for name in names)  # collective
-        q, k, v, y, *found = (one.transpose(1, 0, 2) for one in whole)
-        weights = np.exp(q @ k.transpose(0, 2, 1) / 2) * np.tri(q.shape[1])  # 2: the root of the head size
-        weights /= weights.sum(axis=-1, keepdims=True)
-        error = 2 * (weights @ v - y)
-        change = weights * (error @ v.transpose(0, 2, 1))
-        change = (change - weights * change.sum(axis=-1, keepdims=True)) / 2
-        wanted = (weights @ v, change @ k, change.transpose(0, 2, 1) @ q, weights.transpose(0, 2, 1) @ error)
-        for one, other in zip(found, wanted):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    args = parser.parse_args()
+
+    _, alone = train(flow.placement(args.device, [0]), args.graph)  # plain attention on a single device
+    for way in ("all_gather", "all_to_all", "ring"):
+        model, losses = train(flow.placement.all(args.device), args.graph, way)
+        held = [f"{name} {tuple(w.to_local().shape)}" for name, w in model.named_parameters() if w.to_local().numel()]
+        print(f"{way}: {', '.join(held)}")
+        np.testing.assert_allclose(losses, alone, rtol=1e-5)
         if flow.env.get_rank() == 0:
-            total = int(moved * q.nbytes)
-            print(f"{way:11} all ranks send {total} bytes, by formula, and each has scores of {block} bytes at a time")
+            print(f"{way}: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 
 if __name__ == "__main__":

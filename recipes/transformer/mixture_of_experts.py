@@ -1,18 +1,18 @@
 """Mixture of experts: an expert on each rank; tokens travel by all-to-all.
 
-    out = x + gate * expert(x)    rank 0        rank 1        SBP
-    x         (16, 4)             rows 0-7      rows 8-15     S(0)
-    router    (4, 2)              whole         whole         B
-    sent      (2, 2, 3, 4)        rank 0's      rank 1's      S(0)
-    arrived   (2, 2, 3, 4)        to expert 0   to expert 1   S(1)
-    w_up      (2, 4, 8)           expert 0      expert 1      S(0)
-    w_down    (2, 8, 4)           expert 0      expert 1      S(0)
-    out       (16, 4)             rows 0-7      rows 8-15     S(0)
+    out = x + gate * expert(norm(x))    rank 0        rank 1        SBP
+    x         (16, 4)                   rows 0-7      rows 8-15     S(0)
+    router    (4, 2)                    whole         whole         B
+    sent      (2, 2, 3, 4)              rank 0's      rank 1's      S(0)
+    arrived   (2, 2, 3, 4)              to expert 0   to expert 1   S(1)
+    w_up      (2, 4, 8)                 expert 0      expert 1      S(0)
+    w_down    (2, 8, 4)                 expert 0      expert 1      S(0)
+    out       (16, 4)                   rows 0-7      rows 8-15     S(0)
 
-A row of x is a token; the router sends it to one expert. Each rank has 3 slots for each expert: sent is (rank, expert,
-slot, feature). A token that finds all of them taken is dropped: its out is x.
+A row of x is a token; the tokens of a rank are a group. The router chooses one expert for each token. A group has 3
+slots at each expert: sent is (group, expert, slot, hidden_size). A token that finds no free slot is dropped: out is x.
 Moves: slots to the experts and back, and their gradients: 4 all-to-alls, each (n-1)/n^2 x sent from each of n ranks;
-       an all-reduce of the router's gradient; and, for cumsum, 2 all-to-alls of a number for each token and expert.
+       an all-reduce of the gradients of router and norm; for cumsum, 2 all-to-alls of a number per token and expert.
 Run:   ./launch.sh recipes/transformer/mixture_of_experts.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/mixture_of_experts.py [--graph]
 Use it to have n times the weights for the computation of one expert a token.
@@ -27,120 +27,123 @@ import oneflow as flow
 WORLD_SIZES = range(2, 65)
 
 
-class Experts(flow.nn.Module):
-    def __init__(self, router, w_up, w_down, slots):
+class MixtureOfExperts(flow.nn.Module):
+    def __init__(self, router, w_up, w_down, capacity, ranks):
         super().__init__()
-        self.router = flow.nn.Parameter(router.clone())
-        self.w_up = flow.nn.Parameter(w_up.clone())
-        self.w_down = flow.nn.Parameter(w_down.clone())
-        self.register_buffer("slots", slots)
+        slots = np.arange(1, capacity + 1, dtype=np.float32)
+        self.norm = flow.nn.LayerNorm(len(router)).to_global(placement=ranks, sbp=flow.sbp.broadcast)
+        self.router = flow.nn.Parameter(flow.tensor(router, placement=ranks, sbp=flow.sbp.broadcast))
+        self.w_up = flow.nn.Parameter(flow.tensor(w_up, placement=ranks, sbp=flow.sbp.split(0)))
+        self.w_down = flow.nn.Parameter(flow.tensor(w_down, placement=ranks, sbp=flow.sbp.split(0)))
+        self.register_buffer("slots", flow.tensor(slots, placement=ranks, sbp=flow.sbp.broadcast))
 
     def forward(self, x):
-        (experts, features, _), capacity = self.w_up.shape, len(self.slots)
-        tokens = x.reshape(experts, -1, features)  # of each rank: there are as many ranks as experts
-        odds = flow.matmul(tokens, self.router).softmax(dim=-1)
-        chosen = (odds == odds.amax(dim=-1, keepdim=True)).to(x.dtype)
+        """out, and the number of tokens that are dropped."""
+        num_experts, hidden_size, _ = self.w_up.shape
+        tokens = self.norm(x).reshape(num_experts, -1, hidden_size)  # by group: there are as many groups as experts
+        probs, chosen = self.route(tokens)
+        dispatch_mask = self.assign_slots(chosen)
+        arrived = self.dispatch(dispatch_mask, tokens)
+        done = self.experts(arrived)
+        combined = self.combine(dispatch_mask, done)
+        gate = (probs * chosen).sum(dim=-1, keepdim=True)  # by it the router learns
+        out = x + (gate * combined).reshape(*x.shape)
+        return out, chosen.sum() - dispatch_mask.sum()
+
+    def route(self, tokens):
+        """(group, token, expert): the probability of each expert, and 1 for the most likely one, 0 for all others."""
+        probs = flow.matmul(tokens, self.router).softmax(dim=-1)
+        chosen = (probs == probs.amax(dim=-1, keepdim=True)).to(probs.dtype)
+        return probs, chosen
+
+    def assign_slots(self, chosen):
+        """(group, token, expert and slot): 1 for the slot that a token takes; a group's first tokens come first."""
         order = flow.cumsum(chosen, dim=1)  # OneFlow 0.9.0 takes it to S(2), and back for the next line
-        turn = (order * chosen).sum(dim=-1, keepdim=True)  # 1 for the first token that wants its expert
-        slot = (turn == self.slots).to(x.dtype)  # all 0 for a token that is dropped
-        dispatch = (chosen.unsqueeze(3) * slot.unsqueeze(2)).reshape(experts, -1, experts * capacity)
-        sent = flow.matmul(dispatch.permute(0, 2, 1), tokens).reshape(experts, experts, capacity, features)
+        turn = (order * chosen).sum(dim=-1, keepdim=True)  # 1 for the first token of a group that chooses its expert
+        slot = (turn == self.slots).to(chosen.dtype)  # all 0 for a token that is dropped
+        return (chosen.unsqueeze(3) * slot.unsqueeze(2)).reshape(*chosen.shape[:2], -1)
+
+    def dispatch(self, dispatch_mask, tokens):
+        """(group, expert, slot, hidden_size): the tokens in their slots, each slot on the rank of its expert."""
+        groups, _, hidden_size = tokens.shape
+        in_slots = flow.matmul(dispatch_mask.permute(0, 2, 1), tokens)
+        sent = in_slots.reshape(groups, -1, len(self.slots), hidden_size)
         arrived = sent.to_global(sbp=flow.sbp.split(1), grad_sbp=flow.sbp.split(0))  # all-to-all
-        own = arrived.permute(1, 0, 2, 3).reshape(experts, -1, features)
-        hidden = flow.relu(flow.matmul(own, self.w_up))
-        done = flow.matmul(hidden, self.w_down).reshape(experts, experts, capacity, features).permute(1, 0, 2, 3)
-        back = done.to_global(sbp=flow.sbp.split(0), grad_sbp=flow.sbp.split(1)).reshape(experts, -1, features)
-        gate = (odds * chosen).sum(dim=-1, keepdim=True)  # by it the router learns
-        out = (tokens + gate * flow.matmul(dispatch, back)).reshape(*x.shape)
-        return {"odds": odds, "dispatch": dispatch, "sent": sent, "arrived": arrived, "hidden": hidden, "out": out}
+        return arrived
+
+    def experts(self, arrived):
+        """relu(arrived @ w_up) @ w_down, each slot by the weights of its expert."""
+        groups, num_experts, capacity, hidden_size = arrived.shape
+        by_expert = arrived.permute(1, 0, 2, 3).reshape(num_experts, groups * capacity, hidden_size)
+        hidden = flow.relu(flow.matmul(by_expert, self.w_up))
+        done = flow.matmul(hidden, self.w_down)
+        return done.reshape(num_experts, groups, capacity, hidden_size).permute(1, 0, 2, 3)
+
+    def combine(self, dispatch_mask, done):
+        """(group, token, hidden_size): what each token gets back on its rank, 0 if it was dropped."""
+        groups, num_experts, capacity, hidden_size = done.shape
+        returned = done.to_global(sbp=flow.sbp.split(0), grad_sbp=flow.sbp.split(1))  # all-to-all
+        return flow.matmul(dispatch_mask, returned.reshape(groups, num_experts * capacity, hidden_size))
 
 
 class TrainingGraph(flow.nn.Graph):
-    def __init__(self, module, optimizer):
+    def __init__(self, model, optimizer):
         super().__init__()
-        self.module = module
+        self.model = model
         self.add_optimizer(optimizer)
 
     def build(self, x, y):
-        x.retain_grad()  # an input of a graph is not a leaf: autograd would drop its gradient
-        made = self.module(x)
-        loss = flow.nn.functional.mse_loss(made["out"], y)
+        out, num_dropped = self.model(x)
+        loss = flow.nn.functional.mse_loss(out, y)
         loss.backward()  # in a graph this includes the update
-        gradients = {name: w.grad for name, w in self.module.to(flow.nn.Module).named_parameters()}
-        return made, loss, {"x": x.grad, **gradients}
+        return loss, num_dropped
 
 
-def run(graph=False, device="cpu", seed=0, steps=1, tokens=8, features=4, hidden_features=8, capacity=3):
-    """Steps of SGD in float32, `tokens` on each rank; returns x, y, the weights before and after, what Experts makes,
-    gradients and the losses."""
-    n = flow.env.get_world_size()
+def train(ranks, graph=False, seed=0, steps=3, group_size=8, hidden_size=4, ffn_size=8, capacity=3):
+    """Train in float32 on a placement; returns the model, the loss and the dropped tokens of each step."""
+    num_experts = flow.env.get_world_size()
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal((n * tokens, features), dtype=np.float32)
-    y = rng.standard_normal((n * tokens, features), dtype=np.float32)
-    router = rng.standard_normal((features, n), dtype=np.float32)
-    w_up = rng.standard_normal((n, features, hidden_features), dtype=np.float32)
-    w_down = rng.standard_normal((n, hidden_features, features), dtype=np.float32)
-    slots = np.arange(1, capacity + 1, dtype=np.float32)
+    x = rng.standard_normal((num_experts * group_size, hidden_size), dtype=np.float32)
+    y = rng.standard_normal((num_experts * group_size, hidden_size), dtype=np.float32)
+    router = rng.standard_normal((hidden_size, num_experts), dtype=np.float32)
+    w_up = rng.standard_normal((num_experts, hidden_size, ffn_size), dtype=np.float32)
+    w_down = rng.standard_normal((num_experts, ffn_size, hidden_size), dtype=np.float32)
 
-    ranks = flow.placement(device, list(range(n)))
-    x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0), requires_grad=True)  # of the layer before
+    x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
-    router = flow.tensor(router, placement=ranks, sbp=flow.sbp.broadcast)
-    w_up = flow.tensor(w_up, placement=ranks, sbp=flow.sbp.split(0))
-    w_down = flow.tensor(w_down, placement=ranks, sbp=flow.sbp.split(0))
-    module = Experts(router, w_up, w_down, flow.tensor(slots, placement=ranks, sbp=flow.sbp.broadcast))
-    update = flow.optim.SGD(module.parameters(), lr=0.1)
-    model = TrainingGraph(module, update) if graph else module
-    losses = []
+    model = MixtureOfExperts(router, w_up, w_down, capacity, ranks)
+    optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
+    training = TrainingGraph(model, optimizer)
+    losses, dropped = [], []
     for _ in range(steps):
         if graph:
-            made, loss, gradients = model(x, y)
+            loss, num_dropped = training(x, y)
         else:
-            x.grad = None
-            update.zero_grad(set_to_none=True)
-            made = model(x)
-            loss = flow.nn.functional.mse_loss(made["out"], y)
+            out, num_dropped = model(x)
+            loss = flow.nn.functional.mse_loss(out, y)
+            optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            update.step()
-            gradients = {"x": x.grad, **{name: w.grad for name, w in module.named_parameters()}}
-        losses.append(loss.to_global(sbp=flow.sbp.broadcast))
-
-    tensors = {"x": x, "y": y, "slots": module.slots, "router": router, "w_up": w_up, "w_down": w_down, **made}
-    tensors.update({f"{name} grad": grad for name, grad in gradients.items()})
-    tensors.update({f"new {name}": w for name, w in module.named_parameters()})
-    return {**tensors, "losses": flow.stack(losses)}
+            optimizer.step()
+        losses.append(loss.numpy())  # collective: all ranks call it
+        dropped.append(num_dropped.numpy())
+    return model, losses, dropped
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--capacity", type=int, default=3, help="slots that each rank has for each expert")
-    options = parser.parse_args()
-    tensors = run(**vars(options))
+    parser.add_argument("--capacity", type=int, default=3, help="slots that each group has at each expert")
+    args = parser.parse_args()
 
-    values = {name: tensor.numpy() for name, tensor in tensors.items()}  # collective: all ranks call it
-    x, y, router, w_up, w_down = (values[name] for name in ("x", "y", "router", "w_up", "w_down"))
-    odds = np.exp(x @ router) / np.exp(x @ router).sum(axis=1, keepdims=True)  # on a single device
-    expert, (n, tokens, _) = odds.argmax(axis=1), values["dispatch"].shape
-    wanted = expert.reshape(n, tokens)[:, :, None] == np.arange(n)
-    taken = ((np.cumsum(wanted, axis=1) <= options.capacity) & wanted).any(axis=2).reshape(-1, 1)
-    done = np.stack([np.maximum(row @ w_up[e], 0) @ w_down[e] for row, e in zip(x, expert)])
-    out = x + odds.max(axis=1, keepdims=True) * done * taken
-    np.testing.assert_allclose(values["out"], out, rtol=1e-5, atol=1e-5)
-    for e in range(n):
-        rows = (expert == e) & taken[:, 0]
-        error = odds.max(axis=1, keepdims=True)[rows] * 2 * (out - y)[rows] / y.size
-        np.testing.assert_allclose(
-            values["w_down grad"][e], np.maximum(x[rows] @ w_up[e], 0).T @ error, rtol=1e-4, atol=1e-6
-        )
+    model, losses, dropped = train(flow.placement.all(args.device), args.graph, capacity=args.capacity)
+    for name, w in model.named_parameters():
+        print(f"{name} {tuple(w.to_local().shape)} of {tuple(w.shape)}")
+    _, alone, _ = train(flow.placement(args.device, [0]), args.graph, capacity=args.capacity)  # on a single device
+    np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if flow.env.get_rank() == 0:
-        for e in range(n):
-            print(f"expert {e}: {wanted[:, :, e].sum()} tokens, by rank {wanted[:, :, e].sum(axis=1)}")
-        print(f"{taken.sum()} of {len(x)} tokens found one of {options.capacity} slots, {(~taken).sum()} are dropped")
-        moved = values["sent"].nbytes * (n - 1) // n**2
-        print(f"each rank sends {moved} bytes in each of 4 all-to-alls, by formula: empty slots are sent too")
-        print("out and the gradient of w_down are those of a single device")
+        print(f"with {args.capacity} slots for each group at each expert, {dropped[0]:.0f} tokens are dropped at first")
+        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 
 if __name__ == "__main__":

@@ -7,24 +7,26 @@ from tests.cases import reference
 from tests.cases.case import Case, all_reduce, case_of_recipe, placed, through_stages
 from tests.cases.reference import Value
 
+UNEVEN_LAYERS = {"batch": 7, "in_features": 6, "hidden": 10, "out_features": 9, "seed": 1}
 UNEVEN_TENSOR = {"rows": 7, "columns": 9, "seed": 1}
 
 
 @case_of_recipe()
 def single_device(n, graph=False, **sizes):
-    return Case(placed(("x", "w", "out"), [], "local"), reference.one_layer(**sizes), [("x", "w", "out")])
+    layout = placed(("x", "w", "out"), [], "local")
+    return Case(layout, reference.one_layer(**sizes), [("x", "w", "out")], reads=[])
 
 
 @case_of_recipe()
 def data_parallel(n, graph=False, **sizes):
     layout = {"x": "S(0)", "w": "B", "out": "S(0)"}
-    return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")])
+    return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")], reads=[])
 
 
 @case_of_recipe()
 def model_parallel(n, graph=False, **sizes):
     layout = {"x": "B", "w": "S(1)", "out": "S(1)"}
-    return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")])
+    return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")], reads=[])
 
 
 @case_of_recipe()
@@ -40,10 +42,11 @@ def row_parallel(n, graph=False, matmul_scale=1.0, **sizes):
         moves=[all_reduce(ranks)],
         parts={"partial": [matmul_scale * (x[:, part] @ w[part]) for part in reference.rows_of(len(w.exact), n)]},
         summed=("out",),
+        reads=[],
     )
 
 
-@case_of_recipe()
+@case_of_recipe({"uneven": UNEVEN_LAYERS})
 def pipeline_parallel(n, graph=False, **sizes):
     layers = reference.layers(n, **sizes)
     layout = {"x": ("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)}, "out": ("B", [n - 1])}
@@ -54,19 +57,24 @@ def pipeline_parallel(n, graph=False, **sizes):
         [(operands[f"x{k}"], f"w{k}", operands[f"out{k}"]) for k in range(n)],
         through_stages(graph, [(("B", [max(k - 1, 0)]), ("B", [k])) for k in range(n)]),
         stages=[(k, [k]) for k in range(n)],
+        reads=[],
     )
 
 
-@case_of_recipe()
+@case_of_recipe({"uneven": UNEVEN_LAYERS})
 def hybrid_parallel(n, graph=False, **sizes):
-    layout = {"x0": ("S(0)", [0, 1]), "w0": ("B", [0, 1]), "out0": ("S(0)", [0, 1])}
-    layout.update({"x1": ("B", [2, 3]), "w1": ("S(1)", [2, 3]), "out1": ("S(1)", [2, 3])})
+    first, second, values = ("S(0)", [0, 1]), ("B", [2, 3]), reference.layers(2, **sizes)
+    moved = (first[0], second[1]) if graph else first  # set_stage moves it before the second stage sees it
+    layout = {"x0": first, "w0": ("B", [0, 1]), "out0": moved}
+    layout.update({"x1": second, "w1": ("S(1)", [2, 3]), "out1": ("S(1)", [2, 3])})
+    to_first_stage = [(first, first)] * graph
     return Case(
         layout,
-        reference.layers(2, **sizes),
-        [("x0", "w0", "out0"), ("x1", "w1", "out1")],
-        through_stages(graph, [(("S(0)", [0, 1]), ("S(0)", [0, 1])), (("S(0)", [0, 1]), ("B", [2, 3]))]),
+        values,
+        [("x0", "w0", (*first, values["out0"].exact.shape)), ("x1", "w1", "out1")],
+        to_first_stage + through_stages(graph, [(first, second)]),
         stages=[(0, [0, 1]), (1, [2, 3])],
+        reads=[],
     )
 
 
@@ -103,7 +111,7 @@ def cross_placement(n, graph=False, source=(), target=(), **sizes):
     layout = {sbp: (sbp, source) for sbp in SBPS}
     layout.update({f"{old} -> {new}": (new, target) for old, new in pairs})
     moves = [(("local", []), ("P", source))] + [((old, source), (new, target)) for old, new in pairs]
-    return Case(layout, dict.fromkeys(layout, x), moves=moves, parts={"P": parts})
+    return Case(layout, dict.fromkeys(layout, x), moves=moves, parts={"P": parts}, reads=[])
 
 
 # x, w -> out in equal sizes, and where x is three times larger or w: what OneFlow moves depends on it.
@@ -133,6 +141,7 @@ def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_featur
         [(f"x {x}", f"w {w}", f"{x} @ {w}") for x, w in pairs],
         parts={f"{name} P": [values[name]] + [Value(0 * values[name].exact)] * (n - 1) for name in "xw"},
         summed=tuple(f"{x} @ {w}" for x, w in pairs if "P" in (x, w, signatures[x, w])),
+        reads=[],
     )
 
 
@@ -140,37 +149,29 @@ def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_featur
 def two_d_sbp(n, graph=False, matmul_scale=1.0, **sizes):
     mesh = [[0, 1], [2, 3]]
     values = reference.one_layer(matmul_scale=matmul_scale, **{"in_features": 4, **sizes})
-    x, out = values["x"], values["out"]
-    parts = [matmul_scale * (out[half].T @ x[half]) for half in reference.rows_of(len(x.exact), 2)]
-    partial = matmul_scale * (out.T @ x)
-    layout = {"x": "S(0), B", "w": "B, S(1)", "out": "S(0), S(1)", "partial": "P, S(0)", "gathered": "S(0), B"}
-    layout.update({"reduced": "B, S(0)", "scattered": "S(1), S(0)", "swapped": "S(0), B"})
-    moved = {"gathered": "out", "reduced": "partial", "scattered": "partial"}
+    layout = {"x": "S(0), B", "w": "B, S(1)", "out": "S(0), S(1)", "rows": "S(0), B", "columns": "B, S(1)"}
     return Case(
         {name: (sbp, mesh) for name, sbp in layout.items()},
-        {**values, "partial": partial, "gathered": out, "reduced": partial, "scattered": partial, "swapped": x},
-        [("x", "w", "out"), (("S(1), S(0)", mesh, out.exact.shape[::-1]), "x", "partial")],
-        [((layout[old], mesh), (layout[new], mesh)) for new, old in moved.items()],
-        {"partial": parts},
-        summed=("reduced", "scattered"),
+        {**values, "rows": values["out"], "columns": values["out"]},
+        [("x", "w", "out")],
+        [((layout["out"], mesh), (layout[new], mesh)) for new in ("rows", "columns")],
+        reads=[],
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_TENSOR})
-def global_and_local(n, graph=False, seed=0, rows=4, columns=3):
+@case_of_recipe({"uneven": {"batch": 7, "in_features": 9}})
+def global_and_local(n, graph=False, batch=4, in_features=3):
     ranks = list(range(n))
-    mine = np.arange(n * rows * columns, dtype=np.float64).reshape(n, rows, columns)
+    own = np.arange(n * batch * in_features, dtype=np.float64).reshape(n, batch, in_features)
     sbps = {"rows": "S(0)", "columns": "S(1)", "total": "P", "first": "B", "sliced": "S(0)"}
-    sbps.update({"noise": "B", "blocks": "S(0)"})
-    layout = {"mine": ("local", []), **{name: (sbp, ranks) for name, sbp in sbps.items()}}
-    values = {"rows": np.concatenate(mine), "columns": np.concatenate(mine, axis=1), "total": mine.sum(axis=0)}
-    values.update({"read": values["total"], **dict.fromkeys(("mine", "first", "sliced", "block"), mine[0])})
-    values = {name: Value(exact) for name, exact in values.items()}
+    layout = {"local": ("local", []), **{name: (sbp, ranks) for name, sbp in sbps.items()}}
+    values = {"rows": np.concatenate(own), "columns": np.concatenate(own, axis=1), "total": own.sum(axis=0)}
+    values.update({"value": values["total"], **dict.fromkeys(("local", "first", "sliced", "block"), own[0])})
     made = [(("local", []), (sbps[name], ranks)) for name in ("rows", "columns", "total", "first")]
-    read = [(("P", ranks), ("P", ranks)), all_reduce(ranks)]  # numpy()
     return Case(
-        {**layout, "block": ("local", []), "read": ("local", [])},
-        {**values, **dict.fromkeys(("noise", "blocks"), reference.unknown(rows, columns))},
-        moves=[*made, (("B", ranks), ("S(0)", ranks)), *read],
-        parts=dict.fromkeys(("mine", "block", "total"), [Value(own) for own in mine]),
+        {**layout, "block": ("local", []), "value": ("local", [])},
+        {name: Value(exact) for name, exact in values.items()},
+        moves=[*made, (("B", ranks), ("S(0)", ranks))],
+        parts=dict.fromkeys(("local", "block", "total"), [Value(one) for one in own]),
+        reads=[("P", ranks)],
     )

@@ -148,12 +148,12 @@ def one_layer(seed=0, batch=4, in_features=5, out_features=8, matmul_scale=1.0):
     return {"x": x, "w": w, "out": matmul_scale * (x @ w)}
 
 
-def layers(stages, seed=0, batch=4, in_features=5, out_features=8, matmul_scale=1.0):
-    """x0, w0, out0 = matmul_scale * x0 @ w0, x1 = out0, ...: weights (in, out), (out, 3), (3, out), (out, 3), ..."""
+def layers(stages, seed=0, batch=4, in_features=5, hidden=8, out_features=3, matmul_scale=1.0):
+    """x0, w0, out0 = matmul_scale * x0 @ w0, x1 = out0, ...: weights (in, hidden), (hidden, hidden), (hidden, out)."""
     rng = np.random.default_rng(seed)
     x, values = drawn(rng, batch, in_features), {}
-    shapes = [(in_features, out_features), *[(out_features, 3), (3, out_features)] * stages]
-    for k, shape in enumerate(shapes[:stages]):
+    features = [in_features, *[hidden] * (stages - 1), out_features]
+    for k, shape in enumerate(zip(features, features[1:])):
         w = drawn(rng, *shape)
         values.update({f"x{k}": x, f"w{k}": w, f"out{k}": matmul_scale * (x @ w)})
         x = values[f"out{k}"]

@@ -23,61 +23,65 @@ def cross_entropy(logits, targets):
     return (shifted.exp().sum(-1).log() - shifted[np.arange(len(targets)), targets].reshape(-1, 1)).mean()
 
 
-def causal(sequence):
+def causal(seq_len):
     """What is added to scores, so that no token sees a later one."""
-    return Value(np.triu(np.full((sequence, sequence), -1e9), k=1))
+    return Value(np.triu(np.full((seq_len, seq_len), -1e9), k=1))
 
 
 def attention(q, k, v, matmul_scale):
-    """Of (..., sequence, head size); returns the scores, their softmax, and what they make of v."""
+    """Of (..., seq_len, head_size); returns the scores, their softmax, and what they make of v."""
     scores = matmul_scale * (q @ k.T) * q.exact.shape[-1] ** -0.5
-    weights = softmax(scores + causal(q.exact.shape[-2]))
-    return scores, weights, matmul_scale * (weights @ v)
+    probs = softmax(scores + causal(q.exact.shape[-2]))
+    return scores, probs, matmul_scale * (probs @ v)
 
 
-def block(x, w, samples, heads, matmul_scale, sequence_first=False):
-    """Pre-norm attention and MLP of tokens, (samples x sequence, features) or the other way; its tensors by name."""
-    tokens, features = x.exact.shape
-    shape, order, back = (samples, tokens // samples), (0, 2, 1, 3), (0, 2, 1, 3)
+def block(x, w, batch, num_heads, matmul_scale, sequence_first=False):
+    """Pre-norm attention and MLP of tokens, (batch x seq_len, hidden_size) or the other way; its tensors by name."""
+    tokens, hidden_size = x.exact.shape
+    shape, order, back = (batch, tokens // batch), (0, 2, 1, 3), (0, 2, 1, 3)
     if sequence_first:
         shape, order, back = shape[::-1], (1, 2, 0, 3), (2, 0, 1, 3)
-    normed0 = norm(x) * w["norm0"]
-    qkv = matmul_scale * (normed0 @ w["w_qkv"])
-    by_head, size = qkv.reshape(*shape, heads, -1).permute(*order), features // heads
+    attention_in = norm(x) * w["attention_norm.weight"] + w["attention_norm.bias"]
+    qkv = matmul_scale * (attention_in @ w["w_qkv"])
+    by_head, size = qkv.reshape(*shape, num_heads, -1).permute(*order), hidden_size // num_heads
     q, k, v = (by_head[..., i * size : (i + 1) * size] for i in range(3))
-    scores, weights, mixed = attention(q, k, v, matmul_scale)
-    mixed = mixed.permute(*back).reshape(tokens, features)
-    residual = x + matmul_scale * (mixed @ w["w_out"])
-    normed1 = norm(residual) * w["norm1"]
-    hidden = (matmul_scale * (normed1 @ w["w_up"])).relu()
-    made = {"gathered0": normed0, "qkv": qkv, "scores": scores, "attention": weights, "mixed": mixed}
-    made.update({"residual": residual, "gathered1": normed1, "hidden": hidden})
+    scores, probs, context = attention(q, k, v, matmul_scale)
+    context = context.permute(*back).reshape(tokens, hidden_size)
+    residual = x + matmul_scale * (context @ w["w_out"])
+    mlp_in = norm(residual) * w["mlp_norm.weight"] + w["mlp_norm.bias"]
+    hidden = (matmul_scale * (mlp_in @ w["w_up"])).relu()
+    made = {"attention_in": attention_in, "qkv": qkv, "scores": scores, "probs": probs, "context": context}
+    made.update({"residual": residual, "mlp_in": mlp_in, "hidden": hidden})
     return {**made, "out": residual + matmul_scale * (hidden @ w["w_down"])}
 
 
-def trained_block(returned, seed, steps, samples, sequence, heads, head_size, parts=0, matmul_scale=1.0, sequence_first=False):
-    """x, y, the weights and what `descend` returns; returned: names of the block's tensors; parts: of the samples."""
-    rng, features = np.random.default_rng(seed), heads * head_size
-    x, y = (drawn(rng, samples * sequence, features) for _ in range(2))
-    shapes = {"norm0": (features,), "w_qkv": (features, 3 * features), "w_out": (features, features)}
-    shapes.update({"norm1": (features,), "w_up": (features, 4 * features), "w_down": (4 * features, features)})
+def trained_block(seed, steps, batch, seq_len, num_heads, head_size, parts=0, matmul_scale=1.0, sequence_first=False):
+    """x, y, the mask, the weights, and what `descend` returns; parts: of the batch."""
+    rng, hidden_size = np.random.default_rng(seed), num_heads * head_size
+    x, y = (drawn(rng, batch * seq_len, hidden_size) for _ in range(2))
+    shapes = {"w_qkv": (hidden_size, 3 * hidden_size), "w_out": (hidden_size, hidden_size)}
+    shapes.update({"w_up": (hidden_size, 4 * hidden_size), "w_down": (4 * hidden_size, hidden_size)})
     w = {name: drawn(rng, *shape, by=4) for name, shape in shapes.items()}
+    for name in ("attention_norm", "mlp_norm"):
+        w.update({f"{name}.weight": Value(np.ones(hidden_size)), f"{name}.bias": Value(np.zeros(hidden_size))})
 
     def forward(w, part):
         rows = x[part]
-        made = block(rows, w, samples * len(rows.exact) // len(x.exact), heads, matmul_scale, sequence_first)
-        return {name: made[name] for name in returned}, mse(made["out"], y[part])
+        made = block(rows, w, batch * len(rows.exact) // len(x.exact), num_heads, matmul_scale, sequence_first)
+        return made, mse(made["out"], y[part])
 
-    trained, added = reference.descend(w, forward, steps, rows=samples * sequence, parts=parts)
-    return {"x": x, "y": y, **w, **trained}, added
+    trained, added = reference.descend(w, forward, steps, rows=batch * seq_len, parts=parts)
+    return {"x": x, "y": y, "mask": causal(seq_len), **w, **trained}, added
 
 
-def vocab_parallel(seed=0, steps=1, tokens=8, vocabulary=61, padded=61, features=4, parts=0, matmul_scale=1.0):
-    """The same for a language model of two tables; `parts`: of the tokens."""
+def vocab_parallel(seed=0, steps=1, tokens=8, vocab_size=61, padded=61, hidden_size=4, parts=0, matmul_scale=1.0):
+    """ids, targets, and what `descend` returns for a language model of two tables; `parts`: of the tokens."""
     rng = np.random.default_rng(seed)
-    ids, targets = rng.integers(vocabulary, size=(2, tokens))
-    w = {"table": drawn(rng, padded, features), "head": drawn(rng, features, padded)}
-    unused = np.where(np.arange(padded) < vocabulary, 0, -1e9)
+    ids, targets = rng.integers(vocab_size, size=(2, tokens))
+    table, head = drawn(rng, vocab_size, hidden_size).exact, drawn(rng, hidden_size, vocab_size).exact
+    padding = (0, padded - vocab_size)
+    w = {"table": Value(np.pad(table, (padding, (0, 0)))), "head": Value(np.pad(head, ((0, 0), padding)))}
+    unused = np.where(np.arange(padded) < vocab_size, 0, -1e9)
 
     def forward(w, part):
         x = w["table"][ids[part]]
@@ -85,53 +89,56 @@ def vocab_parallel(seed=0, steps=1, tokens=8, vocabulary=61, padded=61, features
         return {"x": x, "logits": logits}, cross_entropy(logits + unused, targets[part])
 
     trained, added = reference.descend(w, forward, steps, rows=tokens, parts=parts)
-    counts = [np.bincount(ids[part], minlength=padded)[:, None] + np.zeros(features) for part in rows_of(tokens, parts)]
-    values = {"ids": Value(ids, dtype="int64"), "targets": Value(targets, dtype="int64"), **w, **trained}
-    values["indexed grad"] = Value(sum(counts))
-    return values, {**added, "indexed grad": [Value(one) for one in counts]}
+    inputs = {"ids": Value(ids, dtype="int64"), "targets": Value(targets, dtype="int64"), "unused": Value(unused)}
+    return {**inputs, **w, **trained}, added
 
 
-def context_parallel(seed=0, steps=1, sequence=8, heads=4, head_size=4, matmul_scale=1.0):
-    """Steps of SGD of q, k and v on sum((out - y)^2), out = attention(q, k, v) of (sequence, heads, head size)."""
+def context_parallel(seed=0, steps=1, seq_len=8, num_heads=4, head_size=4, matmul_scale=1.0):
+    """Steps of SGD of q, k and v on sum((out - y)^2), out = attention(q, k, v) of (seq_len, num_heads, head_size)."""
     rng = np.random.default_rng(seed)
-    q, k, v, y = (drawn(rng, sequence, heads, head_size) for _ in range(4))
+    q, k, v, y = (drawn(rng, seq_len, num_heads, head_size) for _ in range(4))
 
     def forward(w, part):
-        scores, _, mixed = attention(*(w[name].permute(1, 0, 2) for name in "qkv"), matmul_scale)
-        out = mixed.permute(1, 0, 2)
-        return {"scores": scores, "out": out}, ((out - y) ** 2).sum()
+        scores, probs, context = attention(*(w[name].permute(1, 0, 2) for name in "qkv"), matmul_scale)
+        out = context.permute(1, 0, 2)
+        return {"scores": scores, "probs": probs, "out": out}, ((out - y) ** 2).sum()
 
     w = {"q": q, "k": k, "v": v}
-    return {**w, "y": y, **reference.descend(w, forward, steps)[0]}
+    return {**w, "y": y, "mask": causal(seq_len), **reference.descend(w, forward, steps)[0]}
 
 
-def mixture_of_experts(n, seed=0, steps=1, tokens=8, features=4, hidden_features=8, capacity=3, matmul_scale=1.0):
-    """Steps of SGD on mean((out - y)^2), of n experts and `tokens` on each of n ranks; x is a weight that stays."""
+def mixture_of_experts(n, seed=0, steps=1, group_size=8, hidden_size=4, ffn_size=8, capacity=3, matmul_scale=1.0):
+    """Steps of SGD on mean((out - y)^2), of n experts and as many groups of tokens; and how many tokens are dropped."""
     rng = np.random.default_rng(seed)
-    x, y = (drawn(rng, n * tokens, features) for _ in range(2))
-    shapes = {"router": (features, n), "w_up": (n, features, hidden_features), "w_down": (n, hidden_features, features)}
-    w = {"x": x, **{name: drawn(rng, *shape) for name, shape in shapes.items()}}
+    x, y = (drawn(rng, n * group_size, hidden_size) for _ in range(2))
+    shapes = {"router": (hidden_size, n), "w_up": (n, hidden_size, ffn_size), "w_down": (n, ffn_size, hidden_size)}
+    w = {name: drawn(rng, *shape) for name, shape in shapes.items()}
+    w.update({"norm.weight": Value(np.ones(hidden_size)), "norm.bias": Value(np.zeros(hidden_size))})
+    dropped = []
 
     def forward(w, part):
-        odds = softmax(matmul_scale * (w["x"] @ w["router"]))
-        expert, rows = odds.exact.argmax(axis=1), np.arange(n * tokens)
-        best = np.sort(odds.exact, axis=1)
+        tokens = norm(x) * w["norm.weight"] + w["norm.bias"]
+        probs = softmax(matmul_scale * (tokens @ w["router"]))
+        expert, rows = probs.exact.argmax(axis=1), np.arange(n * group_size)
+        best = np.sort(probs.exact, axis=1)
         assert n == 1 or (best[:, -1] - best[:, -2] > 1e-4).all(), "rounding must not choose the expert"
-        dispatch = np.zeros((n, tokens, n, capacity))
-        for rank, token in np.ndindex(n, tokens):
-            own = expert[rank * tokens : (rank + 1) * tokens]
+        dispatch_mask = np.zeros((n, group_size, n, capacity))
+        for group, token in np.ndindex(n, group_size):
+            own = expert[group * group_size : (group + 1) * group_size]
             place = (own[:token] == own[token]).sum()
             if place < capacity:
-                dispatch[rank, token, own[token], place] = 1
-        slots = Value(dispatch.reshape(n, tokens, n * capacity))
-        sent = matmul_scale * (slots.T @ w["x"].reshape(n, tokens, features))
-        sent = sent.reshape(n, n, capacity, features)
-        own = sent.permute(1, 0, 2, 3).reshape(n, n * capacity, features)
-        hidden = (matmul_scale * (own @ w["w_up"])).relu()
-        done = (matmul_scale * (hidden @ w["w_down"])).reshape(n, n, capacity, features).permute(1, 0, 2, 3)
-        back = matmul_scale * (slots @ done.reshape(n, n * capacity, features))
-        out = w["x"] + odds[rows, expert].reshape(-1, 1) * back.reshape(n * tokens, features)
-        made = {"odds": odds.reshape(n, tokens, n), "dispatch": slots, "sent": sent, "arrived": sent}
-        return {**made, "hidden": hidden, "out": out}, mse(out, y)
+                dispatch_mask[group, token, own[token], place] = 1
+        dropped.append(n * group_size - dispatch_mask.sum())
+        slots, tokens = Value(dispatch_mask.reshape(n, group_size, -1)), tokens.reshape(n, group_size, hidden_size)
+        sent = (matmul_scale * (slots.T @ tokens)).reshape(n, n, capacity, hidden_size)
+        by_expert = sent.permute(1, 0, 2, 3).reshape(n, n * capacity, hidden_size)
+        hidden = (matmul_scale * (by_expert @ w["w_up"])).relu()
+        done = (matmul_scale * (hidden @ w["w_down"])).reshape(n, n, capacity, hidden_size).permute(1, 0, 2, 3)
+        combined = matmul_scale * (slots @ done.reshape(n, n * capacity, hidden_size))
+        out = x + probs[rows, expert].reshape(-1, 1) * combined.reshape(n * group_size, hidden_size)
+        made = {"tokens": tokens, "probs": probs.reshape(n, group_size, n), "dispatch_mask": slots, "sent": sent}
+        made.update({"arrived": sent, "hidden": hidden, "done": done, "combined": combined, "out": out})
+        return made, mse(out, y)
 
-    return {**w, "y": y, **reference.descend(w, forward, steps, fixed=("x",))[0]}
+    trained = reference.descend(w, forward, steps)[0]
+    return {"x": x, "y": y, **w, **trained, "dropped": Value(dropped)}

@@ -10,58 +10,62 @@ from tests.cases.training import UNEVEN, two_matmuls
 WEIGHTS = {"whole": "B", "rows": "S(0)", "columns": "S(1)"}
 
 
-UNEVEN_LAYER = {"batch": 7, "in_features": 6, "out_features": 5, "steps": 1, "seed": 1}
+def half_of(n):
+    return list(range(max(1, n // 2)))
 
 
-@case_of_recipe({"uneven": UNEVEN_LAYER, "columns": {"weights": "columns"}, "whole": {"weights": "whole"}})
-def checkpoint(n, graph=False, steps=2, weights="rows", batch=64, in_features=64, out_features=64, matmul_scale=1.0, seed=0):
-    """Saved after `steps` steps with a whole weight on half of the ranks, loaded on all in another SBP, trained on."""
-    ranks, half, sbp = list(range(n)), list(range(max(1, n // 2))), WEIGHTS[weights]
-    sizes = {"batch": batch, "in_features": in_features, "out_features": out_features, "seed": seed, "matmul_scale": matmul_scale}
-    saved, end = (reference.trained("momentum", steps=k * steps, layers=1, **sizes) for k in (1, 2))
-    values = {"x": end["x"], "y": end["y"], "w": end["w0"]}
-    layout = {"x": ("S(0)", ranks), "y": ("S(0)", ranks), "w": ("B", ranks)}
-    for name, run, of, where in (
-        ("saved w", saved, "new w0", ("B", half)),
-        ("saved momentum", saved, "w0 momentum_buf", ("B", half)),
-        ("loaded w", saved, "new w0", ("B", [0])),
-        ("new w", end, "new w0", (sbp, ranks)),
-        ("new momentum", end, "w0 momentum_buf", (sbp, ranks)),
-        ("losses", end, "losses", ("B", ranks)),
-    ):
-        values[name], layout[name] = run[of], where
-    shapes = {"S(0)": (batch, in_features), "B": (in_features, out_features)}
-    products = [
-        (*((sbp, where, shape) for sbp, shape in shapes.items()), ("S(0)", where, (batch, out_features)))
-        for where in (half, ranks)
-    ]
-    sends = [reduced(len(here), in_features * out_features) for here in (half, ranks)]
+def resumed(n):
+    """Trained with a whole weight on half of the ranks, then on all with a weight in each layout."""
+    before = {"ranks": half_of(n), "weights": "whole", "steps": 2}
+    return {
+        "uneven": {"size": 7, "seed": 1, "steps": 3, "save_every": 4, "before": before},
+        **{weights: {"weights": weights, "before": before} for weights in WEIGHTS},
+    }
+
+
+@case_of_recipe(resumed)
+def checkpoint(
+    n, graph=False, steps=4, weights="rows", save_every=2, size=64, seed=0, matmul_scale=1.0, ranks=None,
+    checkpoint_dir=None, before=None,
+):  # fmt: skip
+    """Trained up to `steps`; "w" is the weight before the first of these steps."""
+    ranks, sbp, done = ranks or list(range(n)), WEIGHTS[weights], before["steps"] if before else 0
+    sizes = {"batch": size, "in_features": size, "out_features": size, "seed": seed, "matmul_scale": matmul_scale}
+    drawn_w, saved, end = (reference.trained("momentum", steps=k, layers=1, **sizes) for k in (1, done, steps))
+    values = {"x": end["x"], "y": end["y"], "w": saved["new w0"] if before else drawn_w["w0"]}
+    values.update({"w grad": end["w0 grad"], "w momentum_buf": end["w0 momentum_buf"], "new w": end["new w0"]})
+    values["losses"] = end["losses"]
+    layout = placed(values, ranks, sbp, x="S(0)", y="S(0)", losses=("local", []), grad="P" if graph else sbp)
+    moves = moves_of_loading(layout["w"], graph) if before else []
+    for step in range(done + 1, steps + 1):
+        if step == done + 1 or not graph:
+            moves.append((layout["w"], ("B", ranks)))
+        if checkpoint_dir and (step % save_every == 0 or step == steps):
+            moves += moves_of_saving(layout["w"], graph)
+    shape, rows = (size, size), ("S(0)", ranks)
     return Case(
         layout,
         values,
-        [product for product in products for _ in range(1 if graph else steps)],
-        moves_of_checkpoint(ranks, half, sbp, steps, graph),
-        sends=[sends[0] * (rank in half) + sends[1] for rank in ranks],  # a step of each of the two models
+        in_steps(graph, steps - done, [((*rows, shape), ("B", ranks, shape), (*rows, shape))]),
+        moves,
+        reads=[("P", ranks)] * (steps - done),
+        graph_calls=steps - done,
+        sends=[reduced(n, size * size)] * n,
     )
 
 
-def moves_of_checkpoint(ranks, half, sbp, steps, graph):
-    """All moves of two models, first on half of the ranks, as OneFlow's own save and load make them too."""
+def moves_of_saving(w, graph):
+    """Those of OneFlow's own save: w, its momentum, and in a graph the number of the step, each to rank 0."""
+    tensors = [w, w] + [("B", [0])] * graph
+    return [move for one in tensors for move in ((one, one), (one, ("B", [0])))]
 
-    def training(layout):
-        return [(layout, ("B", layout[1]))] * (1 if graph else steps)
 
-    def saving(layout):
-        tensors = [layout] * 2 + [("B", [0])] * graph  # a graph also keeps the number of the step, on rank 0
-        return [move for one in tensors for move in ((one, one), (one, ("B", [0])))]
-
-    here, there = ("B", [0]), (sbp, ranks)
-    loading = [(("local", []), here)] * (3 if graph else 2)
-    loading += [(here, here), (here, there)] * (here != there)  # copy_ has nothing to move where both are the same
-    loading += [] if graph else [(here, here), (here, there), (there, there)]
-    first = [(("S(0)", ranks), ("S(0)", half))] * 2 + [(("B", ranks), ("B", half))]
-    first += training(("B", half)) + saving(("B", half))
-    return first + [(("B", ranks), there)] + loading + training(there) + saving(there)
+def moves_of_loading(w, graph):
+    """Those of OneFlow's own load, and then of the model, which takes what was loaded to its layout."""
+    first = ("B", [0])
+    moves = [(("local", []), first)] * (3 if graph else 2)
+    moves += [(first, first), (first, w)] * (first != w)  # copy_ has nothing to move where both are the same
+    return moves + ([] if graph else [(first, first), (first, w), (w, w)])
 
 
 LOSSES = {"each": {"loss": "each"}, "uneven each": {"loss": "each", **UNEVEN}}
@@ -75,9 +79,8 @@ def loss_placement(n, graph=False, steps=3, loss="first", matmul_scale=1.0, **si
     rows, there = ("S(0)", ranks), {"each": ("S(0)", ranks), "first": ("B", [0]), "other": ("B", [n - 1])}[loss]
     values, _ = reference.network("sgd", steps=steps, matmul_scale=matmul_scale, returned=("out",), **sizes)
     out = values["out"]
-    names = ("x", "y", "w0", "w1", "out", "out at the loss", "w0 grad", "w1 grad", "new w0", "new w1", "losses")
-    layout = placed(names, ranks, x=rows, y=there, out=rows, grad="P" if graph else "B", losses=("B", there[1]))
-    layout["out at the loss"] = there
+    names = ("x", "y", "w0", "w1", "out", "moved", "w0 grad", "w1 grad", "new w0", "new w1", "losses")
+    layout = placed(names, ranks, x=rows, y=there, out=rows, moved=there, grad="P" if graph else "B")
     share, gathered = out.exact.size / len(ranks), (n - 1) / n * out.exact.size
     outputs = {  # outputs and their gradients that each rank sends
         "each": [0] * n,
@@ -87,66 +90,66 @@ def loss_placement(n, graph=False, steps=3, loss="first", matmul_scale=1.0, **si
     weights = reduced(len(ranks), weights_of(values))
     return Case(
         layout,
-        {**values, "out at the loss": out},
+        {**values, "moved": out},
         in_steps(graph, steps, two_matmuls(values, ranks)),
-        in_steps(graph, steps, [(rows, there, "S(0)")], [(("P", ranks) if loss == "each" else there, ("B", there[1]))]),
+        in_steps(graph, steps, [(rows, there, "S(0)")]),
+        reads=[("P" if loss == "each" else "B", there[1])] * steps,
         sends=[sent + weights * (rank in ranks) for rank, sent in enumerate(outputs)],
     )
 
 
-def letters_of_a_text(batch):
-    """Numbers of letters (0: blank) of a pangram that is repeated, and of those that follow."""
+def characters_of_a_text(batch):
+    """Numbers of characters (0: blank) of a pangram that is repeated, and of those that follow."""
     text = "the quick brown fox jumps over the lazy dog "
-    text = [ord(letter) - ord("a") + 1 if letter != " " else 0 for letter in text]
+    text = [ord(character) - ord("a") + 1 if character != " " else 0 for character in text]
     return np.array([[text[(k + after) % len(text)] for k in range(batch)] for after in (0, 1)])
 
 
-def guessed_letters(steps, seed, batch, hidden, matmul_scale):
-    """out = table[x] @ w against one-hot y, trained with SGD on one device; the weights in use in the last step too."""
-    rng, (x, following) = np.random.default_rng(seed), letters_of_a_text(batch)
+def next_characters(steps, seed, batch, hidden_size, matmul_scale):
+    """out = embedding[x] @ head against one-hot y, trained with SGD on one device; the last step's replica and outputs."""
+    rng, (x, following) = np.random.default_rng(seed), characters_of_a_text(batch)
     inputs = {"x": Value(x, dtype="int32"), "y": Value(np.eye(27)[following])}
-    weights = {"table": drawn(rng, 27, hidden), "w": drawn(rng, hidden, 27)}
+    weights = {"embedding": drawn(rng, 27, hidden_size), "head": drawn(rng, hidden_size, 27)}
 
     def forward(w, _):
-        out = matmul_scale * (w["table"][x] @ w["w"])
-        made = {"scattered x": inputs["x"], "replicated table": w["table"], "replicated w": w["w"]}
-        return {**made, "out": out, "gathered out": out}, mse(out, inputs["y"])
+        out = matmul_scale * (w["embedding"][x] @ w["head"])
+        return {"scattered": inputs["x"], "table": w["embedding"], "out": out, "gathered": out}, mse(out, inputs["y"])
 
     return {**inputs, **weights, **reference.descend(weights, forward, steps)[0]}
 
 
-UNEVEN_LETTERS = {"batch": 7, "hidden": 5, "steps": 1, "seed": 1}
-LETTERS = {"uneven": UNEVEN_LETTERS, "sbp": {"way": "sbp"}, "uneven sbp": {**UNEVEN_LETTERS, "way": "sbp", "steps": 2}}
+UNEVEN_TEXT = {"batch": 7, "hidden_size": 5, "steps": 1, "seed": 1}
+TEXTS = {"uneven": UNEVEN_TEXT, "all": {"home": "all"}, "uneven all": {**UNEVEN_TEXT, "home": "all", "steps": 2}}
 
 
-@case_of_recipe(LETTERS)
-def replicate_scatter_gather(n, graph=False, steps=3, way="steps", seed=0, batch=8, hidden=4, matmul_scale=1.0):
+@case_of_recipe(TEXTS)
+def replicate_scatter_gather(n, graph=False, steps=3, home="first", seed=0, batch=8, hidden_size=4, matmul_scale=1.0):
     """Everything at home on rank 0 and moved in each step, or at home where it is used."""
-    ranks, values = list(range(n)), guessed_letters(steps, seed, batch, hidden, matmul_scale)
-    split, whole, first = ("S(0)", ranks), ("B", ranks), ("B", [0])
-    by_hand = way == "steps"
-    inputs, home = (first, first) if by_hand else (split, whole)
-    layout = {"x": inputs, "y": inputs, "table": home, "w": home}
-    moves = []
-    if by_hand:
-        layout.update({"scattered x": split, "replicated table": whole, "replicated w": whole, "out": split})
-        layout["gathered out"] = first
-        moves = [(first, split), (first, whole, "P"), (first, whole, "P"), (split, first, "S(0)")]
-    layout.update(dict.fromkeys(("table grad", "w grad"), ("P", home[1]) if graph else home))
-    layout.update(dict.fromkeys(("new table", "new w", "losses"), home))
-    weights, outputs = weights_of(values), values["y"].exact.size
+    ranks, values = list(range(n)), next_characters(steps, seed, batch, hidden_size, matmul_scale)
+    split, whole, on_all = ("S(0)", ranks), ("B", ranks), home == "all"
+    inputs, weights = (split, whole) if on_all else (("B", [0]), ("B", [0]))
+    gradient = ("P", weights[1]) if graph else weights
+    layout = {
+        **{"x": inputs, "y": inputs, "embedding": weights, "head": weights},
+        **{"scattered": split, "table": whole, "out": split, "gathered": inputs},
+        **{"embedding grad": gradient, "head grad": gradient, "new embedding": weights, "new head": weights},
+        "losses": weights,
+    }
+    moves = [(inputs, split), (weights, whole, "P"), (weights, whole, "P"), (split, inputs, "S(0)")]
+    size, outputs = weights_of(values), values["y"].exact.size
     moved = (n - 1) / n * (batch + outputs)
     children = [sum(child < n for child in (2 * rank + 1, 2 * rank + 2)) for rank in ranks]
-    sends = [reduced(n, weights)] * n
-    if by_hand and graph:
-        sends = [(n - 1) * weights + moved] + [weights + outputs / n] * (n - 1)
-    elif by_hand:
-        sends = [sends[k] + moved + (n - 1) / n * outputs + children[k] * weights for k in ranks]
-    product = (("S(0)", ranks, (batch, hidden)), ("B", ranks, (hidden, 27)), ("S(0)", ranks, (batch, 27)))
+    sends = [reduced(n, size)] * n
+    if not on_all and graph:
+        sends = [(n - 1) * size + moved] + [size + outputs / n] * (n - 1)
+    elif not on_all:
+        sends = [sends[k] + moved + (n - 1) / n * outputs + children[k] * size for k in ranks]
+    product = (("S(0)", ranks, (batch, hidden_size)), ("B", ranks, (hidden_size, 27)), ("S(0)", ranks, (batch, 27)))
     return Case(
         layout,
         {name: values[name] for name in layout},
         in_steps(graph, steps, [product]),
-        in_steps(graph, steps, moves, [(first if by_hand else ("P", ranks), home)]),
+        in_steps(graph, steps, moves),
+        reads=[("P", ranks) if on_all else ("B", [0])] * steps,
         sends=sends,
     )

@@ -25,8 +25,8 @@ def train_data_parallel(n, graph=False, steps=3, optimizer="adam", matmul_scale=
         placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
         in_steps(graph, steps, two_matmuls(values, ranks)),
-        [all_reduce(ranks)] * steps,
-        parts if graph else {},
+        parts=parts if graph else {},
+        reads=[("P", ranks)] * steps,
         sends=[reduced(n, weights_of(values))] * n,
     )
 
@@ -56,7 +56,7 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
     for rows in np.arange(sizes["batch"]).reshape(n, micro_batches, -1).swapaxes(0, 1).reshape(micro_batches, -1):
         out = reference.mlp(values["x"][rows], weights, matmul_scale)
         micro_losses.append(reference.mse(out, values["y"][rows]).exact.item())
-    values.update({"micro losses": Value(micro_losses, rounded=True), "losses": values.pop("losses")})
+    values.update({"micro_losses": Value(micro_losses, rounded=True), "losses": values.pop("losses")})
     layout = placed(values, ranks, x="S(0)", y="S(0)")
     if graph:
         del layout["w0 grad"], layout["w1 grad"]
@@ -67,7 +67,8 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
         layout,
         values,
         in_steps(graph, steps, [(x, "w0", hidden), (hidden, "w1", out)], passes=micro_batches),
-        in_steps(graph, steps, [] if graph else parts, [all_reduce(ranks)], micro_batches),
+        in_steps(graph, steps, [] if graph else parts, passes=micro_batches),
+        reads=[("P", ranks)] * steps * (1 if graph else micro_batches),
         sends=[reduced(n, weights_of(values)) * (1 if graph else micro_batches)] * n,
     )
 
@@ -87,6 +88,7 @@ def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, *
         values,
         in_steps(graph, steps, [(inputs[k], f"w{k}", outputs[k]) for k in range(n)], passes=micro_batches),
         in_steps(graph, steps, through_stages(graph, moves), passes=micro_batches),
+        reads=[("B", [n - 1])] * steps,
         stages=[(k, [k]) for k in range(n)],
         sends=[boundary * ((k < n - 1) + (k > 0)) for k in range(n)],
     )
@@ -100,13 +102,14 @@ def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     if graph:
         layout.update({"w0 grad": ("P, S(1)", mesh), "w1 grad": ("P, S(0)", mesh)})
     between = ("S(0), S(1)", mesh, (shape[0], values["w0"].exact.shape[1]))
-    activations, losses = (("S(0), P", mesh), (rows, mesh)), (("P, B", mesh), ("B, B", mesh))
+    activations = (("S(0), P", mesh), (rows, mesh))
     return Case(
         layout,
         values,
         in_steps(graph, steps, [("x", "w0", between), (between, "w1", ("S(0), P", mesh, shape))]),
-        in_steps(graph, steps, [activations], [losses]),
+        in_steps(graph, steps, [activations]),
         parts if graph else {},
+        reads=[("P, B", mesh)] * steps,
         sends=[weights_of(values) / 2 + values["y"].exact.size / 2] * 4,
     )
 
@@ -124,7 +127,37 @@ def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
         layout,
         values,
         in_steps(graph, steps, [("x", "w0", inner[0]), (inner[1], "w1", ("S(0)", last, values["y"].exact.shape))]),
-        in_steps(graph, steps, [(inner[0][:2], inner[1][:2])], [all_reduce(last)]),
+        in_steps(graph, steps, [(inner[0][:2], inner[1][:2])]),
         parts if graph else {},
+        reads=[("P", last)] * steps,
         sends=[values[w].exact.size + hidden * batch / 2 for w in ("w0", "w1") for _ in range(2)],
+    )
+
+
+@case_of_recipe({"uneven": {**UNEVEN, "steps": 2}})
+def ddp(n, graph=False, seed=0, steps=3, batch=None, matmul_scale=1.0, **sizes):
+    """Each rank draws weights of its own; those of rank 0 are trained on the whole batch."""
+    start = reference.trained("sgd", seed=seed, steps=0, batch=batch or 4 * n, **sizes)  # what all ranks draw
+    x, y = start["x"], start["y"]
+    rngs = [np.random.default_rng([seed, rank]) for rank in range(n)]
+    own = [{name: reference.drawn(rng, *start[name].exact.shape) for name in ("w0", "w1")} for rng in rngs]
+    trained, _ = reference.descend(
+        own[0], lambda w, _: ({}, reference.mse(reference.mlp(x, w, matmul_scale), y)), steps
+    )
+    parts = {f"own_{name}": [weights[name] for weights in own] for name in own[0]}
+    for name, whole in (("x", x), ("y", y)):
+        parts[name] = [whole[rows] for rows in reference.rows_of(len(whole.exact), n)]
+    first = {name: each[0] for name, each in parts.items()}
+    values = {"x": first["x"], "y": first["y"], **own[0], **trained, **first}
+    (inner, hidden), (_, outer) = shapes = [values[w].exact.shape for w in ("w0", "w1")]
+    rows = [len(part.exact) for part in parts["x"]]
+    x, between, out = (("local", [], [(count, width) for count in rows]) for width in (inner, hidden, outer))
+    w0, w1 = (("local", [], [shape] * n) for shape in shapes)
+    return Case(
+        dict.fromkeys(values, ("local", [])),
+        values,
+        [(x, w0, between), (between, w1, out)] * steps,
+        parts=parts,
+        reads=[],
+        sends=[reduced(n, weights_of(values))] * n,
     )

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from benchmarks import bench, formulas, gpt, page, peers, steps
-from harness.start.ranks import NodeRanks, cores_of
+from harness.start.ranks import RankAssignment, cores_of
 from tests.cases import CASES, reference_gpt
 
 
 def test_threads_that_the_user_has_set_stay(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert NodeRanks(2, port=1).environment(0)["OMP_NUM_THREADS"] == "3"
+    assert RankAssignment(2, port=1).environment(0)["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@ import pytest
 
 from harness.measure import theory
 from harness.measure.sbp import Layout
-from harness.pool import Pool
 from harness.report import atlas
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, modes, sizes_of
 from tests.cases.ladder import Checks, check_recipe
-from tests.hosts import NO_HOSTS
-from tests.jobs import LONG
+from tests.hosts import NO_HOSTS, PoolOnHosts
 from tests.markdown import CLUSTERS, tables
 
 HERE = str(ROOT / "tests" / "on_rank_hosts.py")
@@ -22,14 +20,9 @@ CONTROL = 0.02  # of the tensor: what OneFlow says besides to move it
 def pools(hosts):
     """A function from a world size to a pool of as many ranks, half of them on each host."""
     started = {}
-
-    def pool(n):
-        where = hosts.addresses[0], [hosts.on(rank * 2 // n) for rank in range(n)]
-        return started.setdefault(n, Pool(n, timeout=LONG, repeat=True, hosts=where))
-
-    yield pool
-    for one in started.values():
-        one.close()
+    yield lambda n: started.setdefault(n, PoolOnHosts(n, hosts))
+    for pool in started.values():
+        pool.close()
 
 
 def on_two_hosts():

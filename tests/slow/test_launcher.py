@@ -27,8 +27,9 @@ def test_recipe_copied_alone_into_an_empty_folder_runs(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["row_parallel.py"]
 
 
-def test_without_arguments_every_recipe_is_listed_by_chapter():
-    job = launch()
+@pytest.mark.parametrize("command", [(), ("list",)], ids=["no arguments", "list"])
+def test_every_recipe_is_listed_by_chapter(command):
+    job = launch(*command)
     assert (job.code, job.err) == (0, "")
     for path in all_paths():
         first = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
@@ -36,11 +37,6 @@ def test_without_arguments_every_recipe_is_listed_by_chapter():
     chapters = [f"recipes/{path.name}/" for path in sorted(RECIPES.iterdir()) if path.is_dir() and path.name[0] != "_"]
     found = [line for line in job.out.splitlines() if line.startswith("recipes/")]
     assert sorted(found) == sorted(["recipes/", *chapters])
-
-
-def test_help():
-    job = launch("--help")
-    assert (job.code, job.err) == (0, "") and "--timeout SECONDS" in job.out
 
 
 def test_script_of_the_user_anywhere_with_its_arguments(script, tmp_path):
@@ -207,6 +203,7 @@ def test_limit_of_addresses_is_refused():
 REFUSED = {
     "-n 0 recipes/data_parallel.py": "launch.sh: -n must be 1 or more, got 0",
     "--log-dir /dev/null recipes/data_parallel.py": "--log-dir /dev/null: File exists: name another folder",
+    "list data_parallel": "launch.sh: list takes no arguments, got data_parallel",
     "docs --short": "launch.sh: docs takes no arguments, got --short",
     "meshes 2": "launch.sh: meshes takes no arguments, got 2",
     "recipes/data_parallel.py --graf": "data_parallel.py: error: unrecognized arguments: --graf",

@@ -5,9 +5,9 @@ In eager mode where there is one; the recipes of a single layer also in a graph.
 
 import pytest
 
-from harness.pool import Pool
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ONE_LAYER, ROOT, modes
+from tests.pools import RecipePool
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 RANKS = 6  # with more of them, each collective waits longer for a core than it works
@@ -21,7 +21,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def six():
-    with Pool(RANKS, timeout=300, repeat=True) as pool:
+    with RecipePool(RANKS) as pool:
         yield pool
 
 

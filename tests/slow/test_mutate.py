@@ -48,7 +48,7 @@ def test_pipeline_without_identity_is_red_whatever_its_weights_are(pools, tmp_pa
     [changed] = [new for _, change, new in mutate.mutants(source) if change.startswith("flow._C.identity")]
     path.write_text(changed)
     assert mutate.first_red(pools, path, "train_pipeline")
-    for micro_batches, wrong in ((1, []), (2, ["stages.0.w", "stages.1.w"])):
+    for micro_batches, wrong in ((1, []), (2, ["model.0.w", "model.1.w"])):
         seen = pools(2).call(OBSERVE, path=str(path), graph=True, micro_batches=micro_batches)
         assert [one["without_identity"] for one in seen] == [wrong] * 2
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from harness.start.options import BadInput, checked
+from harness.start.errors import UsageError
+from harness.start.options import checked
 from harness.start.schedulers import first_host, task
 
 SLURM = {
@@ -104,5 +105,5 @@ def test_task_is_a_node_and_options_go_first(monkeypatch, variables, typed, want
 
 @pytest.mark.parametrize("variables, words", REFUSED)
 def test_variables_that_name_no_job_are_refused(monkeypatch, variables, words):
-    with pytest.raises(BadInput, match=words):
+    with pytest.raises(UsageError, match=words):
         options(monkeypatch, variables)

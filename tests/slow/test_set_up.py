@@ -277,7 +277,7 @@ def test_each_setting_of_pip_becomes_one_of_uv(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PIP_RETRIES", "1")
     monkeypatch.setenv("PIP_NO_INDEX", "true")
     monkeypatch.setenv("UV_HTTP_TIMEOUT", "9")  # what is set for uv stays
-    packages.settings()
+    packages.print_settings()
     assert set(capsys.readouterr().out.splitlines()[1:]) == {
         "export UV_DEFAULT_INDEX=https://four/simple",
         "export UV_INDEX='https://two/simple https://three/simple'",

@@ -13,55 +13,54 @@ from tests.hanging import assert_hangs
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 HERE = str(ROOT / "tests" / "on_rank_state.py")
 CHECKPOINT = str(path_of("checkpoint"))
-RESULTS = ("new w", "new momentum", "losses")
 MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 
 
-def values_of(seen):
-    """Of what each rank has of some tensors: name -> value on rank 0."""
-    return {name: tensor["value"] for name, tensor in seen[0].items()}
+def train_on(pool, folder, **arguments):
+    """What checkpoint.py has on rank 0 when it has trained with checkpoints in this folder: name -> value.
 
-
-def run_on(pool, folder, **arguments):
-    """What checkpoint.py returns on rank 0 after a run with this folder: name -> value."""
-    seen = pool.call(OBSERVE, path=CHECKPOINT, folder=str(folder), **arguments)
-    return values_of([rank["tensors"] for rank in seen])
-
-
-def trained_on(pool, folder, **arguments):
-    """The same of its function train, on all ranks if not told otherwise."""
-    defaults = {"ranks": list(range(pool.world_size)), "path": CHECKPOINT, "folder": str(folder)}
-    return values_of(pool.call(f"{HERE}:trained", **{**defaults, **arguments}))
+    "w" is the weight before the first step of this run, which took as many "steps".
+    """
+    [seen, *_] = pool.call(OBSERVE, path=CHECKPOINT, checkpoint_dir=str(folder), **arguments)
+    values = {name: seen["tensors"][name]["value"] for name in ("w", "new w", "w momentum_buf")}
+    return {**values, "losses": seen["arrays"]["losses"], "steps": len(seen["reads"])}
 
 
 def same_bits(one, other, *what):
-    for name in RESULTS:
+    for name in ("new w", "w momentum_buf", "losses"):
         Checks.that((one[name] == other[name]).all(), *what, name, "is not the same bit by bit")
 
 
 @MODES
 @pytest.mark.parametrize("worlds", [(2, 4, 2, 1), (3, 2), (1, 3)], ids=str)
-def test_training_goes_on_on_another_number_of_ranks(pools, tmp_path, graph, worlds):
+def test_training_resumes_on_another_number_of_ranks(pools, tmp_path, graph, worlds):
     saved = None
     for k, n in enumerate(worlds):
         weights = ("rows", "columns", "whole")[k % 3]
-        found = trained_on(pools(n), tmp_path, graph=graph, steps=1, weights=weights)
+        found = train_on(pools(n), tmp_path, graph=graph, steps=k + 1, weights=weights, size=8)
         assert sorted(os.listdir(tmp_path)) == [str(step + 1) for step in range(k + 1)]
         if saved:
-            Checks.that((found["loaded w"] == saved["new w"]).all(), "loaded w is what was saved")
-        wanted = reference.trained("momentum", steps=k + 1, layers=1, out_features=8)
+            Checks.that((found["w"] == saved["new w"]).all(), "it begins with the weight that was saved")
+        wanted = reference.trained("momentum", steps=k + 1, layers=1, in_features=8, out_features=8)
         assert_close(found["new w"], wanted["new w0"], worlds, k, "w")
-        assert_close(found["new momentum"], wanted["w0 momentum_buf"], worlds, k, "momentum")
+        assert_close(found["w momentum_buf"], wanted["w0 momentum_buf"], worlds, k, "momentum")
         assert_close(found["losses"], wanted["losses"], worlds, k, "losses")
         saved = found
 
 
-def test_next_run_goes_on_from_the_folder(pools, tmp_path):
+def test_next_job_resumes(pools, tmp_path):
     for n, steps in ((2, 4), (3, 8)):
-        answers = pools(n).call(f"{ON_RANK}:main_of", path=CHECKPOINT, arguments=["--folder", str(tmp_path)])
+        arguments = ["--checkpoint-dir", str(tmp_path), "--steps", str(steps)]
+        answers = pools(n).call(f"{ON_RANK}:main_of", path=CHECKPOINT, arguments=arguments)
         assert [(code, err) for code, _, err in answers] == [(0, "")] * n
-        assert answers[0][1].splitlines()[-1].startswith(f"loss, w and momentum equal those of {steps} steps ")
+        assert f" in {steps} steps, as without a break" in answers[0][1].splitlines()[-1]
     assert sorted(os.listdir(tmp_path)) == ["2", "4", "6", "8"]
+
+
+def test_training_resumes_from_the_newest_of_several(pools, tmp_path):
+    train_on(pools(2), tmp_path, steps=10, save_every=3)
+    assert sorted(os.listdir(tmp_path)) == ["10", "3", "6", "9"]
+    assert train_on(pools(2), tmp_path, steps=11)["steps"] == 1
 
 
 @MODES
@@ -69,29 +68,28 @@ def test_next_run_goes_on_from_the_folder(pools, tmp_path):
     "n, weights", [(1, "rows"), (2, "rows"), (2, "columns"), (2, "whole"), (3, "columns"), (4, "rows")]
 )
 def test_stopped_training_is_the_other_bit_by_bit(pools, tmp_path, n, weights, graph):
-    options = {"graph": graph, "weights": weights}
-    at_once = trained_on(pools(n), tmp_path / "at once", steps=4, **options)
-    for _ in range(2):
-        stopped = trained_on(pools(n), tmp_path / "stopped", steps=2, **options)
+    options = {"graph": graph, "weights": weights, "size": 8}
+    at_once = train_on(pools(n), tmp_path / "at once", steps=4, **options)
+    for steps in (2, 4):
+        stopped = train_on(pools(n), tmp_path / "stopped", steps=steps, **options)
     same_bits(stopped, at_once, n, weights)
     if n == 2:  # of two numbers the sum has no order
-        trained_on(pools(n), tmp_path / "whole", steps=2, graph=graph, weights="whole")
-        same_bits(trained_on(pools(n), tmp_path / "whole", steps=2, **options), at_once, weights, "after whole")
+        train_on(pools(n), tmp_path / "whole", steps=2, **{**options, "weights": "whole"})
+        same_bits(train_on(pools(n), tmp_path / "whole", steps=4, **options), at_once, weights, "after whole")
 
 
 @MODES
 @pytest.mark.parametrize("moment", ["half a file", "not named"])
 def test_crash_while_saving_leaves_the_old_checkpoint_whole(pools, tmp_path, moment, graph):
     folder = tmp_path / "crashed"
-    run_on(pools(2), folder, graph=graph)
+    train_on(pools(2), folder, graph=graph, steps=4)
+    arguments = {"checkpoint_dir": str(folder), "graph": graph, "steps": 8}
     with pytest.raises(PoolError, match="died .exit code 9"):
-        pools(2).call(f"{HERE}:die_while_saving", path=CHECKPOINT, moment=moment, folder=str(folder), graph=graph)
+        pools(2).call(f"{HERE}:die_while_saving", path=CHECKPOINT, moment=moment, **arguments)
     assert sorted(os.listdir(folder)) == ["2", "4", "unfinished"]
-    went_on = run_on(pools(2), folder, graph=graph)
+    resumed = train_on(pools(2), folder, graph=graph, steps=8)
     assert sorted(os.listdir(folder)) == ["2", "4", "6", "8"]
-    for _ in range(2):
-        undisturbed = run_on(pools(2), tmp_path / "undisturbed", graph=graph)
-    same_bits(went_on, undisturbed)
+    same_bits(resumed, train_on(pools(2), tmp_path / "undisturbed", graph=graph, steps=8))
 
 
 def test_checkpoint_is_there_for_all_ranks_with_nothing_of_an_unfinished_one(pools, tmp_path):
@@ -101,7 +99,7 @@ def test_checkpoint_is_there_for_all_ranks_with_nothing_of_an_unfinished_one(poo
 
 
 def test_ranks_wait_for_ever_if_the_first_alone_finds_the_checkpoint_broken(pools, tmp_path):
-    trained_on(pools(2), tmp_path, steps=2, weights="whole")
+    train_on(pools(2), tmp_path, steps=2, weights="whole")
     path = min((tmp_path / "2").rglob("out"))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert_hangs(f"{HERE}:load_unchecked", "rank 1 of 2 gave no answer", folder=str(tmp_path / "2"))

@@ -1,23 +1,23 @@
-"""What a step of training sends, measured at sizes where OneFlow's own messages do not show, against the formula."""
+"""What a step of training sends, at sizes where OneFlow's own messages do not show; what ddp.py says of its wrapper."""
 
 import pytest
 
 from harness.report import runs
 from harness.start.recipe import path_of
 from tests.background import step_call
-from tests.cases import CASES, GRAPH_ONLY, TRAINED, proven_on
-from tests.cases.ladder import Checks
+from tests.cases import CASES, GRAPH_ONLY, ROOT, TRAINED, proven_on
+from tests.cases.ladder import OBSERVE, Checks
+
+ON_RANK = str(ROOT / "tests" / "on_rank_training.py")
 
 VARIANTS = {  # what else than the default sends something else
     "train_model_parallel": [{"input_gradient": False}],
     "train_data_tensor": [{"hidden": 8}],  # little weight: what is left runs along axis 1
     "train_pipeline": [{"micro_batches": 8}],
     "loss_placement": [{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
-    "sequence_parallel": [{"split": False}],
-    "context_parallel": [{"way": "all-to-all"}, {"way": "ring"}],
-    "ring_all_reduce": [{"in_features": 7, "out_features": 50_000}],  # chunks of different size
+    "context_parallel": [{"way": "all_to_all"}, {"way": "ring"}],
     "batch_norm": [{"batch": 8, "in_features": 1, "out_features": 50_000}],  # little weight: the four rows show
-    "replicate_scatter_gather": [{"batch": 8192, "hidden": 8}, {"way": "sbp"}],  # large outputs, little weight
+    "replicate_scatter_gather": [{"batch": 8192, "hidden_size": 8}, {"home": "all"}],  # large outputs, little weight
 }
 RUNS = [
     (name, n, mode, more)
@@ -36,6 +36,8 @@ def run_id(run):
 
 def background_calls(item):
     """What a test needs: see background.py."""
+    if item.originalname != "test_bytes_of_a_step":
+        return {}
     name, n, mode, more = item.callspec.params["run"]
     return step_call(name, n, mode, **more)
 
@@ -50,3 +52,27 @@ def test_bytes_of_a_step(measured, run):
         bytes_wanted, sent = 4 * case.sends[rank], found[rank]["sent"]
         near = abs(sent - bytes_wanted) <= 0.02 * bytes_wanted + 20_000  # and OneFlow's own messages
         Checks.that(near, name, f"rank {rank} sends", sent, "bytes a step and must send", bytes_wanted)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_replicas_start_from_rank_0_and_stay_equal_bit_by_bit(pools, n):
+    every = pools(n).call(OBSERVE, path=str(path_of("ddp")), steps=20, batch=4 * n + 1)
+    tensors, first = [seen["tensors"] for seen in every], every[0]["tensors"]
+    for name in ("w0", "w1", "w0 grad", "w1 grad", "new w0", "new w1"):
+        assert all((own[name]["value"] == first[name]["value"]).all() for own in tensors)
+    for name in ("w0", "w1"):
+        assert (first[name]["value"] == every[0]["arrays"][f"own_{name}"]).all()
+        assert all((first[name]["value"] != seen["arrays"][f"own_{name}"]).all() for seen in every[1:])
+
+
+def test_module_stays_the_same_and_its_names_too(pools):
+    assert pools(2).call(f"{ON_RANK}:wrapped") == [(True, ["w0", "w1"])] * 2
+
+
+@pytest.mark.parametrize(
+    "weights, options, buckets", [(2, {}, [2]), (11, {}, [10, 1]), (2, {"bucket_size": 1}, [1, 1])]
+)
+def test_weights_share_a_bucket(pools, weights, options, buckets):
+    for calls, sent in pools(2).call(f"{ON_RANK}:reduced", weights=weights, **options):
+        assert calls == [size * 256 * 256 for size in buckets]
+        Checks.that(abs(sent - 4 * sum(calls)) <= 0.02 * 4 * sum(calls), sent, calls)  # 2 (n-1)/n is 1

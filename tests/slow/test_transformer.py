@@ -18,12 +18,12 @@ TRAPS = [  # recipe, cure, what one would write without it, graph or not, how ma
     ("transformer_block", ", grad_sbp=x.sbp", "", True, 1.3),
     ("transformer_block", "(scores + self.mask)", WHERE, False, 4.0),
     ("transformer_block", "(scores + self.mask)", WHERE, True, 3.0),  # with longer sequences it aborts
-    ("sequence_parallel", ", grad_sbp=x.sbp", "", False, 1.2),
+    ("sequence_parallel", ", grad_sbp=rows", "", False, 1.2),
     ("vocab_parallel", LOSS, ENTROPY, False, 5.0),
 ]
 ABORTS = [  # recipe, cure, what one would write without it
     ("vocab_parallel", LOSS, ENTROPY),
-    ("vocab_parallel", ", grad_sbp=whole", ""),
+    ("vocab_parallel", ", grad_sbp=ids.sbp", ""),
     ("context_parallel", "flow._C.identity(self.k)", "self.k"),
     ("fully_sharded", "flow._C.identity(self.w0)", "self.w0"),
     ("fully_sharded", "flow._C.identity(self.w1)", "self.w1"),

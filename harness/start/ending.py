@@ -1,0 +1,97 @@
+"""How a job ends: the outcome of each node's ranks, and the decision of all nodes, a function of these and the time."""
+
+import enum
+import signal
+import time
+from dataclasses import dataclass, field, replace
+from typing import Optional
+
+from harness.start.ranks import is_consequence
+
+BAD_INPUT = 2
+TIME_LIMIT_REACHED = 124
+BROKEN_PIPE = 128 + signal.SIGPIPE
+VERDICT_DELAY = 2.0  # seconds in which another node may report the cause of a failure that is only a consequence
+
+
+class Cause(str, enum.Enum):
+    """Why the ranks of a node have ended, or are to end. A str, so that launchers can send it as JSON."""
+
+    DONE = "all ranks ended well"
+    RANK = "a rank failed"
+    ARGUMENTS = "the script refused its arguments"
+    SIGNAL = "the launcher received a signal"
+    TIME_LIMIT = "the time limit was reached"
+    NODE = "another launcher is gone"
+    READER = "nobody reads the output"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of a node have ended, or the whole job; launchers send it to each other."""
+
+    code: int  # exit code for the shell
+    cause: Cause
+    node: int  # where
+    text: str = ""  # what to say of it
+    rank: Optional[int] = None  # the local rank that failed
+    time: float = field(default_factory=time.time)
+    consequence: bool = False  # whether it looks like OneFlow's answer to the death of another rank
+    restart: int = 0  # number of the restart that follows; 0: none
+
+
+@dataclass(frozen=True)
+class Received:
+    """An outcome that this launcher knows of, and since when, by time.monotonic()."""
+
+    outcome: Outcome
+    at: float
+
+
+def outcome_from(message):
+    """The Outcome that another launcher sent as a dict."""
+    return Outcome(**{**message, "cause": Cause(message["cause"])})
+
+
+def first_failure(codes, reports):
+    """The local rank that failed first, None if none did.
+
+    codes: exit codes by local rank, of those that have ended; reports: the Report of each rank. A rank that was killed
+    has no report, and its time is infinite; then one that does not look like a consequence is the first.
+    """
+    failed = [rank for rank, code in codes.items() if code]
+    return min(failed, key=lambda rank: (reports[rank].time, is_consequence(codes[rank])), default=None)
+
+
+def exit_code(code):
+    """What the shell is told of a process: 128 + N where signal N killed it, for which Python has -N."""
+    return code if code >= 0 else 128 - code
+
+
+def decide(received, now, nodes, is_leader, connected):
+    """The Outcome of the job; None as long as it is open.
+
+    received: what this launcher knows, in the order in which it came. nodes: number of nodes of the job. is_leader:
+    whether this is node 0, which decides for all. connected: number of other launchers that this one can hear.
+
+    The job ends well when all nodes have. The first failure ends it at once, unless it looks like a consequence and
+    another node may report its cause: then VERDICT_DELAY later. Of several failures the first cause counts.
+    """
+    if connected and not is_leader:
+        return None
+    failures = [item for item in received if item.outcome.code]
+    if not failures:
+        ended_well = is_leader and len(received) == nodes
+        return received[0].outcome if ended_well else None
+    first = min(item.at for item in failures)
+    unsure = connected and all(item.outcome.consequence for item in failures if item.at == first)
+    if unsure and now < first + VERDICT_DELAY:
+        return None
+    return min((item.outcome for item in failures), key=lambda outcome: (outcome.consequence, outcome.time))
+
+
+def with_restart(outcome, attempt, max_restarts):
+    """An Outcome with the number of the restart that follows, if one does: only after a rank has failed."""
+    if outcome.cause is Cause.RANK and attempt < max_restarts:
+        return replace(outcome, restart=attempt + 1)
+    return outcome

@@ -1,0 +1,141 @@
+"""How the launchers of a job find each other: node 0 listens, the others connect to it.
+
+A meeting, on node 0 a Gathering and elsewhere a Joining, has two methods: `step` does what can be done now and returns
+whether all are there; `missing` says who is not.
+"""
+
+import contextlib
+import os
+import socket
+import time
+
+from harness.start.errors import UsageError
+from harness.start.output import say
+from harness.start.peer import Peer
+
+NOTICE_DELAY = 2.0  # seconds after which a launcher says for which nodes it waits
+PAUSE = 0.02  # seconds between two steps
+
+
+def wait_for(meeting, deadline, stopped):
+    """Wait until all are there; False if `stopped()` is true before. Raises UsageError after the deadline."""
+    notice = time.monotonic() + NOTICE_DELAY
+    while not meeting.step():
+        if stopped():
+            return False
+        if time.monotonic() > deadline:
+            check = "see that launch.sh runs there and can reach us"
+            raise UsageError(f"{meeting.missing()} did not come until --timeout; {check}")
+        if time.monotonic() > notice:
+            notice = float("inf")
+            say(f"waiting for {meeting.missing()}")
+        time.sleep(PAUSE)
+    return True
+
+
+class Gathering:
+    """Node 0 takes in the launchers of the other nodes as they come; a context manager."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+        self.newcomers = []  # connections without a message so far
+        try:
+            self.listener = socket.create_server(("0.0.0.0", nodes.port))
+        except OSError as error:
+            reason = f"--master_port {nodes.port}: {os.strerror(error.errno)}"
+            raise UsageError(f"{reason}; take another one, the same on each node") from None
+        self.listener.setblocking(False)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.listener.close()
+
+    def missing(self):
+        joined = self._joined()
+        numbers = [str(number) for number in range(1, self.nodes.count) if number not in joined]
+        return f"node{'s' if len(numbers) > 1 else ''} {', '.join(numbers)} of {self.nodes.count}"
+
+    def step(self):
+        with contextlib.suppress(BlockingIOError):
+            self._connect(*self.listener.accept())
+        for peer in list(self.newcomers):
+            hello = peer.receive()
+            if hello:
+                self._take_in(peer, hello)
+            if hello or peer.closed:
+                self.newcomers.remove(peer)
+        for _ in iter(self.nodes.receive, None):  # drops a node that is lost: it may come again
+            pass
+        return len(self.nodes.peers) == self.nodes.count - 1
+
+    def _joined(self):
+        return {peer.hello["node"] for peer in self.nodes.peers}
+
+    def _connect(self, connection, where):
+        address, _ = where
+        same_host = address in (connection.getsockname()[0], "127.0.0.1")
+        self.newcomers.append(Peer(connection, "" if same_host else address))
+
+    def _take_in(self, peer, hello):
+        """Make a newcomer one of the nodes, or tell it why not."""
+        refusal = self._refusal(hello)
+        if refusal:
+            peer.send(refused=refusal)
+            peer.connection.close()
+        else:
+            peer.hello = hello
+            self.nodes.peers.append(peer)
+
+    def _refusal(self, hello):
+        """Why a launcher that says this of itself is none of this job, None if it is."""
+        ours, theirs = self.nodes.same, hello.get("same", {})
+        for name, value in ours.items():
+            if theirs.get(name) != value:
+                return f"{name} {theirs.get(name)} here, and {value} on node 0: type the same on each node"
+        if hello["node"] in self._joined() | {0}:
+            last = self.nodes.count - 1
+            return f"--node_rank {hello['node']} is taken: number the nodes from 0 to {last}, each once"
+        return None
+
+
+class Joining:
+    """Another node connects to node 0, and waits until that says where to start the ranks."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+        self.where = f"node 0 at {nodes.address}:{nodes.port}"
+        self.may_connect = nodes.start is None  # else it was connected, in the attempt before
+        self.error = ""  # why node 0 cannot be reached
+
+    def missing(self):
+        if self.nodes.peers:
+            return f"the other nodes, with {self.where}"
+        return f"{self.where} ({self.error})" if self.error else self.where
+
+    def step(self):
+        if not self.nodes.peers and not self._connect():
+            return False
+        for message in iter(self.nodes.receive, None):
+            if "refused" in message:
+                raise UsageError(message["refused"])
+            if "start" in message:
+                self.nodes.start = message["start"]
+                return True
+        return False
+
+    def _connect(self):
+        """Whether node 0 can be reached now."""
+        if not self.may_connect:
+            raise UsageError(f"{self.where} is gone")
+        address = (self.nodes.address, self.nodes.port)
+        try:
+            connection = socket.create_connection(address, timeout=1)
+        except OSError as error:  # it has not started; in some clusters its name is not known before, either
+            self.error = str(error.args[-1])
+            return False
+        self.error = ""
+        self.nodes.peers = [Peer(connection, self.nodes.address)]
+        self.nodes.send(**self.nodes.hello)
+        return True
