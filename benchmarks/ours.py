@@ -33,8 +33,8 @@ def step_times(path, change=None, **arguments):
 
 def losses_and_times(path, **arguments):
     """Of recipes/transformer/gpt.py: {"losses", "seconds" of each step but two, on this rank}."""
-    found, tensors = steps(path, time.perf_counter, **arguments)
-    return {"losses": tensors["losses"].numpy().tolist(), "seconds": between(found)}
+    found, (_, losses) = steps(path, time.perf_counter, **arguments)
+    return {"losses": [float(loss) for loss in losses], "seconds": between(found)}
 
 
 def between(found):
@@ -65,7 +65,7 @@ def steps(path, clock, change=None, in_parts=False, **arguments):
             start = time.perf_counter()
             result = function(*given, **named)
             wait()
-            for _, seconds in found[-1:]:  # none before gpt.py's first step, which ends with zero_grad
+            for _, seconds in found[-1:]:  # none before the first zero_grad, which may end a step
                 seconds[name] += time.perf_counter() - start
             return result
 
@@ -79,9 +79,9 @@ def steps(path, clock, change=None, in_parts=False, **arguments):
         names.update({(optimizer, "step"): "update" for optimizer in (flow.optim.SGD, flow.optim.AdamW)})
         places.update({place: part(name, getattr(*place)) for place, name in names.items()})
     with replaced(places):
-        tensors = call_entry(module, arguments)
+        returned = call_entry(module, arguments)
         wait()
-    return found, tensors
+    return found, returned
 
 
 def parts_of_step(path, **arguments):

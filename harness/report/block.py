@@ -8,16 +8,16 @@ from harness.report.svg import Picture
 
 TITLE = "Attention on 2 × 2 ranks: batch along axis 0, heads along axis 1."
 SIZES = {  # first so that each number is drawn, then so that what was sent is the content of tensors
-    "small": {"batch": 4, "length": 2, "width": 4, "heads": 2},
-    "large": {"batch": 16, "length": 64, "width": 96, "heads": 4},
+    "small": {"batch_size": 4, "seq_len": 2, "hidden_size": 4, "num_heads": 2},
+    "large": {"batch_size": 16, "seq_len": 64, "hidden_size": 96, "num_heads": 4},
 }
 for sizes in SIZES.values():
-    sizes.update(graph=False, data=2, tensor=2, layers=1, steps=1)
+    sizes.update(graph=False, data=2, tensor=2, num_layers=1, steps=1)
 CELL = 8
 
 
 class Activation(Tensor):
-    """A tensor (length, batch, width), of which one letter is drawn: (batch, width)."""
+    """A tensor (seq_len, batch, hidden), of which one token is drawn: (batch, hidden)."""
 
     def __init__(self, name, colour, one):
         self.whole = one["sbp"]
