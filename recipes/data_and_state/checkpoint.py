@@ -5,14 +5,14 @@
     y                   (64, 64)    rows 0-31    rows 32-63    S(0)
     w                   (64, 64)    rows 0-31    rows 32-63    S(0)
 
-A file has whole tensors, so w and its momentum load in any layout. Here half of the ranks train with w whole (B), and
-save; then all ranks load, with w split (S(0)), and train on. Rank 0 alone reads and writes files.
+Rank 0 alone writes and reads the files, which hold whole tensors: w and its momentum load into any layout. Here half of
+the ranks train with a whole w and save; then all ranks load, with w split as in the table, and train on.
 
 Moves: to save, (n-1)/n of each split tensor to rank 0; to load, n-1 times each tensor, from all ranks together.
        S(1) adds an all-to-all to both.
 Run:   ./launch.sh recipes/data_and_state/checkpoint.py [--graph] [--weights columns] [--checkpoint-dir DIRECTORY]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_and_state/checkpoint.py [--graph]
-Use it in every run that must outlive its job: with --checkpoint-dir and more --steps the next job resumes, on any ranks.
+Use it in every run that must outlive its job: with --checkpoint-dir and more --steps the next job resumes from there.
 Source: OneFlow documentation, oneflow.save and oneflow.load.
 """
 
@@ -63,7 +63,7 @@ def save(state, checkpoint_dir, step):
             os.fsync(file)  # everything is on disk before it gets its name
             os.close(file)
         os.replace(unfinished, unfinished.with_name(str(step)))
-    flow.comm.barrier()  # no rank goes on before it is there
+    flow.comm.barrier()  # no rank continues before it is there
 
 
 def load_latest(checkpoint_dir):
@@ -79,9 +79,10 @@ def load_latest(checkpoint_dir):
 
 
 def train(ranks, graph=False, seed=0, steps=4, weights="rows", checkpoint_dir=None, save_every=2, size=64):
-    """Train up to a step, from the newest checkpoint on if there is one; returns the model and the loss of each step.
+    """Train up to a step, from the newest checkpoint if there is one; returns the model and the loss of each step.
 
-    x, y and w are (size, size), in float32. Without checkpoint_dir nothing is loaded or saved.
+    x, y and w are (size, size), in float32. Without checkpoint_dir nothing is loaded or saved. A graph resumes only what a
+    graph has saved.
     """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((size, size), dtype=np.float32)
@@ -94,8 +95,8 @@ def train(ranks, graph=False, seed=0, steps=4, weights="rows", checkpoint_dir=No
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     training = TrainingGraph(model, optimizer)
     losses = []
-    step, state = load_latest(checkpoint_dir) if checkpoint_dir else (0, None)
-    if state:
+    done, state = load_latest(checkpoint_dir) if checkpoint_dir else (0, None)
+    if done:
         losses = state.pop("losses")
         if graph:
             training.load_state_dict(state)  # before the first call of the graph
@@ -103,7 +104,7 @@ def train(ranks, graph=False, seed=0, steps=4, weights="rows", checkpoint_dir=No
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
 
-    for step in range(step + 1, steps + 1):
+    for step in range(done + 1, steps + 1):
         if graph:
             loss = training(x, y)
         else:
@@ -113,8 +114,10 @@ def train(ranks, graph=False, seed=0, steps=4, weights="rows", checkpoint_dir=No
             optimizer.step()
         losses.append(loss.item())  # collective: all ranks call it
         if checkpoint_dir and (step % save_every == 0 or step == steps):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state = training.state_dict() if graph else state
+            if graph:
+                state = training.state_dict()
+            else:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             save({**state, "losses": losses}, checkpoint_dir, step)
     return model, losses
 
@@ -130,18 +133,18 @@ def main():
     args = parser.parse_args()
 
     half = flow.placement(args.device, list(range(max(1, flow.env.get_world_size() // 2))))
-    everywhere = flow.placement.all(args.device)
+    everyone = flow.placement.all(args.device)
     with tempfile.TemporaryDirectory() as temporary:
-        where = {"checkpoint_dir": args.checkpoint_dir or temporary, "save_every": args.save_every}
-        saved, _ = train(half, args.graph, steps=args.steps // 2, weights="whole", **where)
-        loaded, losses = train(everywhere, args.graph, steps=args.steps, weights=args.weights, **where)
+        options = {"checkpoint_dir": args.checkpoint_dir or temporary, "save_every": args.save_every}
+        saved, _ = train(half, args.graph, steps=args.steps // 2, weights="whole", **options)
+        loaded, losses = train(everyone, args.graph, steps=args.steps, weights=args.weights, **options)
     for name, model in {"saved": saved, "loaded": loaded}.items():
         print(f"{name} w {tuple(model.w.to_local().shape)} of {tuple(model.w.shape)}")
     one = flow.placement(args.device, [0])
-    _, alone = train(one, args.graph, steps=len(losses))  # the same code on a single device, all steps at once
+    _, alone = train(one, args.graph, steps=len(losses))  # the same code on a single device, in one run
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if flow.env.get_rank() == 0:
-        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as without a break on a single device")
+        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as in one run on a single device")
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ class Samples(flow.utils.data.Dataset):
 
 
 def run(ranks, seed=0, epochs=2, samples=None, batch=4, features=5):
-    """Load some epochs. Returns all samples, which of them this rank loaded by epoch, and numbers and x of the last batch.
+    """Load some epochs, `batch` rows at a time on each rank.
 
-    batch: the rows that each rank loads at a time.
+    Returns all samples, the numbers of those that this rank loaded in each epoch, and numbers and x of the last batch.
     """
     n = flow.env.get_world_size()
     samples = samples or -(-24 // n) * n  # 24, or a few more, so that each rank gets as many

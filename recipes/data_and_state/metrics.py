@@ -65,7 +65,7 @@ def average_by_hand(own):
 
 
 def run(ranks, graph=False, seed=0, batch=None, in_features=5, classes=3):
-    """Evaluate a layer in float32; returns x, y (one-hot), w, the metrics of each sample, their means, and these by hand."""
+    """Evaluate a layer in float32; returns x, y (one-hot), w, samples, means, and the means by hand."""
     batch = batch or max(25, flow.env.get_world_size())  # a row for each rank, at least
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)

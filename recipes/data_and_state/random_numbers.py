@@ -43,7 +43,7 @@ class DropoutGraph(flow.nn.Graph):
 
 
 def run(ranks, graph=False, seed=0, batch=None, features=None, dim=0):
-    """Draw a weight, and dropout of x, split along `dim`. Returns x, weight, what nn.Dropout makes of x, and our own."""
+    """Draw a weight, and drop elements of x, split along `dim`; returns x, weight, nn.Dropout's output and our own."""
     n = flow.env.get_world_size()
     batch, features = batch or max(16, n), features or max(8, n)  # a row and a column for each rank, at least
     x = np.random.default_rng(seed).standard_normal((batch, features), dtype=np.float32)

@@ -53,7 +53,7 @@ def test_next_job_resumes(pools, tmp_path):
         arguments = ["--checkpoint-dir", str(tmp_path), "--steps", str(steps)]
         answers = pools(n).call(f"{ON_RANK}:main_of", path=CHECKPOINT, arguments=arguments)
         assert [(code, err) for code, _, err in answers] == [(0, "")] * n
-        assert f" in {steps} steps, as without a break" in answers[0][1].splitlines()[-1]
+        assert f" in {steps} steps, as in one run" in answers[0][1].splitlines()[-1]
     assert sorted(os.listdir(tmp_path)) == ["2", "4", "6", "8"]
 
 
