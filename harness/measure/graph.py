@@ -97,3 +97,12 @@ def without_identity(graph):
             elif parameter and op.user_conf.op_type_name != "identity":
                 found.add(parameter)
     return sorted(found)
+
+
+def recomputed(graph):
+    """How often backward computes an op again, by the op's type: what activation checkpointing makes of a graph."""
+    kinds = {}
+    for op in graph._full_job_proto.net.op:
+        if op.name.startswith("Sys-Checkpointing-Fake-Fw-Op_"):
+            kinds[op.user_conf.op_type_name] = kinds.get(op.user_conf.op_type_name, 0) + 1
+    return kinds

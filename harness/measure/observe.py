@@ -9,7 +9,7 @@ from harness.measure.sbp import label
 from harness.measure.tensors import snapshot
 from harness.start import recipe
 
-RECORDED = ("matmuls", "lazy", "moves", "reads", "stages", "calls", "without_identity")
+RECORDED = ("matmuls", "lazy", "moves", "reads", "stages", "calls", "without_identity", "recomputed")
 
 
 def observe(path, matmul_scale=1.0, **arguments):

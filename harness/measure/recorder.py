@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from harness.measure.calls import replaced, watching
 from harness.measure.events import Event, layout
-from harness.measure.graph import modules_in, without_identity
+from harness.measure.graph import modules_in, recomputed, without_identity
 from harness.measure.sbp import label
 from harness.measure.tensors import describe, snapshot, tensors_in
 
@@ -21,6 +21,7 @@ class Recorder:
     keeps_initial: bool = True  # whether to copy each parameter before the first step
     events: list = field(default_factory=list)
     without_identity: list = field(default_factory=list)  # see graph.py
+    recomputed: dict = field(default_factory=dict)  # of the graph that was compiled last, see graph.py
     initial: dict = field(default_factory=dict)  # id of a parameter -> its snapshot before the first step
     gradients: dict = field(default_factory=dict)  # id of a parameter -> its gradient in a graph's last call
     appended: dict = field(default_factory=dict)  # graph -> ids of the parameters whose gradients it returns
@@ -109,6 +110,7 @@ class Recorder:
         with replaced({(type(graph), "build"): build_with_gradients}):
             result = call.proceed()
         self.without_identity += without_identity(graph)
+        self.recomputed = recomputed(graph)
         return result
 
     def keep_initial(self, tensors):
@@ -164,8 +166,10 @@ def tensors_of(module):
 
 
 def gradients_of(graph):
-    """{id of a parameter: its gradient} while a graph is built; none where it cuts the batch into micro-batches."""
+    """{id of a parameter: its gradient} while a graph is built; none with micro-batches or auto parallel."""
     if graph.config.proto.num_gradient_accumulation_steps > 1:
         return {}  # OneFlow cannot return one for all of them
+    if graph.config.proto.enable_auto_parallel:
+        return {}  # a gradient that is returned is P, and OneFlow would choose another layout
     parameters = [parameter for module in modules_in(graph).values() for parameter in module.parameters()]
     return {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}

@@ -23,6 +23,8 @@ class Case:
     parts: dict = field(default_factory=dict)
     # (number, ranks) that the graph sets
     stages: list = field(default_factory=list)
+    # type of op -> how many of it the graph computes again in backward, as activation checkpointing does
+    recomputed: dict = field(default_factory=dict)
     # tensors behind an all-reduce, in training all: eager and graph mode need not add in the same order
     summed: tuple = ()
     # elements that each rank sends in one step of training, by the formula

@@ -146,6 +146,7 @@ def check_operations(case, graph, seen):
         Checks.equal(len(result["calls"]), case.graph_calls * graph, f"rank {rank}: number of calls of a graph")
         if graph:  # else a recipe may make the graph all the same, and does not call it
             Checks.equal(result["stages"], case.stages, f"rank {rank}: stages of the graph")
+            Checks.equal(result["recomputed"], case.recomputed, f"rank {rank}: ops computed again in backward")
         Checks.equal(
             result["without_identity"], [], f"rank {rank}: parameters that micro-batches read without identity"
         )
