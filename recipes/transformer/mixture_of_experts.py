@@ -38,14 +38,14 @@ class MixtureOfExperts(flow.nn.Module):
         self.register_buffer("slots", flow.tensor(slots, placement=ranks, sbp=flow.sbp.broadcast))
 
     def forward(self, x):
-        """out, and the number of tokens that are dropped."""
+        """Returns out and the number of dropped tokens."""
         num_experts, hidden_size, _ = self.w_up.shape
         tokens = self.norm(x).reshape(num_experts, -1, hidden_size)  # by group: there are as many groups as experts
         probs, chosen = self.route(tokens)
         dispatch_mask = self.assign_slots(chosen)
         arrived = self.dispatch(dispatch_mask, tokens)
-        done = self.experts(arrived)
-        combined = self.combine(dispatch_mask, done)
+        expert_out = self.experts(arrived)
+        combined = self.combine(dispatch_mask, expert_out)
         gate = (probs * chosen).sum(dim=-1, keepdim=True)  # by it the router learns
         out = x + (gate * combined).reshape(*x.shape)
         return out, chosen.sum() - dispatch_mask.sum()
@@ -76,13 +76,13 @@ class MixtureOfExperts(flow.nn.Module):
         groups, num_experts, capacity, hidden_size = arrived.shape
         by_expert = arrived.permute(1, 0, 2, 3).reshape(num_experts, groups * capacity, hidden_size)
         hidden = flow.relu(flow.matmul(by_expert, self.w_up))
-        done = flow.matmul(hidden, self.w_down)
-        return done.reshape(num_experts, groups, capacity, hidden_size).permute(1, 0, 2, 3)
+        expert_out = flow.matmul(hidden, self.w_down)
+        return expert_out.reshape(num_experts, groups, capacity, hidden_size).permute(1, 0, 2, 3)
 
-    def combine(self, dispatch_mask, done):
+    def combine(self, dispatch_mask, expert_out):
         """(group, token, hidden_size): what each token gets back on its rank, 0 if it was dropped."""
-        groups, num_experts, capacity, hidden_size = done.shape
-        returned = done.to_global(sbp=flow.sbp.split(0), grad_sbp=flow.sbp.split(1))  # all-to-all
+        groups, num_experts, capacity, hidden_size = expert_out.shape
+        returned = expert_out.to_global(sbp=flow.sbp.split(0), grad_sbp=flow.sbp.split(1))  # all-to-all
         return flow.matmul(dispatch_mask, returned.reshape(groups, num_experts * capacity, hidden_size))
 
 

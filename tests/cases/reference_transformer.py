@@ -133,11 +133,11 @@ def mixture_of_experts(n, seed=0, steps=1, group_size=8, hidden_size=4, ffn_size
         sent = (matmul_scale * (slots.T @ tokens)).reshape(n, n, capacity, hidden_size)
         by_expert = sent.permute(1, 0, 2, 3).reshape(n, n * capacity, hidden_size)
         hidden = (matmul_scale * (by_expert @ w["w_up"])).relu()
-        done = (matmul_scale * (hidden @ w["w_down"])).reshape(n, n, capacity, hidden_size).permute(1, 0, 2, 3)
-        combined = matmul_scale * (slots @ done.reshape(n, n * capacity, hidden_size))
+        expert_out = (matmul_scale * (hidden @ w["w_down"])).reshape(n, n, capacity, hidden_size).permute(1, 0, 2, 3)
+        combined = matmul_scale * (slots @ expert_out.reshape(n, n * capacity, hidden_size))
         out = x + probs[rows, expert].reshape(-1, 1) * combined.reshape(n * group_size, hidden_size)
         made = {"tokens": tokens, "probs": probs.reshape(n, group_size, n), "dispatch_mask": slots, "sent": sent}
-        made.update({"arrived": sent, "hidden": hidden, "done": done, "combined": combined, "out": out})
+        made.update({"arrived": sent, "hidden": hidden, "expert_out": expert_out, "combined": combined, "out": out})
         return made, mse(out, y)
 
     trained = reference.descend(w, forward, steps)[0]

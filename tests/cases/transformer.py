@@ -9,6 +9,16 @@ from tests.cases import reference_transformer as reference
 from tests.cases.case import Case, case_of_recipe, in_steps, placed, reduced
 from tests.cases.reference import Value, rows_of
 
+IN_BLOCK = ("attention_in", "scores", "probs", "context", "residual", "mlp_in", "hidden")
+
+
+def unnamed(names, layout, values, matmuls):
+    """The layout without these names, and the matmuls with what they stand for: a local may have any name."""
+    operands = {name: (*layout[name], values[name].exact.shape) for name in names}
+    layout = {name: where for name, where in layout.items() if name not in names}
+    return layout, [tuple(operands.get(str(operand), operand) for operand in matmul) for matmul in matmuls]
+
+
 OTHER_BLOCK = {"batch": 4, "seq_len": 5, "num_heads": 12, "head_size": 2, "seed": 1}
 
 
@@ -34,6 +44,7 @@ def transformer_block(
     activations = reduced(tensor, tokens * hidden_size / data)
     matmuls = [("attention_in", "w_qkv", "qkv"), (heads, turned, "scores"), ("probs", heads, heads)]
     matmuls += [("context", "w_out", summed), ("mlp_in", "w_up", "hidden"), ("hidden", "w_down", summed)]
+    layout, matmuls = unnamed(IN_BLOCK, layout, values, matmuls)
     return Case(
         layout,
         values,
@@ -67,6 +78,7 @@ def sequence_parallel(
     gather, scatter = (x, whole, "S(0)"), (summed[:2], x, "B")
     matmuls = [("attention_in", "w_qkv", "qkv"), (heads, turned, "scores"), ("probs", heads, heads)]
     matmuls += [("context", "w_out", summed), ("mlp_in", "w_up", "hidden"), ("hidden", "w_down", summed)]
+    layout, matmuls = unnamed(("qkv", "scores", "probs", "context", "hidden"), layout, values, matmuls)
     return Case(
         layout,
         values,
@@ -132,10 +144,11 @@ def context_parallel(
     q, v = ((turned[sbp], ranks, (num_heads, seq_len, head_size)) for sbp in (inside, others))
     moves = [(("S(0)", ranks), (sbp, ranks), "S(0)") for sbp in ((others, others) if others == "B" else [inside] * 3)]
     moves += [] if others == "B" else [((inside, ranks), ("S(0)", ranks), inside)]
+    layout, matmuls = unnamed(("scores", "probs"), layout, values, [(q, v, "scores"), ("probs", v, q)])
     return Case(
         layout,
         values,
-        in_steps(graph, steps, [(q, v, "scores"), ("probs", v, q)]),
+        in_steps(graph, steps, matmuls),
         in_steps(graph, steps, moves),
         reads=[("P", ranks)] * steps,
         sends=[4 * (n - 1) / n * size if way == "all_gather" else 8 * (n - 1) / n**2 * size] * n,
@@ -144,7 +157,8 @@ def context_parallel(
 
 def ring(n, graph, steps, whole):
     """The case of context_parallel by a ring; whole: the values of the split tensors, of which each rank has rows."""
-    (seq_len, num_heads, head_size), rows, last = whole["q"].exact.shape, rows_of(whole["q"].exact.shape[0], n), n - 1
+    seq_len, num_heads, head_size = whole["q"].exact.shape
+    rows = rows_of(seq_len, n)
     values, layout = {"losses": whole["losses"]}, {"losses": ("B", [0])}
     per_rank = ["q", "k", "v", "y", "q grad", "k grad", "v grad", "new q", "new k", "new v", *["out"] * (not graph)]
     for name, rank in itertools.product(per_rank, range(n)):
@@ -152,12 +166,6 @@ def ring(n, graph, steps, whole):
         values[own], layout[own] = whole[name][rows[rank]], ("B", [rank])
     for rank in range(n):
         values[f"mask{rank}"], layout[f"mask{rank}"] = whole["mask"][rows[rank], rows[rank]], ("B", [rank])
-    seen = (whole["scores"] + whole["mask"])[:, rows[last]].exact  # by the last rank's queries, in the end
-    row_max = seen.max(-1, keepdims=True)
-    values["row_max"] = Value(row_max, rounded=True)
-    values["denominator"] = Value(np.exp(seen - row_max).sum(-1, keepdims=True), rounded=True)
-    values["scores"] = whole["scores"][:, rows[last], rows[0]]  # of the block that comes last
-    layout.update(dict.fromkeys(("row_max", "denominator", "scores"), ("B", [last])))
     matmuls, moves = [], []
     for step in range(n):
         for rank in range(step, n):
@@ -191,7 +199,7 @@ def mixture_of_experts(
     values = reference.mixture_of_experts(n, seed, steps, group_size, hidden_size, ffn_size, capacity, matmul_scale)
     values["slots"] = Value(np.arange(1, capacity + 1))
     split = ("x", "y", "tokens", "probs", "dispatch_mask", "sent", "combined", "out", "w_up", "hidden", "w_down")
-    layout = placed(values, ranks, arrived="S(1)", done="S(1)", **dict.fromkeys(split, "S(0)"))
+    layout = placed(values, ranks, arrived="S(1)", expert_out="S(1)", **dict.fromkeys(split, "S(0)"))
     replicated = ("router", "norm.weight", "norm.bias")
     if graph:
         layout.update({f"{name} grad": ("P", ranks) for name in replicated})
@@ -199,6 +207,8 @@ def mixture_of_experts(
     dispatched, by_expert, scores = (("S(0)", ranks, shape) for shape in shapes)
     matmuls = [("tokens", "router", scores), (dispatched, "tokens", by_expert), (by_expert, "w_up", "hidden")]
     matmuls += [("hidden", "w_down", by_expert), ("dispatch_mask", by_expert, "combined")]
+    inner = ("tokens", "probs", "dispatch_mask", "hidden", "expert_out", "combined")
+    layout, matmuls = unnamed(inner, layout, values, matmuls)
     there, back = (("S(0)", ranks), ("S(1)", ranks), "S(0)"), (("S(1)", ranks), ("S(0)", ranks), "S(1)")
     moved = (n - 1) * capacity * hidden_size  # of each rank, in an all-to-all
     for_cumsum = 2 * (n - 1) * group_size
