@@ -13,40 +13,42 @@ from harness.pool import Pool
 from harness.start import recipe
 from tests.cases import reference_gpt
 
-SIZES = {"batch": 8, "length": 128, "layers": 4, "width": 512, "heads": 8}
+SIZES = {"batch_size": 8, "seq_len": 128, "num_layers": 4, "hidden_size": 512, "num_heads": 8}
 KINDS = {  # strategy -> (kind of the peers, numbers of ranks)
     "one rank": ("data", (1,)),
     "data parallel": ("data", (2, 4)),
     "tensor parallel": ("tensor", (2, 4)),
     "fully sharded": ("sharded", (2, 4)),
 }
-TRAINED = STEPS + 2  # steps; the first two are not timed
+TRAINED = STEPS + 2  # steps; the first and the last are not timed
 SIDES = (*PEERS, *MODES)  # losses are compared with those of the first
 ALIKE = 1e-4  # how far losses may differ: sums of float32 are added in other orders
 
 
-def save_text_and_weights(file, batch, length, layers, width, heads):
-    """What the recipe begins with and trains on in TRAINED steps, for the peers; returns the number of letters."""
-    letters, numbers = reference_gpt.text()
-    weights = reference_gpt.new_weights(-(-len(letters) // heads) * heads, length, layers, width)
-    rows = [reference_gpt.batch_of(step, numbers, batch, length) for step in range(1, TRAINED + 1)]
-    rows = [np.concatenate((ids, targets[:, -1:]), 1) for ids, targets in rows]
-    np.savez(file, rows=rows, **{name: weight.astype(np.float32) for name, weight in weights.items()})
-    return len(weights["embedding.tokens"])
+def save_text_and_weights(file, batch_size, seq_len, num_layers, hidden_size, num_heads):
+    """What the recipe begins with and trains on in TRAINED steps, for the peers; returns the size of the vocabulary."""
+    _, tokens = reference_gpt.text()
+    vocab_size = reference_gpt.vocab_size_of(num_heads)
+    weights = reference_gpt.new_weights(vocab_size, seq_len, num_layers, hidden_size)
+    batches = [reference_gpt.batch_of(step, tokens, batch_size, seq_len) for step in range(1, TRAINED + 1)]
+    rows = [np.concatenate((ids, targets[:, -1:]), 1) for ids, targets in batches]
+    np.savez(file, rows=rows, **{name: weight.exact.astype(np.float32) for name, weight in weights.items()})
+    return vocab_size
 
 
-def matmuls(data, tensor, letters, batch, length, layers, width, heads):
+def matmuls(data, tensor, vocab_size, batch_size, seq_len, num_layers, hidden_size, num_heads):
     """The shapes of a rank's matmuls in a step: (..., rows, inner, columns)."""
-    rows, part, of_head = batch // data, width // tensor, width // heads
-    attention = [(rows, heads // tensor, length, of_head, length), (rows, heads // tensor, length, length, of_head)]
-    weights = [(width, 3 * part), (part, width), (width, 4 * part), (4 * part, width)] * layers
-    weights.append((width, letters // tensor))
-    forward = [*attention * layers, *((rows * length, *weight) for weight in weights)]
+    rows, part, head_size = batch_size // data, hidden_size // tensor, hidden_size // num_heads
+    heads = (rows, num_heads // tensor)
+    attention = [(*heads, seq_len, head_size, seq_len), (*heads, seq_len, seq_len, head_size)] * num_layers
+    columns, by_rows = [(hidden_size, 3 * part), (hidden_size, 4 * part)], [(part, hidden_size), (4 * part, hidden_size)]
+    weights = [*columns, *by_rows] * num_layers + [(hidden_size, vocab_size // tensor)]
+    forward = attention + [(rows * seq_len, *weight) for weight in weights]
     gradients = [[(*many, m, n, k), (*many, k, m, n)] for *many, m, k, n in forward]
     return [*forward, *sum(gradients, [])]
 
 
-def compared(strategy, n, turns, say, file, letters, sizes):
+def compared(strategy, n, turns, say, file, vocab_size, sizes):
     """A row of `gpt`."""
     kind, _ = KINDS[strategy]
     options = {"tensor": n} if kind == "tensor" else {"shard_weights": kind == "sharded"}
@@ -58,7 +60,7 @@ def compared(strategy, n, turns, say, file, letters, sizes):
 
         def train(name):
             if name in peers:
-                answers[name] = peers[name].step_times(kind=kind, file=file, heads=sizes["heads"])
+                answers[name] = peers[name].step_times(kind=kind, file=file, heads=sizes["num_heads"])
             else:
                 answers[name] = pool.call(f"{OURS}:losses_and_times", graph=name == "graph", **given)
             known.append(np.mean([one["losses"][:TRAINED] for one in answers[name]], 0))  # shards are equally long
@@ -70,7 +72,7 @@ def compared(strategy, n, turns, say, file, letters, sizes):
 
         row.update(beside_peers(strategy, n, in_turns(turns, {name: partial(train, name) for name in SIDES}), say))
         if n <= 2:
-            shapes = matmuls(1 if kind == "tensor" else n, n if kind == "tensor" else 1, letters, **sizes)
+            shapes = matmuls(1 if kind == "tensor" else n, n if kind == "tensor" else 1, vocab_size, **sizes)
             torch, [ours, *_] = answers["PyTorch"][0], pool.call(f"{OURS}:parts_of_step", **given)
             alone = {
                 "OneFlow": slowest(pool.call(f"{OURS}:matmul_times", shapes=shapes, steps=STEPS)),
@@ -92,9 +94,9 @@ def gpt(turns, say, sizes=SIZES, ranks=(1, 2, 4)):
     """
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/given.npz"
-        letters = save_text_and_weights(file, **sizes)
+        vocab_size = save_text_and_weights(file, **sizes)
         return [
-            compared(strategy, n, turns // 2, say, file, letters, sizes)
+            compared(strategy, n, turns // 2, say, file, vocab_size, sizes)
             for n in ranks
             for strategy, (_, ways) in KINDS.items()
             if n in ways

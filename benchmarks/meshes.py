@@ -40,8 +40,8 @@ MODES = {False: "eager", True: "graph"}
 def by_row(found):
     """{(mesh, layout): [what was found in eager mode, in a graph]}."""
     rows = {}
-    for one in found["runs"]:
-        rows.setdefault((tuple(one["mesh"]), one["layout"]), []).append(one)
+    for run in found["runs"]:
+        rows.setdefault((tuple(run["mesh"]), run["layout"]), []).append(run)
     return rows
 
 
@@ -53,7 +53,8 @@ def errors(found):
     """The table of the errors."""
     rows = []
     for (mesh, layout), both in by_row(found).items():
-        cells = [f"{max(map(abs, one['off'])):.0e}" for one in both] + [f"{one['gradient']:.0e}" for one in both]
+        cells = [f"{max(map(abs, run['loss_errors'])):.0e}" for run in both]
+        cells += [f"{run['gradient_error']:.0e}" for run in both]
         rows.append([name_of(mesh), layout, *(cell.replace("e-0", "e-") for cell in cells)])
     return table(
         ["D × T × P", "layout", *(f"{what}, {mode}" for what in ("losses", "gradients") for mode in MODES.values())],
@@ -79,8 +80,8 @@ def costs(found):
     rows = []
     for (mesh, layout), both in by_row(found).items():
         moved, kept = gpt.formulas(mesh, layout)
-        cells = [cell([one["moved"][axis] for one in both], moved[axis]) for axis in AXES]
-        cells.append(cell([sum(one["kept"].values()) for one in both], kept))
+        cells = [cell([run["sent"][axis] for run in both], moved[axis]) for axis in AXES]
+        cells.append(cell([sum(run["held"].values()) for run in both], kept))
         rows.append([name_of(mesh), layout, *cells])
     return table(["D × T × P", "layout", *AXES, "kept by a rank"], rows)
 
@@ -94,26 +95,25 @@ def remarks():
 
 
 def page(found):
-    plain = [one for one in found["runs"] if one["layout"] == "plain"]
+    plain = [run for run in found["runs"] if run["layout"] == "plain"]
     return TEXT.read_text().format(
         **gpt.SIZES,
         steps=gpt.LAYOUTS["plain"]["steps"],
         few=gpt.LAYOUTS["sharded weights"]["steps"],
-        loss=f"{max(abs(x) for one in plain for x in one['off']):.0e}".replace("e-0", "e-"),
-        gradient=f"{max(one['gradient'] for one in found['runs']):.0e}".replace("e-0", "e-"),
+        loss=f"{max(abs(x) for run in plain for x in run['loss_errors']):.0e}".replace("e-0", "e-"),
+        gradient=f"{max(run['gradient_error'] for run in found['runs']):.0e}".replace("e-0", "e-"),
         errors=errors(found),
         costs=costs(found),
-        others=f"{max(one['moved']['others'] for one in found['runs']) / 1e6:.2f}",
+        others=f"{max(run['sent']['others'] for run in found['runs']) / 1e6:.2f}",
         remarks="\n".join(f"- {why}: {'; '.join(places)}." for why, places in remarks().items()),
     )
 
 
 def picture(found):
-    plain = [one for one in found["runs"] if one["layout"] == "plain"]
+    plain = [run for run in found["runs"] if run["layout"] == "plain"]
     title = TITLE.format(runs=len(plain), steps=gpt.LAYOUTS["plain"]["steps"])
-    return curves.picture(
-        title, found["numpy"], [(int(np.prod(one["mesh"])), one["graph"], one["off"]) for one in plain]
-    )
+    lines = [(int(np.prod(run["mesh"])), run["graph"], run["loss_errors"]) for run in plain]
+    return curves.picture(title, found["numpy"], lines)
 
 
 def made(found):
@@ -124,9 +124,11 @@ def made(found):
 
 def collected(runs):
     """What is written down of the `facts` of all runs."""
-    for one in runs:
-        one.update(off=[float(f"{x:.2g}") for x in one["off"]], gradient=float(f"{one['gradient']:.2g}"))
-    return {"numpy": [round(loss, 6) for loss in gpt.known("plain")["losses"]], "runs": runs}
+    for run in runs:
+        run["loss_errors"] = [float(f"{error:.2g}") for error in run["loss_errors"]]
+        run["gradient_error"] = float(f"{run['gradient_error']:.2g}")
+    losses = gpt.known(**gpt.LAYOUTS["plain"], **gpt.SIZES)["losses"]
+    return {"numpy": [round(loss, 6) for loss in losses], "runs": runs}
 
 
 def write(found):

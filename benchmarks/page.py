@@ -133,8 +133,8 @@ def gpt(rows):
     header = ["strategy", "ranks", "side", "step, ms", "forward", "backward", "update", "matmuls alone"]
     return f"""## A GPT
 
-A step of [gpt.py](../recipes/transformer/gpt.py): {SIZES["layers"]} layers of width {SIZES["width"]},
-{SIZES["heads"]} heads, {SIZES["batch"]} sequences of {SIZES["length"]} letters, float32, AdamW. PyTorch: one process,
+A step of [gpt.py](../recipes/transformer/gpt.py): {SIZES["num_layers"]} layers of width {SIZES["hidden_size"]},
+{SIZES["num_heads"]} heads, {SIZES["batch_size"]} sequences of {SIZES["seq_len"]} letters, float32, AdamW. PyTorch: one process,
 DistributedDataParallel, DTensor with the vocabulary and the loss split too, FSDP2; its fused attention and AdamW. JAX:
 sharded jit. All begin with the same weights and train on the same text; in the first {TRAINED} steps no loss differs
 from PyTorch's by more than {max(row["difference"] for row in rows):.1g}.

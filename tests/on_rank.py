@@ -38,7 +38,8 @@ def main_of(path, arguments, matmul_scale=1.0):
         with Recorder(matmul_scale).recording():
             return entry(*given, **named)
 
-    setattr(module, entry.__name__, first_entry)
+    if matmul_scale != 1.0:
+        setattr(module, entry.__name__, first_entry)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             module.main()
@@ -50,6 +51,15 @@ def main_of(path, arguments, matmul_scale=1.0):
     finally:
         sys.argv, argparse.ArgumentParser._print_message = before, message
     return code, out.getvalue(), err.getvalue()
+
+
+def recorded_main(path, arguments):
+    """As main_of, by name, with all that main and what it calls multiplied, moved and read, and the graphs it called."""
+    recorder = Recorder(keeps_initial=False)
+    with recorder.recording():
+        code, out, err = main_of(path, arguments)
+    events = {name: getattr(recorder, name) for name in ("matmuls", "lazy", "moves", "reads", "stages", "calls")}
+    return {"code": code, "out": out, "err": err, **events}
 
 
 def rank_of():

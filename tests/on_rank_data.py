@@ -4,7 +4,7 @@ import numpy as np
 import oneflow as flow
 
 from harness.measure.graph import FunctionGraph
-from harness.measure.sbp import sbp_of
+from harness.measure.sbp import label, sbp_of
 from harness.measure.sent import sent_by
 
 
@@ -61,50 +61,28 @@ def all_reduced():
     return flow.comm.all_reduce(total), total.item()
 
 
-def built_in_batch_norm(features):
-    return flow.nn.BatchNorm1d(features).to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
-
-
-def drawn(rows, columns):
-    """A global tensor of normal numbers, split by rows."""
-    return flow.randn(rows, columns, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+def mean_of_split(samples):
+    """The SBP and the value of the mean over the rows of a tensor that is split by rows."""
+    split = flow.tensor(samples, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+    mean = split.mean(dim=0, keepdim=True)
+    return label(mean.sbp), mean.numpy()
 
 
 def running_means(path):
     """This rank's running mean after one batch, and that which a checkpoint of it gives back. Collective."""
-    module, new = built_in_batch_norm(5), built_in_batch_norm(5)
-    module(drawn(8, 5))
+    ranks = flow.placement.all("cpu")
+    module, new = (flow.nn.BatchNorm1d(5).to_global(placement=ranks, sbp=flow.sbp.broadcast) for _ in range(2))
+    module(flow.randn(8, 5, placement=ranks, sbp=flow.sbp.split(0)))
     flow.save(module.state_dict(), path, global_dst_rank=0)
     flow.comm.barrier()
     new.load_state_dict(flow.load(path, global_src_rank=0))
     return module.running_mean.to_local().numpy(), new.running_mean.to_local().numpy()
 
 
-def sync_batch_norm():
-    """What nn.SyncBatchNorm raises for a local and for a global tensor."""
-    raised = []
-    for x in (flow.randn(4, 5), drawn(8, 5)):
-        module = flow.nn.SyncBatchNorm(5)
-        if x.is_global:
-            module = module.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
-        try:
-            module(x)
-        except ValueError as error:
-            raised.append((type(error).__name__, str(error)))
-    return raised
-
-
 def layer_norm(x):
     """nn.LayerNorm of a tensor that is split by rows."""
     module = flow.nn.LayerNorm(x.shape[1]).to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
     return module(flow.tensor(x, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))).detach().numpy()
-
-
-def bytes_of_built_in_batch_norm(features):
-    """What this rank sends for one forward pass, and its backward, of nn.BatchNorm1d to its input. Collective."""
-    module, x = built_in_batch_norm(features), drawn(8, features).requires_grad_()
-    module.requires_grad_(False)  # the all-reduce of the gradients of its weight and bias is another matter
-    return sent_by(lambda: module(x).sum().backward())[1]
 
 
 DRAW = {

@@ -1,14 +1,18 @@
 """What the tests of gpt.py call on the ranks of a pool."""
 
-import argparse
 import os
 import pathlib
-from collections import Counter
+import sys
+from dataclasses import dataclass, field
 
 import oneflow as flow
 
+from harness.measure.calls import replaced
+from harness.measure.entry import call_entry
+from harness.measure.frames import arrays_by_name, optimizer_state
 from harness.measure.graph import gradient_bytes
-from harness.measure.observe import recorded, replaced
+from harness.measure.observe import RECORDED, observed
+from harness.measure.recorder import Recorder
 from harness.measure.sbp import label
 from harness.measure.sent import quiet
 from harness.measure.tensors import snapshot
@@ -17,102 +21,99 @@ from harness.start import recipe
 COUNTED = (2, 4)  # steps after which the bytes are read: the first one connects the ranks
 
 
-def moment(state, i, name, second=False):
-    """AdamW's first or second moment of the i-th weight, from a state of eager mode or of a graph."""
-    if "optimizer" in state:
-        return state["optimizer"]["state"][i]["exp_avg_sq" if second else "exp_avg"]
-    return state[f"module.{name}-{'v' if second else 'm'}"]
+def local_bytes(tensors):
+    """The bytes of this rank's shards: none outside the placement."""
+    shards = [tensor.to_local() for tensor in tensors]
+    return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
-def local_bytes(tensor):
-    """The bytes of this rank's shard: none outside the placement."""
-    shard = tensor.to_local()
-    return shard.numel() * shard.element_size()
+def variables_of_train():
+    """The local variables of `train`, which runs."""
+    frame = sys._getframe()
+    while frame.f_code.co_name != "train":
+        frame = frame.f_back
+    return frame.f_locals
 
 
-def trained(path, bare=(), folder="", **arguments):
-    """Run gpt.py; what `run` returned, as a `snapshot` of each; AdamW's first moments after the first step, by name.
+@dataclass
+class StepRecorder(Recorder):
+    """A Recorder that also looks at the end of each step, where the script reads its loss."""
 
-    And the SBPs of matmuls and the logits in the loss; of each forward pass the number of matmuls and {SBPs of a move
-    and of its gradient: how many}; the stages of its graph and what it read without identity; the bytes that this rank
-    "kept" after the first step, and what its connections had "sent" after the steps COUNTED, for `between_ranks`.
-    bare: names of weights that it reads so on purpose.
-    """
-    module, moments, kept, sent, graphs, logits_sbps, passes = recipe.load(path), {}, {}, {}, [], set(), []
-    entropy = flow._C.sparse_softmax_cross_entropy
-    weight, save, call, update = module.Part.weight, module.save, flow.nn.Graph.__call__, flow.optim.AdamW.step
-    forward = module.GPT.forward
+    logits: set = field(default_factory=set)  # the SBPs of what the cross-entropy takes
+    first: dict = field(default_factory=dict)  # the moments after the first step, by name
+    kept: dict = field(default_factory=dict)  # the bytes of weights, gradients and moments on this rank after it
+    sent: dict = field(default_factory=dict)  # what its connections had sent after the steps COUNTED
 
-    def without_identity(part, name):
-        return getattr(part, name) if name in bare else weight(part, name)
+    def see_cross_entropy(self, call):
+        self.logits.add((label(call.arguments[0].sbp),))
+        return call.proceed()
 
-    def keeping_call(graph, *inputs, **named):
-        graphs.append(graph)
-        return call(graph, *inputs, **named)
+    def see_read(self, call):
+        loss, step = super().see_read(call), len(self.reads)
+        with self.pause():
+            if step == 1:
+                self.look(variables_of_train())
+            if step in COUNTED:
+                self.sent[step] = quiet()
+        return loss
 
-    def recording_forward(model, *arguments):
-        before = {kind: len(seen[kind]) for kind in ("matmuls", "moves")}
-        result = forward(model, *arguments)
-        matmuls, moves = (seen[kind][count:] for kind, count in before.items())
-        by_sbps = Counter((old[0], new[0], backward) for old, new, *grad_sbp in moves for backward in grad_sbp)
-        passes.append((len(matmuls), by_sbps))
-        return result
-
-    def recording_entropy(logits, targets):
-        logits_sbps.add((label(logits.sbp),))
-        return entropy(logits, targets)
-
-    def counting_update(optimizer, *rest, **named):
-        weights = [weight for group in optimizer.param_groups for weight in group.parameters]
-        kept["gradients"] = sum(local_bytes(weight.grad) for weight in weights)
-        return update(optimizer, *rest, **named)
-
-    def look(state, where, step):
-        if not moments:
-            names = state["module"]
-            moments.update({name: moment(state, i, name).numpy() for i, name in enumerate(names)})  # collective
-            kept["weights"] = sum(local_bytes(tensor) for tensor in names.values())
-            both = [moment(state, i, name, second) for i, name in enumerate(names) for second in (False, True)]
-            kept["moments"] = sum(map(local_bytes, both))
-        if step in COUNTED:
-            sent[step] = quiet()
-        if folder:
-            save(state, where, step)
-
-    module.save = look
-    places = {(module.Part, "weight"): without_identity, (flow.nn.Graph, "__call__"): keeping_call}
-    places.update({(flow.optim.AdamW, "step"): counting_update, (flow._C, entropy.__name__): recording_entropy})
-    places[module.GPT, "forward"] = recording_forward
-    with replaced(places), recorded() as seen:
-        tensors = module.run(folder=folder or "nowhere", every=1, **arguments)
-    for graph in graphs[:1]:
-        kept["gradients"] = gradient_bytes(graph, flow.env.get_rank())
-    held = {name: snapshot(tensor) for name, tensor in tensors.items()}
-    matmuls = {tuple(sbp for sbp, *_ in operands) for operands in seen["matmuls"]}
-    passes.pop(-1 - arguments.get("sample", 0))  # that of rank 0 alone
-    facts = {"matmuls": matmuls, "passes": passes, "logits": logits_sbps, "without_identity": seen["without_identity"]}
-    facts["stages"] = seen["stages"] if graphs else None
-    return {"tensors": held, "moments": moments, "kept": kept, "sent": sent, **facts}
+    def look(self, variables):
+        graph, parameters = variables["training"], dict(variables["model"].named_parameters())
+        moments = optimizer_state(variables, parameters)
+        copies = {name: tensor.clone() for name, tensor in moments.items()}  # numpy's array is the tensor's own
+        self.first = {f"{name} in step 1": snapshot(tensor) for name, tensor in copies.items()}
+        gradients = [] if graph else [parameter.grad for parameter in parameters.values()]
+        self.kept = {
+            "weights": local_bytes(parameters.values()),
+            "gradients": gradient_bytes(graph, flow.env.get_rank()) if graph else local_bytes(gradients),
+            "moments": local_bytes(moments.values()),
+        }
 
 
-def losses_and_letters(path, **arguments):
-    """The losses of a run of gpt.py, and the letters that it drew."""
-    module = recipe.load(path)
-    tensors = module.run(**arguments)
-    return tensors["losses"].numpy().tolist(), tensors["drawn"].numpy().tolist()
+def trained(path, sample=0, **arguments):
+    """Train gpt.py, and sample so many characters; what `observe` returns, but of the tensors only the weights, before and
+    after ("new") the training, and their first moments; also the text, and what else a StepRecorder saw."""
+    recorder = StepRecorder()
+    _, seen = observed(path, recorder, **arguments)
+    model, tensors = seen.outer["model"], dict(recorder.first)
+    for name, parameter in model.named_parameters():
+        tensors[name] = recorder.initial[id(parameter)]
+        tensors[f"new {name}"] = snapshot(parameter)
+    return {
+        "tensors": tensors,
+        "arrays": {"losses": arrays_by_name(seen.outer)["losses"]},
+        "in_graph": {},
+        "text": sys.modules[type(model).__module__].sample(model, sample),
+        **{name: getattr(recorder, name) for name in (*RECORDED, "logits", "kept", "sent")},
+    }
 
 
-def refused(path, **arguments):
-    """What gpt.py says, as of a bad option, before it ends with exit code 2."""
+def losses(path, **arguments):
+    """The losses of a run of gpt.py."""
+    return [float(loss) for loss in call_entry(recipe.load(path), arguments)[1]]
 
-    def say(parser, message):
-        raise ValueError(message)
 
-    with replaced({(argparse.ArgumentParser, "error"): say}):
-        try:
-            recipe.load(path).run(**arguments)
-        except ValueError as error:
-            return str(error)
+def saving(path, **arguments):
+    """Train gpt.py; in order what is put on disk, {path: size}, and what gets its name, with the sizes of its files."""
+    fsync, replace, events = os.fsync, os.replace, []
+
+    def sizes(place):
+        """Of a file its bytes, of a folder how many files are in it."""
+        inside = [place, *place.rglob("*")]
+        return {str(one): len(list(one.iterdir())) if one.is_dir() else one.stat().st_size for one in inside}
+
+    def recording_fsync(descriptor):
+        place = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        events.append(("on disk", {str(place): sizes(place)[str(place)]}))
+        fsync(descriptor)
+
+    def recording_replace(source, target):
+        events.append(("named", sizes(pathlib.Path(source))))
+        replace(source, target)
+
+    with replaced({(os, "fsync"): recording_fsync, (os, "replace"): recording_replace}):
+        call_entry(recipe.load(path), arguments)
+    return events
 
 
 def die(path, moment, step, **arguments):
@@ -131,4 +132,4 @@ def die(path, moment, step, **arguments):
 
     if flow.env.get_rank() == 0:
         module.save = dying
-    module.run(**arguments)
+    call_entry(module, arguments)

@@ -15,7 +15,7 @@ def spoil(result, name, **changes):
 
 # What one rank reports wrongly -> the words of the refusal.
 SPOILT = {
-    "no rank reports a tensor": (lambda r: r["tensors"].pop("w"), "names of the tensors"),
+    "a rank does not report a tensor": (lambda r: r["tensors"].pop("w"), "there is no tensor w"),
     "shape": (lambda r: spoil(r, "out", shape=(8, 4)), "out: global shape"),
     "dtype": (lambda r: spoil(r, "out", dtype="float64"), "out: dtype"),
     "SBP": (lambda r: spoil(r, "x", sbp="B"), "x: SBP"),

@@ -66,7 +66,10 @@ def test_main_of_a_copy_says_that_it_is_right(pools, name, graph, tmp_path):
         assert rank or lines and max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name](proven_on(name)[0]).matmuls])
+WITH_MATMULS = [name for name in CASES if CASES[name](proven_on(name)[0]).matmuls]
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_MATMULS if name != "batch_norm"])  # which divides by the scale
 def test_main_sees_a_wrong_product(pools, name):
     """With each matmul scaled, what main compares with numpy must not be equal."""
     pool, path = pools(proven_on(name)[0]), str(path_of(name))

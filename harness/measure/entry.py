@@ -1,5 +1,6 @@
 """Call the function in which a recipe does its work: `train`, or `run` for a single layer."""
 
+import dataclasses
 import inspect
 
 import oneflow as flow
@@ -25,9 +26,13 @@ def call_entry(module, arguments):
     """Call a recipe's entry on all ranks.
 
     Its first argument is what `placements(device, n, ...)` of the recipe returns, or else all ranks, or those that the
-    arguments list; those of the arguments that `placements` has too, such as the size of a mesh axis, go there.
+    arguments list; those of the arguments that `placements` has too, such as the size of a mesh axis, go there. Where
+    the recipe has a Config, those that it has make the argument `config`.
     """
     function, arguments = entry_of(module), dict(arguments)
+    if hasattr(module, "Config"):
+        fields = [field.name for field in dataclasses.fields(module.Config) if field.name in arguments]
+        arguments["config"] = module.Config(**{name: arguments.pop(name) for name in fields})
     where = required(function)
     if not where:
         return function(**arguments)

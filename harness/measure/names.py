@@ -1,5 +1,6 @@
 """The names of a script's tensors: a parameter's path in its module, or the variable that holds the tensor."""
 
+import re
 import sys
 
 import oneflow as flow
@@ -111,7 +112,8 @@ class Names:
         names = {number: name for number, (_, name) in self.variables.items()}
         for number, (path, module) in self.parameters.items():
             variable = self.modules[module]
-            names[number] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else path
+            of_sequential = re.sub(r"^(\d+)\.(\w+)$", r"\2\1", path)  # the w of part 0 is w0, as in the docstrings
+            names[number] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else of_sequential
         for number in set(self.tensors) - set(names):
             added, origin = "", number
             while origin in self.origins and origin not in names:

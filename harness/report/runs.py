@@ -10,6 +10,7 @@ SIZES = dict(batch=480, in_features=720, hidden=960, out_features=1080, rows=480
 TRAINING_SIZES = dict(batch=384, in_features=384, hidden=768, out_features=384)
 TRAINED_ON = (2, 4)  # ranks
 OTHER_SIZES = {
+    "checkpoint": {"size": 720},
     "auto_parallel": {"batch": 96},  # at more it chooses otherwise
     # Many features and short sequences: much moves, and little is computed.
     "transformer_block": {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16},

@@ -30,10 +30,10 @@ class Job:
         self.deadline = time.monotonic() + (options.timeout or float("inf"))
 
     def run(self):
-        ending = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
+        end_signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
-            ending.remove(signal.SIGHUP)
-        for number in ending:
+            end_signals.remove(signal.SIGHUP)
+        for number in end_signals:
             signal.signal(number, lambda number, frame: self.signals.append(number))
         signal.signal(signal.SIGUSR1, lambda number, frame: setattr(self, "dump_requested", True))
         with contextlib.ExitStack() as stack:
@@ -46,7 +46,7 @@ class Job:
                     outcome = self.attempt(outcome.restart)
                 return outcome.code
             finally:  # a SIGTERM from srun, when all is over, must not change the exit code
-                for number in ending:
+                for number in end_signals:
                     signal.signal(number, signal.SIG_IGN)
 
     def open_logs(self, stack):

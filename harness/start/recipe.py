@@ -45,12 +45,13 @@ def world_sizes(path):
 
 
 def entry(path):
-    """The options of a script's function `train`, or else `run`, as name -> default; those of `placements` come first.
+    """The options of a script's function `train`, or else `run`, as name -> default; those of `placements` come first,
+    those of its dataclass `Config` last.
 
     Raises ValueError if it has no such function, if an option has no literal default, or if the function needs another
     argument and the script has no WORLD_SIZES: then it is no recipe, and the argument need not be a placement.
     """
-    functions = {node.name: node for node in _parsed(path).body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in _parsed(path).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     work = functions.get("train") or functions.get("run")
     if work is None:
         raise ValueError(f"{path} has no function train or run")
@@ -58,7 +59,12 @@ def entry(path):
         raise ValueError(f"{path}: {work.name} needs arguments, and the script has no WORLD_SIZES")
     nodes = [functions["placements"], work] if "placements" in functions else [work]
     try:
-        return {name: ast.literal_eval(default) for node in nodes for name, default in _options(node)}
+        options = {name: ast.literal_eval(default) for node in nodes for name, default in _options(node)}
+        if "Config" in functions:  # the fields of a dataclass stand for the argument `config`
+            del options["config"]
+            fields = [node for node in functions["Config"].body if isinstance(node, ast.AnnAssign)]
+            options.update({field.target.id: ast.literal_eval(field.value) for field in fields})
+        return options
     except ValueError:
         raise ValueError(f"{path}: an option of {work.name} has no literal default") from None
 

@@ -1,20 +1,17 @@
 """Data loading: each rank loads its own samples; to_global makes one batch.
 
-    24 samples             rank 0          rank 1          SBP
-    order 0    (24, 1)     rows 0-11       rows 12-23      S(0)
-    order 1    (24, 1)     rows 0-11       rows 12-23      S(0)
-    numbers    (8, 1)      rows 0-3        rows 4-7        S(0)
-    x          (8, 5)      rows 0-3        rows 4-7        S(0)
-    doubled    (48, 1)     rows 0-23       rows 24-47      S(0)
+    24 samples          rank 0      rank 1      SBP
+    numbers    (8, 1)   rows 0-3    rows 4-7    S(0)
+    x          (8, 5)   rows 0-3    rows 4-7    S(0)
 
-Each rank loads local tensors, and to_global in S(0) joins them into one batch for a model with global weights. x is the
-last batch, of the samples in numbers; order has the numbers of an epoch's samples, a shard those that its rank loaded.
+Each rank loads local tensors, and to_global in S(0) joins them into one batch for a model with global weights. numbers
+says which samples x has. Every sample is loaded once in an epoch, by one of the ranks.
 
 Moves: nothing; the ranks only compare the shapes of their blocks, and to_global refuses blocks that are no even split.
 Run:   ./launch.sh recipes/data_and_state/data_loading.py
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_and_state/data_loading.py
 Use it when every rank can read the data set. In a graph add drop_last=True: the last batch of an epoch may be smaller.
-Source: OneFlow documentation, "Global Tensor"; the doubled data: github.com/Oneflow-Inc/oneflow/issues/9704.
+Source: OneFlow documentation, "Global Tensor".
 """
 
 import argparse
@@ -36,55 +33,46 @@ class Samples(flow.utils.data.Dataset):
         return np.array([number], dtype=np.float32), self.data[number]
 
 
-def run(device="cpu", seed=0, samples=None, batch=4, features=5):
-    """Two epochs; returns the tensors of the table, and the local `data`, all samples, and `mine`, those of a rank."""
+def run(ranks, seed=0, epochs=2, samples=None, batch=4, features=5):
+    """Load some epochs. Returns all samples, which of them this rank loaded by epoch, and numbers and x of the last batch.
+
+    batch: the rows that each rank loads at a time.
+    """
     n = flow.env.get_world_size()
     samples = samples or -(-24 // n) * n  # 24, or a few more, so that each rank gets as many
-    ranks = flow.placement(device, list(range(n)))
     data = np.random.default_rng(seed).standard_normal((samples, features), dtype=np.float32)
-    # the order depends on this seed, not on manual_seed; where n does not divide the samples, some are loaded twice
+    # without a sampler each rank would load all samples; where n does not divide them, it hands out some twice
     sampler = flow.utils.data.distributed.DistributedSampler(Samples(data), seed=seed)
     loader = flow.utils.data.DataLoader(Samples(data), batch_size=batch, sampler=sampler)
-    tensors = {"data": flow.tensor(data, device=device)}
-    for epoch in (0, 1):
+    loaded = []
+    for epoch in range(epochs):
         sampler.set_epoch(epoch)  # without it every epoch has the order of the first
-        loaded = []
-        for my_numbers, my_x in loader:  # local tensors, (batch, 1) and (batch, features)
-            numbers = my_numbers.to(device).to_global(placement=ranks, sbp=flow.sbp.split(0))
-            x = my_x.to(device).to_global(placement=ranks, sbp=flow.sbp.split(0))
-            loaded.append(numbers.to_local())  # a model would take a step with x here
-        mine = flow.cat(loaded)
-        tensors[f"order {epoch}"] = mine.to_global(placement=ranks, sbp=flow.sbp.split(0))
-    tensors.update({"numbers": numbers, "x": x, "mine": mine})  # the last batch
-
-    # without a sampler every rank reads all samples, and S(0) joins them n times, silently
-    every_rank_reads_all = flow.utils.data.DataLoader(Samples(data), batch_size=batch)
-    repeated = flow.cat([numbers for numbers, _ in every_rank_reads_all]).to(device)
-    return {**tensors, "doubled": repeated.to_global(placement=ranks, sbp=flow.sbp.split(0))}
+        own = []
+        for numbers, x in loader:  # local tensors on the CPU, (batch, 1) and (batch, features)
+            own.append(numbers.numpy())
+            numbers = numbers.to(ranks.type).to_global(placement=ranks, sbp=flow.sbp.split(0))
+            x = x.to(ranks.type).to_global(placement=ranks, sbp=flow.sbp.split(0))
+            # a model takes a step with x here
+        loaded.append(np.concatenate(own))
+    return data, loaded, numbers, x
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    tensors = run(**vars(parser.parse_args()))
+    args = parser.parse_args()
 
-    n = flow.env.get_world_size()
-    values = {name: tensor.numpy() for name, tensor in tensors.items()}  # collective: all ranks call it
-    orders = [values[f"order {epoch}"].astype(int).reshape(n, -1) for epoch in (0, 1)]  # a row for each rank
-    data, x = values["data"], values["x"]
-    numbers, doubled = values["numbers"].astype(int).ravel(), values["doubled"].astype(int).ravel()
+    ranks = flow.placement.all(args.device)
+    data, loaded, numbers, x = run(ranks)
+    for epoch, own in enumerate(loaded):
+        print(f"epoch {epoch}: samples", *own.astype(int).ravel())
+        of_all = flow.tensor(own, device=args.device).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
+        np.testing.assert_array_equal(np.sort(of_all.ravel()), np.arange(len(data)))  # each sample once
+    print(f"x {tuple(x.to_local().shape)} of {tuple(x.shape)}")
+    samples = numbers.numpy().astype(int).ravel()  # collective: all ranks call it
+    np.testing.assert_array_equal(x.numpy(), data[samples])
     if flow.env.get_rank() == 0:
-        for rank, (first, second) in enumerate(zip(*orders)):
-            print(f"rank {rank} loads in epoch 0 {first}, in epoch 1 {second}")
-        print(f"the last batch, x {x.shape} {tensors['x'].sbp[0]}, has samples", *numbers)
-        print(f"without a sampler each of the {len(data)} samples is loaded {n} times in an epoch")
-
-    for order in orders:
-        np.testing.assert_array_equal(np.sort(order.ravel()), np.arange(len(data)))
-    np.testing.assert_array_equal(x, data[numbers])
-    np.testing.assert_array_equal(np.bincount(doubled), n)
-    if flow.env.get_rank() == 0:
-        print(f"together the ranks load each of the {len(data)} samples once in an epoch, and x equals data[numbers]")
+        print("x of the last batch has samples", *samples, "as if loaded on a single device")
 
 
 if __name__ == "__main__":

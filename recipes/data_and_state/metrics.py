@@ -9,8 +9,8 @@
     sums     (1, 2)    of its rows     of its rows     P
     means    (1, 2)    whole           whole           B
 
-samples has the squared error of each row and whether the class is right. The sum of split rows is a partial sum, P, and
-P -> B adds it up. The mean of a global tensor, built_in, is the same, in P. by_hand does it with local tensors.
+samples has the squared error of each row and whether its class is right. The sum of split rows is a partial sum, P, and
+P -> B adds it up. by_hand is the same from local tensors. The mean of the ranks' means is wrong if their rows differ.
 
 Moves: an all-reduce of two numbers, or of three by hand; never the samples.
 Run:   ./launch.sh recipes/data_and_state/metrics.py [--graph]
@@ -27,81 +27,80 @@ import oneflow as flow
 WORLD_SIZES = range(2, 65)
 
 
-class Metrics(flow.nn.Module):
+class Layer(flow.nn.Module):
     def __init__(self, w, ranks):
         super().__init__()
         self.w = flow.nn.Parameter(flow.tensor(w, placement=ranks, sbp=flow.sbp.broadcast))
 
-    def forward(self, x, y):
-        out = flow.matmul(x, self.w)
-        errors = ((out - y) * (out - y)).sum(dim=1, keepdim=True)
-        right = out.argmax(dim=1, keepdim=True) == y.argmax(dim=1, keepdim=True)
-        samples = flow.cat([errors, right.to(flow.float32)], dim=1)
-        sums = samples.sum(dim=0, keepdim=True)
-        means = sums.to_global(sbp=flow.sbp.broadcast) / len(samples)  # len is that of the global tensor
-        return out, samples, sums, means, samples.mean(dim=0, keepdim=True)
+    def forward(self, x):
+        return flow.matmul(x, self.w)
 
 
-class MetricsGraph(flow.nn.Graph):
-    def __init__(self, module):
+class EvaluationGraph(flow.nn.Graph):
+    def __init__(self, layer):
         super().__init__()
-        self.module = module
+        self.layer = layer
 
     def build(self, x, y):
-        return self.module(x, y)
+        return evaluate(self.layer, x, y)
 
 
-def run(graph=False, device="cpu", seed=0, batch=None, features=5, classes=3):
-    """Evaluate in float32; returns the tensors of the table, built_in, and the local by_hand and of_means."""
+def evaluate(layer, x, y):
+    """The error of each row and whether its class is right, (batch, 2), and the means of both, (1, 2)."""
+    out = layer(x)
+    errors = ((out - y) * (out - y)).sum(dim=1, keepdim=True)
+    correct = out.argmax(dim=1, keepdim=True) == y.argmax(dim=1, keepdim=True)
+    samples = flow.cat([errors, correct.to(flow.float32)], dim=1)
+    sums = samples.sum(dim=0, keepdim=True)
+    means = sums.to_global(sbp=flow.sbp.broadcast) / len(samples)  # the rows of all ranks; samples.mean(dim=0) is P
+    return samples, means
+
+
+def average_by_hand(own):
+    """The same means from the local rows of each rank."""
+    count = flow.ones(len(own), 1, device=own.device)
+    totals = flow.cat([own, count], dim=1).sum(dim=0)
+    flow.comm.all_reduce(totals)  # changes totals and returns None
+    return totals[:2] / totals[2]
+
+
+def run(ranks, graph=False, seed=0, batch=None, in_features=5, classes=3):
+    """Evaluate a layer in float32; returns x, y (one-hot), w, the metrics of each sample, their means, and these by hand."""
     batch = batch or max(25, flow.env.get_world_size())  # a row for each rank, at least
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal((batch, features), dtype=np.float32)
-    w = rng.standard_normal((features, classes), dtype=np.float32)
+    x = rng.standard_normal((batch, in_features), dtype=np.float32)
+    w = rng.standard_normal((in_features, classes), dtype=np.float32)
     y = np.eye(classes, dtype=np.float32)[rng.integers(classes, size=batch)]
 
-    ranks = flow.placement(device, list(range(flow.env.get_world_size())))
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
-    module = Metrics(w, ranks)
-    model = MetricsGraph(module) if graph else module
+    layer = Layer(w, ranks)
+    evaluation = EvaluationGraph(layer)
     with flow.no_grad():
-        out, samples, sums, means, built_in = model(x, y)
-
-    mine = samples.to_local()
-    totals = flow.cat([mine, flow.ones(len(mine), 1, device=device)], dim=1).sum(dim=0)  # the last one is the count
-    flow.comm.all_reduce(totals)  # changes totals and returns None
-    by_hand = totals[:2] / totals[2]
-    of_means = mine.mean(dim=0)  # the wrong way: it ignores that some ranks have fewer rows, silently
-    flow.comm.all_reduce(of_means)
-    of_means = of_means / flow.env.get_world_size()
-
-    tensors = {"x": x, "y": y, "w": module.w, "out": out, "samples": samples, "sums": sums, "means": means}
-    return {**tensors, "built_in": built_in, "by_hand": by_hand, "of_means": of_means}
+        samples, means = evaluation(x, y) if graph else evaluate(layer, x, y)
+        by_hand = average_by_hand(samples.to_local())
+    return x, y, layer.w, samples, means, by_hand
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="evaluate inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    tensors = run(**vars(parser.parse_args()))
+    args = parser.parse_args()
 
-    values = {name: tensor.numpy() for name, tensor in tensors.items()}  # collective: all ranks call it
-    n = flow.env.get_world_size()
-    shards = np.array_split(values["samples"], n)
+    x, y, w, samples, means, by_hand = run(flow.placement.all(args.device), args.graph)
+    own = samples.to_local().numpy()
+    print(f"{len(own)} of {len(samples)} rows: loss {own[:, 0].mean():.4f}, accuracy {own[:, 1].mean():.4f}")
+    x, y, w, samples, means = (tensor.numpy() for tensor in (x, y, w, samples, means))  # collective: all ranks call it
+    out = x @ w
+    loss = ((out - y) ** 2).sum(axis=1).mean()
+    accuracy = (out.argmax(axis=1) == y.argmax(axis=1)).mean()
+    np.testing.assert_allclose(means, [[loss, accuracy]], rtol=1e-5)
+    np.testing.assert_allclose(by_hand.numpy(), [loss, accuracy], rtol=1e-5)
     if flow.env.get_rank() == 0:
-        print("          ", *(f"rank {rank}".rjust(9) for rank in range(n)), "  all rows  mean of means")
-        print("rows      ", *(f"{len(shard):9}" for shard in shards), f"{len(values['samples']):10}")
-        for column, name in enumerate(("loss", "accuracy")):
-            by_rank = (f"{shard[:, column].mean():9.4f}" for shard in shards)
-            print(f"{name:10}", *by_rank, f"{values['means'][0, column]:10.4f} {values['of_means'][column]:14.4f}")
-
-    out = values["x"] @ values["w"]
-    right = out.argmax(axis=1) == values["y"].argmax(axis=1)
-    expected = [((out - values["y"]) ** 2).sum(axis=1).mean(), right.mean()]
-    for name in ("means", "built_in", "by_hand"):
-        np.testing.assert_allclose(values[name].ravel(), expected, rtol=1e-5)
-    if flow.env.get_rank() == 0:
-        print("loss and accuracy of all rows equal those of a single device; mean of means is wrong with uneven shards")
+        by_rank = [rows.mean(axis=0) for rows in np.array_split(samples, flow.env.get_world_size())]
+        print("mean of the ranks' means: loss {:.4f}, accuracy {:.4f}".format(*np.mean(by_rank, axis=0)))
+        print(f"all rows: loss {loss:.4f}, accuracy {accuracy:.4f}, as on a single device")
 
 
 if __name__ == "__main__":

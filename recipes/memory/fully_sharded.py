@@ -1,4 +1,4 @@
-"""Fully sharded (FSDP, ZeRO-3): split every weight, gather it for a step.
+"""Fully sharded (FSDP): split every weight, gather it for a step.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0      rank 1      SBP
     x          (8, 4)                         rows 0-3    rows 4-7    S(0)
@@ -8,14 +8,14 @@
     w0 grad    (4, 8)                         rows 0-1    rows 2-3    S(0)
     w1 grad    (8, 4)                         rows 0-3    rows 4-7    S(0)
 
-Between steps weights, gradients and Adam's state take 1/n of their bytes. Within a step the whole weights live until
-backward has used them: ZeRO 3 as published frees them after forward, and gathers them a second time.
+Between steps weights, gradients and Adam's state take 1/n of their bytes. As PyTorch's fully_shard with
+reshard_after_forward=False: the unsharded weights stay in memory after forward, so backward needs no second all-gather.
 
 Moves: an all-gather of each weight and a reduce-scatter of its gradient: (n-1)/n x the bytes of the weights each.
 Run:   ./launch.sh recipes/memory/fully_sharded.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/memory/fully_sharded.py [--graph]
 Use it when weights, gradients and optimizer state do not fit on one device; the step sends what data parallel sends.
-Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054.
+Source: Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277.
 """
 
 import argparse
@@ -26,35 +26,34 @@ import oneflow as flow
 WORLD_SIZES = range(2, 65)
 
 
-class Network(flow.nn.Module):
-    def __init__(self, w0, w1):
+class MLP(flow.nn.Module):
+    def __init__(self, w0, w1, ranks):
         super().__init__()
-        self.w0 = flow.nn.Parameter(w0.clone())
-        self.w1 = flow.nn.Parameter(w1.clone())
+        self.w0 = flow.nn.Parameter(flow.tensor(w0, placement=ranks, sbp=flow.sbp.split(0)))
+        self.w1 = flow.nn.Parameter(flow.tensor(w1, placement=ranks, sbp=flow.sbp.split(0)))
 
-    def forward(self, x, y):
+    def forward(self, x):
         # without identity OneFlow 0.9.0 aborts a graph that gathers a parameter: "register.cpp:75 Check failed"
         w0 = flow._C.identity(self.w0).to_global(sbp=flow.sbp.broadcast, grad_sbp=flow.sbp.split(0))  # all-gather
         hidden = flow.relu(flow.matmul(x, w0))
         w1 = flow._C.identity(self.w1).to_global(sbp=flow.sbp.broadcast, grad_sbp=flow.sbp.split(0))
-        return flow.nn.functional.mse_loss(flow.matmul(hidden, w1), y)
+        return flow.matmul(hidden, w1)
 
 
 class TrainingGraph(flow.nn.Graph):
-    def __init__(self, module, optimizer):
+    def __init__(self, model, optimizer):
         super().__init__()
-        self.module = module
+        self.model = model
         self.add_optimizer(optimizer)
 
     def build(self, x, y):
-        loss = self.module(x, y)
-        loss.backward()  # in a graph this includes the update
-        module = self.module.to(flow.nn.Module)  # the module itself has the gradients
-        return loss, module.w0.grad, module.w1.grad
+        loss = flow.nn.functional.mse_loss(self.model(x), y)
+        loss.backward()  # in a graph this includes the reduce-scatters and the update
+        return loss
 
 
-def run(graph=False, device="cpu", seed=0, steps=3, batch=None, in_features=None, hidden=None, out_features=4):
-    """Some steps in float32; returns x, y, the weights before and after, gradients, Adam's state, and the losses."""
+def train(ranks, graph=False, seed=0, steps=3, batch=None, in_features=None, hidden=None, out_features=4):
+    """Train in float32 on a placement; returns the model and the loss of each step."""
     n = flow.env.get_world_size()  # a row of x, w0 and w1 for each rank, at least
     batch, in_features, hidden = batch or max(8, n), in_features or max(4, n), hidden or max(8, n)
     rng = np.random.default_rng(seed)
@@ -63,61 +62,38 @@ def run(graph=False, device="cpu", seed=0, steps=3, batch=None, in_features=None
     w0 = rng.standard_normal((in_features, hidden), dtype=np.float32)
     w1 = rng.standard_normal((hidden, out_features), dtype=np.float32)
 
-    ranks = flow.placement(device, list(range(n)))
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
-    w0 = flow.tensor(w0, placement=ranks, sbp=flow.sbp.split(0))
-    w1 = flow.tensor(w1, placement=ranks, sbp=flow.sbp.split(0))
-    module = Network(w0, w1)
-    update = flow.optim.Adam(module.parameters(), lr=0.1)
-    model = TrainingGraph(module, update) if graph else module
+    model = MLP(w0, w1, ranks)
+    optimizer = flow.optim.Adam(model.parameters(), lr=0.1)
+    training = TrainingGraph(model, optimizer)
     losses = []
     for _ in range(steps):
         if graph:
-            loss, w0_grad, w1_grad = model(x, y)
+            loss = training(x, y)
         else:
-            update.zero_grad(set_to_none=True)
-            loss = model(x, y)
+            loss = flow.nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            update.step()
-            w0_grad, w1_grad = module.w0.grad, module.w1.grad
-        losses.append(loss.to_global(sbp=flow.sbp.broadcast))
-
-    tensors = {"x": x, "y": y, "w0": w0, "w1": w1, "w0 grad": w0_grad, "w1 grad": w1_grad}
-    state = model.state_dict() if graph else update.state_dict()["state"]
-    for i in (0, 1):
-        for name, in_graph in {"exp_avg": "m", "exp_avg_sq": "v"}.items():
-            tensors[f"w{i} {name}"] = state[f"module.w{i}-{in_graph}"] if graph else state[i][name]
-    return {**tensors, "new w0": module.w0, "new w1": module.w1, "losses": flow.stack(losses)}
+            optimizer.step()
+        losses.append(loss.numpy())  # collective: all ranks call it
+    return model, losses
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    tensors = run(**vars(parser.parse_args()))
+    args = parser.parse_args()
 
-    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
-    for kind, word in {"weights": "new w", "gradients": "grad", "Adam's state": "exp_avg"}.items():
-        own = [tensor for name, tensor in tensors.items() if word in name]
-        held = flow.tensor([sum(4 * tensor.to_local().numel() for tensor in own)])
-        held = held.to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
-        if flow.env.get_rank() == 0:
-            whole = sum(4 * tensor.numel() for tensor in own)
-            print(f"{kind:13} bytes on each rank:", *held, f"(data parallel: {whole})")
-
-    x, y, *weights = (tensors[name].numpy() for name in ("x", "y", "w0", "w1"))  # collective: all ranks call it
-    losses, m, v = tensors["losses"].numpy(), [0, 0], [0, 0]
-    for step, loss in enumerate(losses, 1):  # Adam on a single device
-        hidden = np.maximum(x @ weights[0], 0)
-        error = hidden @ weights[1] - y
-        np.testing.assert_allclose(loss, (error**2).mean(), rtol=1e-4)
-        error *= 2 / error.size
-        for i, gradient in enumerate([x.T @ (error @ weights[1].T * (hidden > 0)), hidden.T @ error]):
-            m[i], v[i] = 0.9 * m[i] + 0.1 * gradient, 0.999 * v[i] + 0.001 * gradient**2
-            weights[i] -= 0.1 * m[i] / (1 - 0.9**step) / (np.sqrt(v[i] / (1 - 0.999**step)) + 1e-8)
-    for i in (0, 1):
-        np.testing.assert_allclose(tensors[f"new w{i}"].numpy(), weights[i], rtol=1e-4, atol=1e-5)
+    model, losses = train(flow.placement.all(args.device), args.graph)
+    for name, w in model.named_parameters():
+        share = w.to_local().numel() / w.numel()
+        print(
+            f"{name} {tuple(w.to_local().shape)} of {tuple(w.shape)}: {share:.0%} of it, its gradient and Adam's state"
+        )
+    _, alone = train(flow.placement(args.device, [0]), args.graph)  # the same code on a single device
+    np.testing.assert_allclose(losses, alone, rtol=1e-4)
     if flow.env.get_rank() == 0:
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 

@@ -1,8 +1,8 @@
 """Hello, ranks: what each rank knows, and whether it was started right.
 
-    (rank, local rank, host)    rank 0      rank 1      SBP
-    mine    (2, 3)              row 0       row 1       S(0)
-    all     (2, 3)              whole       whole       B
+    (rank, local rank, host)     rank 0      rank 1      SBP
+    mine        (2, 3)           row 0       row 1       S(0)
+    everyone    (2, 3)           whole       whole       B
 
 The rank counts from 0 to n-1 over the whole job, and a placement is a list of ranks. The local rank counts on one host:
 it says which GPU a rank takes. The host is its address, as a number: between two hosts is the slower network.
@@ -10,9 +10,9 @@ it says which GPU a rank takes. The host is its address, as a number: between tw
 Trap:  OneFlow believes LOCAL_RANK: if two ranks of one host have the same, shards are empty and sums wrong, silently.
        Two jobs that start on one port may swap their ranks, also silently: then ranks of one host that one launcher
        should have started name different processes.
-Moves: an all-gather, (n-1)/n x the bytes of `all` from each of n ranks.
-Run:   ./launch.sh recipes/starting/hello_ranks.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/starting/hello_ranks.py [--graph]
+Moves: an all-gather, (n-1)/n x the bytes of everyone from each of n ranks.
+Run:   ./launch.sh recipes/starting/hello_ranks.py
+       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/starting/hello_ranks.py
 Use it first on every new cluster: it shows whether each rank is there, once, and on which host.
 Source: OneFlow documentation, "Launching distributed training" and oneflow.env.
 """
@@ -28,57 +28,44 @@ import oneflow as flow
 WORLD_SIZES = range(2, 65)
 
 
-class Hello(flow.nn.Module):
-    def forward(self, mine):
-        return mine.to_global(sbp=flow.sbp.broadcast)
-
-
-class HelloGraph(flow.nn.Graph):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def build(self, mine):
-        return self.module(mine)
-
-
 def own_address():
     """The address of this host on the way to rank 0: OneFlow tells hosts apart by it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing
-        return way.getsockname()[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing
+        return probe.getsockname()[0]
 
 
-def run(graph=False, device="cpu"):
-    """Returns by name mine (n, 3), a row from each rank, and all (n, 3), both int64."""
-    host = int.from_bytes(socket.inet_aton(own_address()), "big")
-    row = flow.tensor([[flow.env.get_rank(), flow.env.get_local_rank(), host]], device=device)
-
-    ranks = flow.placement(device, list(range(flow.env.get_world_size())))
-    mine = row.to_global(placement=ranks, sbp=flow.sbp.split(0))  # the rows of all ranks, one below the other
-    module = Hello()
-    model = HelloGraph(module) if graph else module
-    return {"mine": mine, "all": model(mine)}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    args = parser.parse_args()
-
+def check_shard(device):
+    """End the job if this rank does not hold the shard of its rank."""
     rank, n = flow.env.get_rank(), flow.env.get_world_size()
-    ranks = flow.placement("cpu", list(range(n)))
-    shard = flow.tensor(np.arange(n), placement=ranks, sbp=flow.sbp.split(0)).to_local().numpy().tolist()
+    ranks = flow.tensor(np.arange(n), placement=flow.placement.all(device), sbp=flow.sbp.split(0))
+    shard = ranks.to_local().numpy().tolist()
     if shard != [rank]:
         print(f"rank {rank} holds {shard} in place of [{rank}]: unset LOCAL_RANK", file=sys.stderr, flush=True)
         os._exit(1)  # sys.exit would wait for the other ranks, which wait for this one
 
-    tensors = run(**vars(args))
-    everyone = tensors["all"].to_local().numpy()
-    hosts = list(dict.fromkeys(everyone[:, 2].tolist()))  # each once, in the order of their first ranks
+
+def run(ranks):
+    """Each rank gives a row of (rank, local rank, host); returns the rows of all, split and whole."""
+    host = int.from_bytes(socket.inet_aton(own_address()), "big")
+    row = flow.tensor([[flow.env.get_rank(), flow.env.get_local_rank(), host]], device=ranks.type)
+    mine = row.to_global(placement=ranks, sbp=flow.sbp.split(0))  # the rows of all ranks, one below the other
+    everyone = mine.to_global(sbp=flow.sbp.broadcast)
+    return mine, everyone
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    args = parser.parse_args()
+
+    check_shard(args.device)
+    rank, n = flow.env.get_rank(), flow.env.get_world_size()
+    mine, everyone = run(flow.placement.all(args.device))
+    everyone = everyone.numpy()
     _, local_rank, host = everyone[rank].tolist()
-    address, device = socket.inet_ntoa(host.to_bytes(4, "big")), tensors["mine"].to_local().device
+    hosts = list(dict.fromkeys(everyone[:, 2].tolist()))  # each once, in the order of their first ranks
+    address, device = socket.inet_ntoa(host.to_bytes(4, "big")), mine.to_local().device
     for turn in range(n):
         if turn == rank:
             where = f"local rank {local_rank} on host {hosts.index(host)} ({socket.gethostname()}, {address})"

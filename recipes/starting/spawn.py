@@ -1,14 +1,13 @@
 """Spawn: a program starts ranks by multiprocessing and gets their results.
 
-    in the program      rank 0
-    x        (4, 5)     whole, a local tensor
-    w        (5, 8)     whole, a local tensor
-    out      (4, 8)     whole, a local tensor
-    shards   (2, 7)     whole, a local tensor
+    in the program
+    x      (4, 5)     whole, a numpy array
+    w      (5, 8)     whole, a numpy array
+    out    (4, 8)     whole, a numpy array
 
-The program is not a rank of its job. The ranks multiply in data parallel: x S(0) @ w B = out S(0). A row of
-shards says what a rank held: the shapes of its x, w and out, and 1 if a graph made out. A spawned process first imports
-this file, and so OneFlow, which meets the other ranks; its environment must be set before.
+The program is not a rank of its job. The ranks multiply in data parallel, x S(0) @ w B = out S(0), and each returns its
+shard of out. A spawned process first imports this file, and so OneFlow, which meets the other ranks; its environment
+must be set before.
 
 Moves: nothing between the ranks; x and w to each rank, and its shard of out back, through pipes.
 Run:   ./launch.sh recipes/starting/spawn.py [--graph]
@@ -42,23 +41,21 @@ class Layer(flow.nn.Module):
 
 
 class LayerGraph(flow.nn.Graph):
-    def __init__(self, module):
+    def __init__(self, layer):
         super().__init__()
-        self.module = module
+        self.layer = layer
 
     def build(self, x):
-        return self.module(x)
+        return self.layer(x)
 
 
 def multiply(x, w, graph, device):
-    """On each rank: its shard of out, and its row of shards."""
-    ranks = flow.placement(device, list(range(flow.env.get_world_size())))
+    """On each rank: its shard of out."""
+    ranks = flow.placement.all(device)
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
-    module = Layer(w, ranks)
-    model = LayerGraph(module) if graph else module
-    out = model(x)
-    sizes = [size for tensor in (x, module.w, out) for size in tensor.to_local().shape]
-    return out.to_local().detach().numpy(), [*sizes, isinstance(model, flow.nn.Graph)]
+    layer = Layer(w, ranks)
+    out = LayerGraph(layer)(x) if graph else layer(x)
+    return out.to_local().detach().numpy()
 
 
 def rank_main(pipe):
@@ -70,7 +67,28 @@ def rank_main(pipe):
         os._exit(1)  # sys.exit would wait for the other ranks, which wait for this one
 
 
-def one_from_each(pipes):
+def start_rank(rank, n, address, port):
+    """Returns the process of a new rank, and our end of its pipe."""
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), WORLD_SIZE=str(n), RANK=str(rank))
+    os.environ["LOCAL_RANK"] = str(rank)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=rank_main, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()  # so that the pipe ends when the rank does
+    return process, ours
+
+
+def wait_until_listening(process, address, port):
+    while process.is_alive():
+        with socket.socket() as probe:
+            if probe.connect_ex((address, port)) == 0:
+                return
+        time.sleep(0.05)
+
+
+def receive(pipes):
+    """One message from each rank. Raises RuntimeError if a rank dies."""
     received = {}
     while len(received) < len(pipes):
         for pipe in multiprocessing.connection.wait([pipe for pipe in pipes if pipe not in received]):
@@ -86,26 +104,18 @@ def on_ranks(n, *arguments):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address, port = free.getsockname()
-    context, processes, pipes, environment = multiprocessing.get_context("spawn"), [], [], dict(os.environ)
+    processes, pipes, environment = [], [], dict(os.environ)
     try:
         for rank in range(n):
-            os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), WORLD_SIZE=str(n), RANK=str(rank))
-            os.environ["LOCAL_RANK"] = str(rank)
-            ours, theirs = context.Pipe()
-            process = context.Process(target=rank_main, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()  # so that the pipe ends when the rank does
+            process, pipe = start_rank(rank, n, address, port)
             processes.append(process)
-            pipes.append(ours)
-            while rank == 0 and process.is_alive():  # a rank that looks for rank 0 too early sleeps for 10 seconds
-                with socket.socket() as probe:
-                    if probe.connect_ex((address, port)) == 0:
-                        break
-                time.sleep(0.05)
-        one_from_each(pipes)  # all are ready
+            pipes.append(pipe)
+            if rank == 0:
+                wait_until_listening(process, address, port)  # a rank that looks for rank 0 too early sleeps for 10 s
+        receive(pipes)  # all are ready
         for pipe in pipes:
             pipe.send(arguments)  # not as args of Process: more than 64 KB would fill its pipe and block the start
-        results = one_from_each(pipes)
+        results = receive(pipes)
         for process in processes:
             process.join()
         return results
@@ -116,31 +126,29 @@ def on_ranks(n, *arguments):
         os.environ.update(environment)
 
 
-def run(graph=False, device="cpu", seed=0, ranks=2, batch=None, in_features=5, out_features=8):
-    """One forward pass in float32 on ranks of its own; returns by name x, w, out and shards (ranks, 7)."""
+def run(ranks=2, graph=False, device="cpu", seed=0, batch=None, in_features=5, out_features=8):
+    """One forward pass in float32 on ranks of its own; returns x, w, out, and the shard of out that each rank had."""
     batch = batch or max(4, ranks)  # a row for each rank, at least
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     w = rng.standard_normal((in_features, out_features), dtype=np.float32)
 
-    outs, shards = zip(*on_ranks(ranks, x, w, graph, device))
-    arrays = {"x": x, "w": w, "out": np.concatenate(outs), "shards": shards}
-    return {name: flow.tensor(array) for name, array in arrays.items()}
+    shards = on_ranks(ranks, x, w, graph, device)
+    out = np.concatenate(shards)
+    return x, w, out, shards
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the module inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="run the layer inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="how many ranks to start")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the ranks end, in `finally`, also then
-    tensors = run(**vars(args))
 
-    for rank, sizes in enumerate(tensors["shards"].tolist()):
-        x, w, out = (tuple(sizes[i : i + 2]) for i in (0, 2, 4))
-        print(f"rank {rank} of {args.ranks} held x {x}, w {w}, out {out}{', from a graph' * sizes[6]}")
-    x, w, out = (tensors[name].numpy() for name in ("x", "w", "out"))
+    x, w, out, shards = run(args.ranks, args.graph, args.device)
+    for rank, shard in enumerate(shards):
+        print(f"rank {rank} of {args.ranks} returned {shard.shape} of {out.shape}")
     np.testing.assert_allclose(out, x @ w, rtol=1e-5, atol=1e-6)
     print("out equals x @ w on a single device")
 

@@ -1,25 +1,29 @@
 """GPT: one model whose layout is a table: data, tensor, sequence, pipeline parallel, fully sharded.
 
-    kind of tensor       shape                      along data    along tensor
-    ids                  (batch, length)            S(0)          B
-    batch, residual      (length, batch, width)     S(1)          B       --sequence-parallel: residual S(1), S(0)
-    vocabulary           (letters, width)           B             S(0)    --shard-weights: S(1), S(0)
-    column weight        (width, more)              B             S(1)    --shard-weights: S(0), S(1)
-    row weight           (more, width)              B             S(0)    --shard-weights: S(1), S(0)
-    norms, positions     (width), (length, width)   B             B
+    kind of tensor       shape                        along data    along tensor
+    ids                  (batch, seq_len)             S(0)          B
+    batch, residual      (seq_len, batch, hidden)     S(1)          B       --sequence-parallel: residual S(1), S(0)
+    vocabulary           (vocab_size, hidden)         B             S(0)    --shard-weights: S(1), S(0)
+    column weight        (hidden, more)               B             S(1)    --shard-weights: S(0), S(1)
+    row weight           (more, hidden)               B             S(0)    --shard-weights: S(1), S(0)
+    norms, positions     (hidden), (seq_len, hidden)  B             B
 
-Stage k of a pipeline has the k-th part of the ranks and of the layers. It learns to write Python's documentation.
+Stage k of a pipeline has the k-th part of the ranks and of the layers. In eager mode the stages work one after another;
+in a graph with micro-batches they overlap. The model learns to write Python's documentation.
 Moves: data: all-reduce of the gradients; sharded: all-gather and reduce-scatter of the weights. Tensor: in each layer 2
        all-reduces forward, 2 backward, or all-gathers and reduce-scatters of the sequence. Pipeline: the residual.
-Run:   ./launch.sh recipes/transformer/gpt.py [--graph] [--tensor 2] [--steps 1000] [--folder FOLDER]
+Run:   ./launch.sh recipes/transformer/gpt.py [--graph] [--tensor 2] [--steps 1000] [--checkpoint-dir DIR] [--check]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/gpt.py [--graph]
-Use it where the layout may change from run to run: training continues from a checkpoint on any other mesh.
+Use it where the layout may change from run to run: training resumes from a checkpoint on any other mesh, in either mode.
 Source: D. Narayanan et al., arXiv:2104.04473; V. Korthikanti et al., arXiv:2205.05198.
 """
 
 import argparse
+import dataclasses
 import os
+import pathlib
 import pydoc_data.topics
+import shutil
 import time
 
 import numpy as np
@@ -27,220 +31,391 @@ import oneflow as flow
 
 WORLD_SIZES = (2, 1, 4, 8, 16)
 B, S = flow.sbp.broadcast, flow.sbp.split
-LAYOUT = {  # SBPs along the data and the tensor axis of a stage's mesh
+LAYOUT = {  # kind of tensor -> its SBPs along the data and the tensor axis of a mesh
     "ids": (S(0), B),
     "batch": (S(1), B),
     "residual": (S(1), B),
     "vocabulary": (B, S(0)),
     "column": (B, S(1)),
     "row": (B, S(0)),
-    "whole": (B, B),
+    "replicated": (B, B),
 }
 SEQUENCE_PARALLEL = {"residual": (S(1), S(0))}
 SHARDED = {"vocabulary": (S(1), S(0)), "column": (S(0), S(1)), "row": (S(1), S(0))}  # of weights that are not in use
 
 
-class Part(flow.nn.Module):
-    def __init__(self, stage, mesh, layout, at_rest, heads, rng, **weights):
+@dataclasses.dataclass
+class Config:
+    """The sizes of the model and of a batch, and what the layout adds to the plain one."""
+
+    vocab_size: int = None  # of the token table; default: the characters of the text, rounded up for the tensor axis
+    seq_len: int = 48
+    num_layers: int = 4
+    hidden_size: int = 96
+    num_heads: int = 4
+    batch_size: int = 16
+    micro_batches: int = 1
+    clip_grad: float = 0.0  # the largest norm of all gradients together; 0: any
+    sequence_parallel: bool = False
+    shard_weights: bool = False
+
+    def check(self, meshes):
+        """Raise ValueError where the meshes do not divide a size. OneFlow would hang or abort there."""
+        data, tensor = meshes[0].ranks.shape
+        check_divides("--data", data, self.batch_size, "rows of a batch")
+        check_divides("--micro-batches", self.micro_batches, self.batch_size // data, "rows of a batch on each rank")
+        check_divides("--tensor", tensor, self.num_heads, "heads")
+        check_divides("--pipeline", len(meshes), self.num_layers, "layers")
+        if self.vocab_size is not None:
+            check_divides("--tensor", tensor, self.vocab_size, "rows of the token table")
+        if self.sequence_parallel:
+            check_divides("--tensor", tensor, self.seq_len, "tokens of a sequence")
+        if self.shard_weights:
+            check_divides("--data", data, self.hidden_size, "columns of a weight")
+
+
+def check_divides(option, parts, size, what):
+    if size % parts:
+        divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+        raise ValueError(f"{option} {parts} does not divide the {size} {what}; these do: {divisors}")
+
+
+def placements(device, n, data=0, tensor=1, pipeline=1):
+    """The mesh of each stage, (data, tensor), on n ranks; data 0: all ranks that are left."""
+    data = data or max(1, n // (tensor * pipeline))
+    if data * tensor * pipeline != n:
+        raise ValueError(f"data {data} x tensor {tensor} x pipeline {pipeline} must be the number of ranks, {n}")
+    stages = np.arange(n).reshape(pipeline, data, tensor)
+    return [flow.placement(device, ranks.tolist()) for ranks in stages]
+
+
+class StageModule(flow.nn.Module):
+    """A part of the model on the mesh of its stage. Each of its weights is of a kind in LAYOUT."""
+
+    def __init__(self, config, stage, mesh):
         super().__init__()
-        self.stage, self.mesh, self.layout, self.heads, self.weights = stage, mesh, layout, heads, weights
-        for name, (kind, *shape) in weights.items():
-            array = 0.05 * rng.standard_normal(shape, dtype=np.float32) if shape[1:] else np.ones(shape, np.float32)
-            setattr(self, name, flow.nn.Parameter(flow.tensor(array, placement=mesh, sbp=at_rest[kind])))
+        self.config, self.stage, self.mesh = config, stage, mesh
+        self.kinds = {}
+        self.layout = {**LAYOUT, **SEQUENCE_PARALLEL} if config.sequence_parallel else LAYOUT
+        self.layout_at_rest = {**self.layout, **SHARDED} if config.shard_weights else self.layout
+
+    def add_weight(self, name, kind, array):
+        weight = flow.tensor(array, placement=self.mesh, sbp=self.layout_at_rest[kind])
+        self.kinds[name] = kind
+        setattr(self, name, flow.nn.Parameter(weight))
 
     def weight(self, name):
+        """A weight as it is used: gathered along the data axis if it is sharded; then its gradient is scattered."""
         # without identity a graph that gathers a parameter aborts, and one with micro-batches may update it wrongly
-        weight, sbp = flow._C.identity(getattr(self, name)), self.layout[self.weights[name][0]]
+        weight = flow._C.identity(getattr(self, name))
+        sbp = self.layout[self.kinds[name]]
         return weight if weight.sbp == sbp else weight.to_global(sbp=sbp, grad_sbp=weight.sbp)
 
-    def normed(self, x, name):
-        x = x - x.mean(-1, keepdim=True).expand(*x.shape)  # nn.LayerNorm, or - without expand, is slow on a CPU
-        x = x / flow.sqrt((x * x).mean(-1, keepdim=True) + 1e-5).expand(*x.shape) * self.weight(name)
-        return x.to_global(sbp=self.layout["batch"], grad_sbp=self.layout["residual"])  # the whole sequence
+    def layer_norm(self, x, name):
+        """Without a bias. nn.LayerNorm, or a subtraction without expand, is slow on a CPU."""
+        centered = x - x.mean(-1, keepdim=True).expand(*x.shape)
+        variance = (centered * centered).mean(-1, keepdim=True)
+        return centered / flow.sqrt(variance + 1e-5).expand(*x.shape) * self.weight(name)
 
-    def summed(self, x):
-        return x.to_global(sbp=self.layout["residual"], grad_sbp=self.layout["batch"])  # of partial sums
+    def gather_sequence(self, x):
+        """The whole sequence on each rank of the tensor axis. Backward: the sum of the ranks' gradients."""
+        return x.to_global(sbp=self.layout["batch"], grad_sbp=self.layout["residual"])
+
+    def sum_parts(self, x):
+        """The sum of the partial sums of the tensor axis. Backward: the whole gradient on each rank."""
+        return x.to_global(sbp=self.layout["residual"], grad_sbp=self.layout["batch"])
 
 
-class Embedding(Part):
+class Embedding(StageModule):
+    def __init__(self, config, stage, mesh, rng):
+        super().__init__(config, stage, mesh)
+        self.add_weight("tokens", "vocabulary", normal(rng, config.vocab_size, config.hidden_size))
+        self.add_weight("positions", "replicated", normal(rng, config.seq_len, config.hidden_size))
+
     def forward(self, ids):
         table = self.weight("tokens")
         x = flow._C.gather(table, ids.transpose(0, 1), 0)  # the gradient of table[ids] is wrong, silently
-        return self.summed(x) + self.weight("positions").unsqueeze(1), table
+        x = self.sum_parts(x) + self.weight("positions").unsqueeze(1)
+        return x, table
 
 
-class Block(Part):
+class Block(StageModule):
+    def __init__(self, config, stage, mesh, rng):
+        super().__init__(config, stage, mesh)
+        hidden = config.hidden_size
+        self.add_weight("norm", "replicated", np.ones(hidden, np.float32))
+        self.add_weight("qkv", "column", normal(rng, hidden, 3 * hidden))
+        self.add_weight("project", "row", normal(rng, hidden, hidden))
+        self.add_weight("norm_mlp", "replicated", np.ones(hidden, np.float32))
+        self.add_weight("up", "column", normal(rng, hidden, 4 * hidden))
+        self.add_weight("down", "row", normal(rng, 4 * hidden, hidden))
+
     def forward(self, x):
-        x = x.to_global(placement=self.mesh)
-        length, batch, width = x.shape  # in a graph, of a micro-batch
-        qkv = flow.matmul(self.normed(x, "norm"), self.weight("qkv"))  # columns head by head: nothing moves
-        q, k, v = qkv.reshape(length, batch, self.heads, 3 * width // self.heads).permute(1, 2, 0, 3).chunk(3, -1)
-        sbp = self.layout["whole"]
-        future = flow._C.global_constant((length, length), -1e9, dtype=x.dtype, placement=self.mesh, sbp=sbp).triu(1)
-        scores = flow.matmul(q, k.transpose(2, 3)) * (width // self.heads) ** -0.5 + future  # where() would gather
-        values = flow.matmul(scores.softmax(-1), v).permute(2, 0, 1, 3).reshape(length, batch, width)
-        x = x + self.summed(flow.matmul(values, self.weight("project")))
-        hidden = flow.nn.functional.gelu(flow.matmul(self.normed(x, "norm_mlp"), self.weight("up")))
-        return x + self.summed(flow.matmul(hidden, self.weight("down")))
+        x = x.to_global(placement=self.mesh)  # from the stage before
+        out = self.attention(self.gather_sequence(self.layer_norm(x, "norm")))
+        x = x + self.sum_parts(out)
+        out = self.mlp(self.gather_sequence(self.layer_norm(x, "norm_mlp")))
+        return x + self.sum_parts(out)
+
+    def attention(self, x):
+        """Causal, each rank of the tensor axis with its own heads: between qkv and project nothing moves."""
+        seq_len, batch, hidden = x.shape  # in a graph, of a micro-batch
+        heads, head_size = self.config.num_heads, hidden // self.config.num_heads
+        qkv = flow.matmul(x, self.weight("qkv"))  # its columns are in the order of the heads
+        qkv = qkv.reshape(seq_len, batch, heads, 3 * head_size).permute(1, 2, 0, 3)
+        q, k, v = qkv.chunk(3, -1)
+        scores = flow.matmul(q, k.transpose(2, 3)) * head_size**-0.5
+        scores = scores + self.mask(seq_len, x.dtype)  # flow.where would gather the scores
+        values = flow.matmul(scores.softmax(-1), v)
+        values = values.permute(2, 0, 1, 3).reshape(seq_len, batch, hidden)
+        return flow.matmul(values, self.weight("project"))
+
+    def mask(self, seq_len, dtype):
+        """-1e9 where a token would see a later one."""
+        shape, sbp = (seq_len, seq_len), self.layout["replicated"]
+        return flow._C.global_constant(shape, -1e9, dtype=dtype, placement=self.mesh, sbp=sbp).triu(1)
+
+    def mlp(self, x):
+        hidden = flow.nn.functional.gelu(flow.matmul(x, self.weight("up")))
+        return flow.matmul(hidden, self.weight("down"))
 
 
-class Head(Part):
+class Head(StageModule):
+    def __init__(self, config, stage, mesh):
+        super().__init__(config, stage, mesh)
+        self.add_weight("norm", "replicated", np.ones(config.hidden_size, np.float32))
+
     def forward(self, x, table):
         table = table.to_global(placement=self.mesh)  # tied: it is the embedding's
-        return flow.matmul(self.normed(x, "norm"), table.transpose(0, 1))
+        x = self.gather_sequence(self.layer_norm(x, "norm"))
+        return flow.matmul(x, table.transpose(0, 1))
+
+
+def normal(rng, *shape):
+    return 0.05 * rng.standard_normal(shape, dtype=np.float32)
 
 
 class GPT(flow.nn.Module):
-    def __init__(self, meshes, layout, at_rest, letters, length, layers, width, heads, seed):
+    def __init__(self, meshes, config, seed):
         super().__init__()
         rng = np.random.default_rng(seed)  # all ranks draw the same weights
-        where = [(stage, mesh, layout, at_rest, heads, rng) for stage, mesh in enumerate(meshes)]
-        own = {"norm": ("whole", width), "qkv": ("column", width, 3 * width), "project": ("row", width, width)}
-        own.update(norm_mlp=("whole", width), up=("column", width, 4 * width), down=("row", 4 * width, width))
-        self.embedding = Embedding(*where[0], tokens=("vocabulary", letters, width), positions=("whole", length, width))
-        self.blocks = flow.nn.ModuleList(Block(*where[i * len(meshes) // layers], **own) for i in range(layers))
-        self.head = Head(*where[-1], norm=("whole", width))
+        self.config = config
+        self.embedding = Embedding(config, 0, meshes[0], rng)
+        self.blocks = flow.nn.ModuleList()
+        for i in range(config.num_layers):
+            stage = i * len(meshes) // config.num_layers
+            self.blocks.append(Block(config, stage, meshes[stage], rng))
+        self.head = Head(config, len(meshes) - 1, meshes[-1])
 
-    def forward(self, ids, targets=None):
+    def forward(self, ids):
+        """The logits, (seq_len, batch, vocab_size), of ids (batch, seq_len)."""
         x, table = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(x, table)
-        if targets is None:
-            return logits  # (length, batch, letters)
-        logits = logits.transpose(0, 1).flatten(0, 1)  # the loss keeps only two-dimensional logits split
-        return flow._C.sparse_softmax_cross_entropy(logits, targets.flatten()).mean()
+        return self.head(x, table)
+
+
+def cross_entropy(logits, targets):
+    """The mean over all tokens. OneFlow keeps only two-dimensional logits split."""
+    logits = logits.transpose(0, 1).flatten(0, 1)
+    return flow._C.sparse_softmax_cross_entropy(logits, targets.flatten()).mean()
 
 
 class TrainingGraph(flow.nn.Graph):
-    def __init__(self, module, optimizer, micro_batches):
+    def __init__(self, model, optimizer):
         super().__init__()
-        self.module = module
+        self.model = model
         self.add_optimizer(optimizer)
-        self.config.set_gradient_accumulation_steps(micro_batches)
-        for part in [self.module.embedding, *self.module.blocks, self.module.head]:
+        self.config.set_gradient_accumulation_steps(model.config.micro_batches)
+        for part in [self.model.embedding, *self.model.blocks, self.model.head]:
             part.to(flow.nn.graph.GraphModule).set_stage(part.stage, part.mesh)
 
     def build(self, ids, targets):
-        loss = self.module(ids, targets)
+        loss = cross_entropy(self.model(ids), targets)
         loss.backward()  # in a graph this includes the update
         return loss
 
 
-def save(state, folder, step):
-    flow.save(state, f"{folder}/unfinished", global_dst_rank=0)  # gathers each tensor: all ranks call it
+def eager_step(model, optimizer, ids, targets):
+    """A step of training without a graph, one micro-batch after another; returns the loss."""
+    micro_batches = model.config.micro_batches
+    optimizer.zero_grad(set_to_none=True)
+    total = 0
+    for ids_part, targets_part in zip(np.split(ids, micro_batches), np.split(targets, micro_batches)):
+        logits = model(to_mesh(ids_part, model.embedding.mesh))
+        loss = cross_entropy(logits, to_mesh(targets_part, model.head.mesh)) / micro_batches
+        loss.backward()  # adds to the gradients
+        total = total + loss.detach()
+    if model.config.clip_grad:
+        optimizer.clip_grad()
+    optimizer.step()
+    return total
+
+
+def corpus():
+    """The characters of Python's documentation, sorted, and its text as indices into them."""
+    text = "".join(pydoc_data.topics.topics.values())
+    return np.unique(list(text), return_inverse=True)
+
+
+def batch_of(tokens, config, seed, step):
+    """The ids of a step and their targets. They depend on the step alone: a resumed job draws the same."""
+    rng = np.random.default_rng([seed, step])
+    starts = rng.integers(len(tokens) - config.seq_len, size=(config.batch_size, 1))
+    rows = tokens[starts + np.arange(config.seq_len + 1)]
+    return rows[:, :-1], rows[:, 1:]
+
+
+def to_mesh(ids, mesh):
+    return flow.tensor(ids, placement=mesh, sbp=LAYOUT["ids"])
+
+
+MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v"}  # AdamW's, as an optimizer and as a graph calls them
+GRAPH_STEP = "System-Train-TrainStep"  # how a graph calls the number of its steps
+
+
+def training_state(model, optimizer, graph):
+    """Weights and moments by the names of the parameters, the same in eager mode (graph None) and in a graph."""
+    names = [name for name, _ in model.named_parameters()]
+    state = {"model": model.state_dict()}
+    own = graph.state_dict() if graph else optimizer.state_dict()["state"]
+    for kind, letter in MOMENTS.items():
+        keys = [f"model.{name}-{letter}" for name in names]
+        state[kind] = {name: own[key] if graph else own[i][kind] for i, (name, key) in enumerate(zip(names, keys))}
+    return state
+
+
+def load_training_state(state, step, model, optimizer, graph):
+    """What training_state returned after this step, onto any mesh. A graph must not have been called yet."""
+    names = [name for name, _ in model.named_parameters()]
+    if graph:
+        own = {f"model.{name}-{letter}": state[kind][name] for name in names for kind, letter in MOMENTS.items()}
+        first = flow.placement("cpu", [0])
+        own[GRAPH_STEP] = flow.tensor([step], dtype=flow.int64, placement=first, sbp=B)
+        graph.load_state_dict({"model": state["model"], **own})
+    else:
+        moments = {i: {kind: state[kind][name] for kind in MOMENTS} for i, name in enumerate(names)}
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {**moments, "step": step}})
+
+
+def save(state, checkpoint_dir, step):
+    """Put a checkpoint into the folder, named by its step. All ranks call it."""
+    unfinished = pathlib.Path(checkpoint_dir, "unfinished")
     if flow.env.get_rank() == 0:
-        os.sync()  # everything is on disk before it gets its name
-        os.replace(f"{folder}/unfinished", f"{folder}/{step}")
+        shutil.rmtree(unfinished, ignore_errors=True)  # a crash may have left one
+    flow.save(state, unfinished, global_dst_rank=0)  # gathers each tensor on rank 0, which alone writes
+    if flow.env.get_rank() == 0:
+        for path in [*unfinished.rglob("*"), unfinished]:
+            file = os.open(path, os.O_RDONLY)
+            os.fsync(file)  # everything is on the disk before it gets its name
+            os.close(file)
+        os.replace(unfinished, unfinished.with_name(str(step)))
+    flow.comm.barrier()  # no rank goes on before it is there
 
 
-def run(
-    graph=False, device="cpu", seed=0, steps=3, data=0, tensor=1, pipeline=1, sequence_parallel=False,
-    shard_weights=False, micro_batches=1, clip=0.0, folder="", every=100, sample=0, report=False,
-    batch=16, length=48, layers=4, width=96, heads=4
-):  # fmt: skip
-    """Train up to a step, from the last checkpoint on; returns weights, losses (also of the next batch), letters."""
-    n, rank, refuse = flow.env.get_world_size(), flow.env.get_rank(), argparse.ArgumentParser().error  # exit code 2
-    data = data or max(1, n // (tensor * pipeline))
-    if data * tensor * pipeline != n:
-        refuse(f"data {data} x tensor {tensor} x pipeline {pipeline} must be the number of ranks, {n}")
-    for option, parts, what, size in (
-        ("--data", data, "rows of a batch", batch),
-        ("--micro-batches", micro_batches, "rows of a batch on each rank", batch // data),
-        ("--tensor", tensor, "heads", heads),
-        ("--tensor", tensor if sequence_parallel else 1, "letters of a sequence", length),
-        ("--data", data if shard_weights else 1, "columns of a weight", width),
-        ("--pipeline", pipeline, "layers", layers),
-    ):
-        if size % parts:  # each rank ends with this line, before it waits for another
-            fit = ", ".join(str(part) for part in range(1, size + 1) if size % part == 0)
-            refuse(f"{option} {parts} does not divide the {size} {what}; these do: {fit}")
+def newest_checkpoint(checkpoint_dir):
+    """The step of the newest checkpoint in the folder, 0 if there is none. All ranks call it."""
+    names = [path.name for path in pathlib.Path(checkpoint_dir).glob("*")] if checkpoint_dir else []
+    step = flow.tensor([max((int(name) for name in names if name.isdecimal()), default=0)])
+    flow.comm.broadcast(step, 0)  # the other ranks may not see the folder
+    return step.item()
 
-    letters, text = np.unique(list("".join(pydoc_data.topics.topics.values())), return_inverse=True)
-    sizes = (-(-len(letters) // heads) * heads, length, layers, width, heads, seed)  # letters that --tensor divides
-    meshes = [flow.placement(device, ranks.tolist()) for ranks in np.arange(n).reshape(pipeline, data, tensor)]
-    layout = {**LAYOUT, **(SEQUENCE_PARALLEL if sequence_parallel else {})}
-    module = GPT(meshes, layout, {**layout, **(SHARDED if shard_weights else {})}, *sizes)
-    clipping = {"clip_grad_max_norm": clip, "clip_grad_norm_type": 2.0} if clip else {}
-    optimizer = flow.optim.AdamW([{"params": module.parameters(), **clipping}], lr=1e-3, weight_decay=0.01)
-    model = TrainingGraph(module, optimizer, micro_batches) if graph else module
-    saved = [int(name) for name in (os.listdir(folder) if os.path.isdir(folder) else []) if name.isdecimal()]
-    first = max(saved, default=0)
+
+def sample(model, count, seed=0):
+    """A text of `count` characters that the model writes, each from the last seq_len. All ranks call it."""
+    characters, _ = corpus()
+    mesh, seq_len = model.embedding.mesh, model.config.seq_len
+    rows = mesh.ranks.shape[0]  # the same row for each rank along the data axis
+    rng = np.random.default_rng(seed)
+    tokens = [0]
+    for _ in range(count):
+        context = tokens[-seq_len:]
+        padded = context + [0] * (seq_len - len(context))
+        with flow.no_grad():
+            logits = model(to_mesh(np.array([padded] * rows), mesh))
+        logits = logits.numpy()[len(context) - 1, 0, : len(characters)]  # collective: all ranks call it
+        cumulative = np.exp(logits.astype(np.float64)).cumsum()
+        tokens.append(int(np.searchsorted(cumulative, rng.random() * cumulative[-1])))
+    return "".join(characters[token] for token in tokens[1:])
+
+
+def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir="", save_every=100, log_interval=0):
+    """Train up to a step, from the newest checkpoint on; returns the model and the loss of each step.
+
+    meshes: what `placements` returns. log_interval: print the loss after every so many steps; 0: never.
+    """
+    config = config or Config()
+    config.check(meshes)
+    characters, tokens = corpus()
+    if config.vocab_size is None:  # a multiple of the heads is one of --tensor too
+        rows = -(-len(characters) // config.num_heads) * config.num_heads
+        config = dataclasses.replace(config, vocab_size=rows)
+
+    model = GPT(meshes, config, seed)
+    clipping = {"clip_grad_max_norm": config.clip_grad, "clip_grad_norm_type": 2.0} if config.clip_grad else {}
+    optimizer = flow.optim.AdamW([{"params": model.parameters(), **clipping}], lr=1e-3, weight_decay=0.01)
+    training = TrainingGraph(model, optimizer) if graph else None
+    first = newest_checkpoint(checkpoint_dir)
     if first:
-        state = flow.load(f"{folder}/{first}", global_src_rank=0)
-        if graph:
-            model.load_state_dict(state)  # before the first call of the graph
-        else:
-            module.load_state_dict(state["module"])
-            optimizer.load_state_dict(state["optimizer"])
+        state = flow.load(f"{checkpoint_dir}/{first}", global_src_rank=0)
+        load_training_state(state, first, model, optimizer, training)
 
-    def call(model, *rows):  # ids and targets, which the first and the last stage want
-        own = [flow.tensor(np.split(ids, data)[rank // tensor % data], device=device) for ids in rows]
-        return model(*[x.to_global(placement=meshes[-i], sbp=layout["ids"]) for i, x in enumerate(own)])
-
-    def batch_of(step):  # of the step alone, so that a job that goes on draws the same
-        starts = np.random.default_rng([seed, step]).integers(len(text) - length, size=(batch, 1))
-        return text[starts + np.arange(length + 1)]
-
-    losses, began = [], time.monotonic()
+    losses, begin = [], time.monotonic()
     for step in range(first + 1, steps + 1):
-        parts = [batch_of(step)] if graph else np.split(batch_of(step), micro_batches)  # a graph splits by itself
-        losses.append(0)
-        for rows in parts:
-            loss = call(model, rows[:, :-1], rows[:, 1:])
-            if not graph:
-                (loss / micro_batches).backward()  # adds to .grad
-            losses[-1] += loss.detach().numpy().mean() / len(parts)  # collective: all ranks call it
-        if not graph:
-            if clip:
-                optimizer.clip_grad()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if report and rank == 0 and (step % 10 == 0 or step == steps):
-            pace = (time.monotonic() - began) / (step - first)
-            line = f"step {step}  loss {losses[-1]:.3f}  {batch * length / pace:.0f} tokens/s  "
-            print(line + f"{pace * (steps - step):.0f} s left", flush=True)
-        if folder and (step % every == 0 or step == steps):
-            eager = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
-            save(model.state_dict() if graph else eager, folder, step)
-
-    with flow.no_grad():
-        rows, rng, seen = batch_of(steps + 1), np.random.default_rng(seed), [0]
-        losses.append(call(module, rows[:, :-1], rows[:, 1:]).numpy())
-        alone = GPT([flow.placement(device, [[0]])], LAYOUT, LAYOUT, *sizes)
-        alone.load_state_dict(module.state_dict())
-        ids = flow.tensor(rows, placement=alone.head.mesh, sbp=LAYOUT["ids"])
-        same = alone(ids[:, :-1], ids[:, 1:])
-        for _ in range(sample):
-            last = seen[-length:]
-            logits = call(module, np.array([last + [0] * (length - len(last))] * data)).numpy()[len(last) - 1, 0]
-            chances = np.exp(logits[: len(letters)].astype(float)).cumsum()
-            seen.append(int(np.searchsorted(chances, rng.random() * chances[-1])))
-    print("".join(letters[i] for i in seen[1:])) if report and rank == 0 and sample else None
-    losses, seen = (flow.tensor(np.array(x), placement=flow.placement.all(device), sbp=B) for x in (losses, seen))
-    return {**dict(module.named_parameters()), "losses": losses, "loss alone": same, "drawn": seen}
+        ids, targets = batch_of(tokens, config, seed, step)
+        if graph:
+            loss = training(to_mesh(ids, meshes[0]), to_mesh(targets, meshes[-1]))
+        else:
+            loss = eager_step(model, optimizer, ids, targets)
+        losses.append(loss.numpy().mean())  # collective: all ranks call it; a graph has one for each micro-batch
+        if log_interval and flow.env.get_rank() == 0 and (step % log_interval == 0 or step == steps):
+            rate = ids.size * (step - first) / (time.monotonic() - begin)
+            print(f"step {step}  loss {losses[-1]:.3f}  {rate:.0f} tokens/s", flush=True)
+        if checkpoint_dir and (step % save_every == 0 or step == steps):
+            save(training_state(model, optimizer, training), checkpoint_dir, step)
+    return model, losses
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graph", action="store_true", help="run the model inside an nn.Graph")
+    parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--data", type=int, default=0, help="ranks along the data axis (default: all that are left)")
     parser.add_argument("--tensor", type=int, default=1, help="ranks along the tensor axis")
     parser.add_argument("--pipeline", type=int, default=1, help="stages")
     parser.add_argument("--sequence-parallel", action="store_true", help="split the residual along the tensor axis")
     parser.add_argument("--shard-weights", action="store_true", help="split weights along the data axis (FSDP)")
-    parser.add_argument("--micro-batches", type=int, default=1)
+    for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name))
+    parser.add_argument("--clip-grad", type=float, default=0.0, help="the largest norm of the gradients (default: any)")
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
-    parser.add_argument("--folder", default="", help="save checkpoints here, and go on from the last one")
-    parser.add_argument("--every", type=int, default=100, help="save after every so many steps")
-    parser.add_argument("--sample", type=int, default=200, help="write so many letters at the end")
-    tensors = run(**vars(parser.parse_args()), report=True)
+    parser.add_argument("--checkpoint-dir", default="", help="save checkpoints here, and resume from the newest")
+    parser.add_argument("--save-every", type=int, default=100, help="steps from one checkpoint to the next")
+    parser.add_argument("--sample-tokens", type=int, default=200, help="characters to write at the end")
+    parser.add_argument("--check", action="store_true", help="train on one rank too, and compare the losses")
+    args = parser.parse_args()
 
-    *_, loss = tensors["losses"].numpy()  # collective: all ranks call it
-    np.testing.assert_allclose(loss, tensors["loss alone"].numpy(), rtol=1e-4)
+    sizes = {field.name: getattr(args, field.name) for field in dataclasses.fields(Config) if field.name in args}
+    config = Config(**sizes)
+    try:
+        meshes = placements(args.device, flow.env.get_world_size(), args.data, args.tensor, args.pipeline)
+        config.check(meshes)
+    except ValueError as error:
+        parser.error(str(error))  # each rank ends with this line before it waits for another
+    checkpoints = {"checkpoint_dir": args.checkpoint_dir, "save_every": args.save_every}
+    model, losses = train(meshes, config, args.graph, steps=args.steps, **checkpoints, log_interval=10)
+
+    weights = list(model.parameters())
+    print(f"{sum(w.to_local().numel() for w in weights):,} of {sum(w.numel() for w in weights):,} weights")
+    text = sample(model, args.sample_tokens)
     if flow.env.get_rank() == 0:
-        print(f"the loss of the next batch, {loss:.4f}, is that of the same weights on a single rank")
+        print(text)
+    if args.check:
+        _, alone = train(placements(args.device, 1), config, args.graph, steps=args.steps)
+        np.testing.assert_allclose(losses, alone[len(alone) - len(losses) :], rtol=1e-4)
+        if flow.env.get_rank() == 0:
+            print("the losses are those of a single rank")
 
 
 if __name__ == "__main__":

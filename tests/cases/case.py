@@ -27,7 +27,7 @@ class Case:
     summed: tuple = ()
     # elements that each rank sends in one step of training, by the formula
     sends: list = None
-    # the tensors of each rank -> what else must be true of them: words -> whether it is so
+    # the tensors and arrays of each rank -> what else must be true of them: words -> whether it is so
     claims: Callable = lambda seen: {}
 
     # (SBP, ranks) of each global tensor whose value is read, in order: in training the loss of each step

@@ -1,6 +1,5 @@
 """recipes/transformer/gpt.py on all meshes: the runs of docs/gpt.md, and what is asserted of any run."""
 
-from collections import Counter
 from functools import lru_cache
 
 import numpy as np
@@ -8,8 +7,10 @@ import numpy as np
 from harness.measure import megatron
 from harness.measure.sent import between_ranks
 from harness.start.recipe import path_of
-from tests.cases import ROOT, reference, reference_gpt
-from tests.cases.ladder import Checks
+from tests.cases import ROOT, reference_gpt
+from tests.cases.case import Case, in_steps
+from tests.cases.ladder import Checks, check_operations, check_tensors, shard_of
+from tests.cases.reference import Value
 
 TRAINED = f"{ROOT / 'tests' / 'on_rank_gpt.py'}:trained"
 MESHES = [
@@ -19,7 +20,8 @@ MESHES = [
     for pipeline in (1, 2, 4)
     if data * tensor * pipeline <= 4
 ]
-SIZES = {"batch": 16, "length": 32, "layers": 4, "width": 128, "heads": 4}  # large enough for the formulas of bytes
+# large enough for the formulas of bytes
+SIZES = {"batch_size": 16, "seq_len": 32, "num_layers": 4, "hidden_size": 128, "num_heads": 4}
 LAYOUTS = {  # options and steps, by their names in docs/gpt.md
     "plain": {"steps": 50, "sample": 40},
     "sequence parallel": {"steps": 4, "sequence_parallel": True},
@@ -31,64 +33,65 @@ ROWS = [  # of the page's table: each layout on the meshes where it differs from
     for layout in LAYOUTS
     if layout == "plain" or mesh[1 if layout == "sequence parallel" else 0] > 1
 ]
-SMALL = {"batch": 8, "length": 8, "layers": 2, "width": 16, "heads": 4}
+SMALL = {"batch_size": 8, "seq_len": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 4}
 RUNS = [  # of the default suite: data, tensor, pipeline, and what else
-    ((2, 1, 1), {"shard_weights": True, "micro_batches": 2, "clip": 0.5}),
+    ((2, 1, 1), {"shard_weights": True, "micro_batches": 2, "clip_grad": 0.5}),
     ((1, 2, 1), {"graph": True, "sequence_parallel": True, "micro_batches": 2}),
     ((1, 1, 2), {"graph": True, "micro_batches": 4}),
 ]
-wanted = lru_cache(maxsize=None)(reference_gpt.trained)
+known = lru_cache(maxsize=None)(reference_gpt.trained)
 
 KINDS = {"tokens": "vocabulary", "qkv": "column", "project": "row", "up": "column", "down": "row"}
-SBPS = {"vocabulary": ("B", "S(0)"), "column": ("B", "S(1)"), "row": ("B", "S(0)"), "whole": ("B", "B")}
-MATMULS = {  # the SBPs of x, of w and of the product, on each mesh: columns, attention by heads, rows
-    ("S(1), B", "B, S(1)", "S(1), S(2)"),
-    ("S(0), S(1)", "S(0), S(1)", "S(0), S(1)"),
-    ("S(1), S(2)", "B, S(0)", "S(1), P"),
-}
-SHARDED = {"vocabulary": ("S(1)", "S(0)"), "column": ("S(0)", "S(1)"), "row": ("S(1)", "S(0)"), "whole": ("B", "B")}
+SBPS = {"vocabulary": "B, S(0)", "column": "B, S(1)", "row": "B, S(0)", "replicated": "B, B"}
+SHARDED = {**SBPS, "vocabulary": "S(1), S(0)", "column": "S(0), S(1)", "row": "S(1), S(0)"}
+BATCH, PARTS, BY_HEAD, BY_COLUMN = "S(1), B", "S(1), P", "S(0), S(1)", "S(1), S(2)"  # of activations
 
 
 def mesh_of(mesh):
-    """The arguments of `run` for (data, tensor, pipeline)."""
+    """The arguments of `placements` for (data, tensor, pipeline)."""
     return dict(zip(("data", "tensor", "pipeline"), mesh))
+
+
+def stages_of(mesh):
+    """The ranks of each stage, as a mesh of data x tensor."""
+    data, tensor, pipeline = mesh
+    return np.arange(data * tensor * pipeline).reshape(pipeline, data, tensor).tolist()
 
 
 def prove(pool, path, mesh, **more):
     """Two small steps of the recipe, or of a changed one, on a mesh."""
-    seen = pool.call(TRAINED, path=str(path), steps=2, sample=9, **mesh_of(mesh), **more, **SMALL)
-    check(seen, wanted(steps=2, sample=9, clip=more.get("clip", 0.0), **SMALL), mesh, SMALL["layers"], **more)
+    prove_run(pool, path, mesh, {"steps": 2, "sample": 9, **more}, SMALL)
+
+
+def prove_run(pool, path, mesh, options, sizes, *what):
+    """Train on a mesh and check it; returns what all ranks saw, and what numpy found."""
+    seen = pool.call(TRAINED, path=str(path), **mesh_of(mesh), **options, **sizes)
+    exact = known(**{name: options[name] for name in ("steps", "sample", "clip_grad") if name in options}, **sizes)
+    check(seen, exact, mesh, options, sizes, *what)
+    return seen, exact
 
 
 def row_run(pool, mesh, layout, graph, **shorter):
     """Make the run of a row on a pool, check it and return its figures, as data. shorter: other steps and sample."""
-    given = {**LAYOUTS[layout], **shorter}
-    seen = pool.call(TRAINED, path=str(path_of("gpt")), graph=graph, **mesh_of(mesh), **given, **SIZES)
-    exact = known(layout, **shorter)
-    check(seen, exact, mesh, SIZES["layers"], mesh, layout, **given)
+    options = {**LAYOUTS[layout], **shorter, "graph": graph}
+    seen, exact = prove_run(pool, path_of("gpt"), mesh, options, SIZES, mesh, layout)
     return {"mesh": mesh, "layout": layout, "graph": graph, **facts(seen, exact, mesh)}
-
-
-def known(layout, **shorter):
-    """What numpy finds for a row."""
-    given = {"sample": 0, **LAYOUTS[layout], **shorter}
-    return wanted(steps=given["steps"], sample=given["sample"], **SIZES)
 
 
 def facts(seen, exact, mesh):
     """The figures of a run: how far it is from numpy, what moved along each axis in a step, what a rank keeps."""
     first = seen[0]
-    off = first["tensors"]["losses"]["value"] - exact["losses"]
-    gradients = [
-        np.abs(first["moments"][name] / 0.1 - gradient).max() / np.abs(gradient).max()
-        for name, gradient in exact["first"].items()
-    ]
+    gradients = []
+    for name, gradient in exact["first"].items():
+        found = first["tensors"][f"{name} exp_avg in step 1"]["value"] / 0.1
+        gradients.append(np.abs(found - gradient.exact).max() / np.abs(gradient.exact).max())
     moved = dict.fromkeys((*megatron.AXES, "others"), 0)
     for ranks, count in sent_in_a_step(seen).items():
         moved[axis_of(mesh, *ranks)] += count
     most = max((result["kept"] for result in seen), key=lambda kept: sum(kept.values()))
+    off = first["arrays"]["losses"].astype(np.float64) - exact["losses"]
     moved = {axis: round(count) for axis, count in moved.items()}
-    return {"off": off.tolist(), "gradient": max(gradients), "moved": moved, "kept": most}
+    return {"loss_errors": off.tolist(), "gradient_error": max(gradients), "sent": moved, "held": most}
 
 
 def sent_in_a_step(seen):
@@ -107,102 +110,188 @@ def axis_of(mesh, *ranks):
     return axes[0] if len(axes) == 1 else "others"
 
 
-@lru_cache(maxsize=None)
-def letters():
-    """The rows of the table of letters, which the heads divide."""
-    return -(-len(reference_gpt.text()[0]) // SIZES["heads"]) * SIZES["heads"]
-
-
 def formulas(mesh, layout):
     """(bytes by axis, bytes that are kept) of a row by megatron.py."""
-    sizes = {**SIZES, "letters": letters()}
+    sizes = {name: size for name, size in SIZES.items() if name != "num_heads"}
+    sizes["vocab_size"] = reference_gpt.vocab_size_of(SIZES["num_heads"])
     options = [name for name in LAYOUTS[layout] if name not in ("steps", "sample")]
-    given = {**{name: size for name, size in sizes.items() if name != "heads"}, **dict.fromkeys(options, True)}
-    return megatron.moved(mesh, **given), megatron.kept(mesh, **given)
+    sizes.update(dict.fromkeys(options, True))
+    return megatron.moved(mesh, **sizes), megatron.kept(mesh, **sizes)
 
 
-def layout_of(name, mesh, layers, shard_weights):
-    """The SBPs of a weight, and the ranks of its stage."""
-    data, tensor, pipeline = mesh
+def layout_of(name, mesh, num_layers, shard_weights):
+    """(SBP, ranks) of a weight: that of its kind, on its stage."""
+    stages = stages_of(mesh)
     part, *number, weight = name.split(".")
-    stage = {"embedding": 0, "head": pipeline - 1}.get(part, number and int(number[0]) * pipeline // layers)
-    table = SHARDED if shard_weights else SBPS
-    ranks = np.arange(data * tensor * pipeline).reshape(pipeline, data, tensor)[stage]
-    return table[KINDS.get(weight, "whole")], ranks
+    stage = {"embedding": 0, "head": -1}.get(part, number and int(number[0]) * len(stages) // num_layers)
+    return (SHARDED if shard_weights else SBPS)[KINDS.get(weight, "replicated")], stages[stage]
 
 
-def check_layout(name, found, sbps, ranks, rank):
-    Checks.equal((found["sbp"], found["ranks"]), (", ".join(sbps), ranks.tolist()), rank, name, "SBP and ranks")
-    [*where], value = np.argwhere(ranks == rank), found["value"]
-    Checks.equal(found["shard"] is not None, len(where) > 0, rank, name, "holds something")
-    for place in where:
-        for sbp, position, n in zip(sbps, place, ranks.shape):
-            if sbp != "B":
-                value = value[reference.split(value.shape, int(sbp[2:-1]), position, n)]
-        Checks.that((found["shard"] == value).all(), rank, name, "shard")
+def check(seen, exact, mesh, options, sizes, *what):
+    """What all ranks saw of a run, on the ladder; where an axis has one rank, S and P along it may be called B.
 
-
-def moves_of(layers, sequence_parallel, shard_weights):
-    """{(SBP before, after, that of the gradient): how many} in a pass: of the residual, and of sharded weights."""
-    residual, twice = "S(1), S(0)" if sequence_parallel else "S(1), B", 2 * layers
-    moves = {(residual, "S(1), B", residual): twice + 1, ("S(1), P", residual, "S(1), B"): twice + 1}
-    of_kinds = {"column": twice, "row": twice + 1} if shard_weights else {}  # the table is split as a row weight is
-    for kind, count in of_kinds.items():
-        at_rest, in_use = ", ".join(SHARDED[kind]), ", ".join(SBPS[kind])
-        moves[at_rest, in_use, at_rest] = count
-    return moves
-
-
-def by_axis(found, mesh):
-    """The same tuples of SBPs, with B along an axis of one rank: there OneFlow may call a split B, or a B split.
-
-    found: a set of them, or how many of each; returns the same.
+    And the text, and the SBP of the logits in the cross-entropy, of which any gives the right values.
     """
-    sizes, named = mesh[:2], Counter()
-    for sbps in found:
-        key = tuple(", ".join("B" if n == 1 else one for one, n in zip(sbp.split(", "), sizes)) for sbp in sbps)
-        named[key] += found[sbps] if isinstance(found, dict) else 1
-    return named if isinstance(found, dict) else set(named)
-
-
-def stages_of(mesh, layers):
-    """(number, ranks) of the stage of the embedding, of each block and of the head."""
-    data, tensor, pipeline = mesh
-    ranks = np.arange(data * tensor * pipeline).reshape(pipeline, data, tensor).tolist()
-    return [(i, ranks[i]) for i in (0, *(block * pipeline // layers for block in range(layers)), pipeline - 1)]
-
-
-def parts_of(name, array, heads):
-    """The gradients of queries, keys and values, whose sizes differ; any other as it is."""
-    return np.split(array.reshape(len(array), heads, -1), 3, axis=-1) if name.endswith("qkv") else [array]
-
-
-def check(seen, wanted, mesh, layers, *what, shard_weights=False, sequence_parallel=False, **_):
-    """What all ranks saw of a run on a mesh, against what numpy found."""
-    steps = len(wanted["losses"]) - 1
+    case = case_of(mesh, exact, sizes, options)
+    check_tensors(case, seen)
+    check_operations(case, options.get("graph", False), [renamed(result, mesh) for result in seen])
     for rank, result in enumerate(seen):
-        tensors, told = result["tensors"], (*what, "rank", rank)
-        for name, gradient in wanted["first"].items():
-            check_layout(name, tensors[name], *layout_of(name, mesh, layers, shard_weights), rank)
-            found = result["moments"][name] / 0.1  # AdamW's first moment is a tenth of it
-            for one, exact in zip(parts_of(name, found, wanted["heads"]), parts_of(name, gradient, wanted["heads"])):
-                off = np.abs(one - exact).max() / np.abs(exact).max()  # at most 1e-6 was seen
-                Checks.that(off <= 4e-6, *told, name, "first gradient is off by", off, "of the largest")
-            off = np.abs(tensors[name]["value"] - wanted["weights"][name]).mean()  # AdamW scales tiny gradients up
-            Checks.that(off <= 1e-7 * steps, *told, name, "weight at the end is off by", off)
-        off = np.abs(tensors["losses"]["value"] - wanted["losses"]).max()
-        Checks.that(off <= 1e-4, *told, "losses are off by", off)
-        off = abs(tensors["loss alone"]["value"] - wanted["losses"][-1])
-        Checks.that(off <= 1e-4, *told, "the loss by rank 0 alone is off by", off)
-        Checks.equal(tensors["loss alone"]["ranks"], [[0]], *told, "ranks of the loss by rank 0 alone")
-        Checks.equal(tensors["drawn"]["value"].tolist(), wanted["drawn"], *told, "letters")
-        Checks.equal(by_axis(result["matmuls"], mesh), by_axis(MATMULS, mesh), *told, "SBPs of the matmuls")
-        logits = by_axis(result["logits"], mesh)  # any SBP gives the right values
-        Checks.equal(logits, by_axis({("S(0), S(1)",)}, mesh), *told, "SBP of the logits in the loss")
-        if result["stages"] is not None:
-            Checks.equal(result["stages"], stages_of(mesh, layers), *told, "stages of the graph")
-        for matmuls, moves in result["passes"]:
-            Checks.equal(matmuls, 6 * layers + 1, *told, "number of matmuls in a forward pass")
-            moves_wanted = moves_of(layers, sequence_parallel, shard_weights)
-            Checks.equal(by_axis(moves, mesh), by_axis(moves_wanted, mesh), *told, "moves in a forward pass")
-        Checks.equal(result["without_identity"], [], *told, "weights that micro-batches read without identity")
+        Checks.equal(result["text"], exact["text"], *what, "rank", rank, "text")
+        logits = {plain(sbp, mesh) for (sbp,) in result["logits"]}
+        Checks.equal(logits, {plain(BY_HEAD, mesh)}, *what, "rank", rank, "SBP of the logits in the loss")
+
+
+def plain(sbp, mesh):
+    """An SBP with B along an axis of one rank: there OneFlow may call a split B, or a B split."""
+    return ", ".join("B" if n == 1 else one for one, n in zip(sbp.split(", "), mesh))
+
+
+def renamed(result, mesh):
+    """What a rank saw, with plain SBPs."""
+    matmuls = [plain_layouts(operands, mesh) for operands in result["matmuls"]]
+    moves = [plain_layouts(move, mesh) for move in result["moves"]]
+    return {**result, "matmuls": matmuls, "moves": moves, "reads": plain_layouts(result["reads"], mesh)}
+
+
+def plain_layouts(layouts, mesh):
+    """(SBP, ranks, ...) of each, or its SBP alone, with a plain SBP."""
+    return [plain(one, mesh) if isinstance(one, str) else (plain(one[0], mesh), *one[1:]) for one in layouts]
+
+
+def case_of(mesh, exact, sizes, options):
+    """The Case of a run: its weights before and after, the first gradients, the losses, and all that it does."""
+    options = {"graph": False, "micro_batches": 1, "sequence_parallel": False, "shard_weights": False, **options}
+    graph, steps, num_layers = options["graph"], options["steps"], sizes["num_layers"]
+    weights = {name: layout_of(name, mesh, num_layers, options["shard_weights"]) for name in exact["initial"]}
+    values, layout = {}, {}
+    for name, where in weights.items():
+        new, moment = Value(exact["new"][name].exact), Value(0.1 * exact["first"][name].exact)  # of AdamW
+        new.bound = 2e-3 * steps  # it scales tiny gradients up: their rounding may move a weight by the learning rate
+        moment.bound = gradient_bound(name, moment.exact, sizes["num_heads"])
+        of_name = {name: exact["initial"][name], f"new {name}": new}
+        of_name[f"{name} exp_avg in step 1"] = moment
+        values.update(of_name)
+        layout.update(dict.fromkeys(of_name, where))
+    losses = Value(exact["losses"])
+    losses.bound = 1e-4
+    passes = {"graph": graph, "steps": steps, "passes": options["micro_batches"]}
+    clipping = clip_moves(weights.values()) if options.get("clip_grad") and not graph else []
+    moves = in_steps(forward=forward_moves(mesh, num_layers, options), after=clipping, **passes)
+    read = ("P, P" if graph else "B, B", stages_of(mesh)[-1])
+    return Case(
+        {**layout, "losses": ("B, B", [])},  # an array, which has no layout
+        {**values, "losses": losses},
+        in_steps(forward=forward_matmuls(mesh, sizes, options["micro_batches"]), **passes),
+        [plain_layouts(move, mesh) for move in moves],
+        stages=graph_stages(mesh, num_layers),
+        reads=plain_layouts([read] * steps, mesh),
+        claims=lambda ranks: mean_differences(ranks, values, layout, steps),
+    )
+
+
+def mean_differences(ranks, values, layout, steps):
+    """The claim that each rank's shard and value of each new weight are right on the average."""
+    claims = {}
+    for rank, tensors in enumerate(ranks):
+        for name in (name for name in values if name.startswith("new ")):
+            value, found = values[name], tensors[name]
+            shard = shard_of(value, *layout[name], rank, None)
+            off = np.abs(found["value"] - value.exact).mean()
+            if shard is not None:
+                off = max(off, np.abs(found["shard"] - shard.exact).mean())
+            claims[f"rank {rank}: {name} is off by {off} on the average"] = off <= 1e-7 * steps
+    return claims
+
+
+def gradient_bound(name, exact, num_heads):
+    """4e-6 of the largest number; at most 1e-6 was seen. Queries, keys and values have gradients of different sizes."""
+    if not name.endswith("qkv"):
+        return 4e-6 * np.abs(exact).max()
+    parts = np.split(exact.reshape(len(exact), num_heads, -1), 3, axis=-1)
+    bounds = [np.full(part.shape, 4e-6 * np.abs(part).max()) for part in parts]
+    return np.concatenate(bounds, -1).reshape(exact.shape)
+
+
+def stage_of_each(mesh, num_layers):
+    """The number of the stage of the embedding, of each block and of the head."""
+    pipeline = mesh[2]
+    return [0, *(i * pipeline // num_layers for i in range(num_layers)), pipeline - 1]
+
+
+def graph_stages(mesh, num_layers):
+    return [(stage, stages_of(mesh)[stage]) for stage in stage_of_each(mesh, num_layers)]
+
+
+def forward_matmuls(mesh, sizes, micro_batches):
+    """(SBP, ranks, shape) of x, w and the product of each matmul of a forward pass, in order."""
+    length, hidden, heads = sizes["seq_len"], sizes["hidden_size"], sizes["num_heads"]
+    batch, head_size = sizes["batch_size"] // micro_batches, hidden // heads
+
+    def column(ranks, columns):
+        shapes = (length, batch, hidden), (hidden, columns), (length, batch, columns)
+        return tuple(zip((BATCH, SBPS["column"], BY_COLUMN), [ranks] * 3, shapes))
+
+    def row(ranks, rows):
+        shapes = (length, batch, rows), (rows, hidden), (length, batch, hidden)
+        return tuple(zip((BY_COLUMN, SBPS["row"], PARTS), [ranks] * 3, shapes))
+
+    def by_head(ranks, rows, inner, columns):
+        shapes = (rows, inner), (inner, columns), (rows, columns)
+        return tuple((BY_HEAD, ranks, (batch, heads, *shape)) for shape in shapes)
+
+    matmuls = []
+    for stage in stage_of_each(mesh, sizes["num_layers"])[1:-1]:
+        ranks = stages_of(mesh)[stage]
+        scores, values = by_head(ranks, length, head_size, length), by_head(ranks, length, length, head_size)
+        matmuls += [column(ranks, 3 * hidden), scores, values, row(ranks, hidden)]
+        matmuls += [column(ranks, 4 * hidden), row(ranks, 4 * hidden)]
+    matmuls.append(column(stages_of(mesh)[-1], reference_gpt.vocab_size_of(heads)))
+    return [plain_layouts(operands, mesh) for operands in matmuls]
+
+
+def clip_moves(weights):
+    """How OneFlow clips gradients of these layouts in eager mode: each norm goes to the first stage, their scale back."""
+    first = next(iter(weights))[1]
+    norms = [[((sbp, ranks), ("B, B", ranks)), (("B, B", ranks), ("B, B", first))] for sbp, ranks in weights]
+    return [move for pair in norms for move in pair] + [(("B, B", first), ("B, B", ranks)) for _, ranks in weights]
+
+
+def forward_moves(mesh, num_layers, options):
+    """(SBP, ranks) before and after each to_global of a forward pass, and the SBP of its gradient, in order.
+
+    In a graph set_stage moves what comes into each part to its ranks first.
+    """
+    residual, table = "S(1), S(0)" if options["sequence_parallel"] else BATCH, SBPS["vocabulary"]
+    stages, moves, graph = stages_of(mesh), [], options["graph"]
+
+    def move(old, new, ranks, *gradient):
+        moves.append(((old, ranks), (new, ranks), *gradient))
+
+    def move_in(sbp, before, here):
+        if graph:
+            moves.append(((sbp, before), (sbp, here)))
+            before = here
+        moves.append(((sbp, before), (sbp, here)))
+
+    def weight(kind, ranks):
+        if options["shard_weights"]:
+            move(SHARDED[kind], SBPS[kind], ranks, SHARDED[kind])
+
+    here = stages[0]
+    if graph:
+        move("S(0), B", "S(0), B", here)
+    weight("vocabulary", here)
+    move(PARTS, residual, here, BATCH)
+    for stage in stage_of_each(mesh, num_layers)[1:-1]:
+        before, here = here, stages[stage]
+        move_in(residual, before, here)
+        for _ in range(2):  # attention and MLP
+            move(residual, BATCH, here, residual)
+            weight("column", here)
+            weight("row", here)
+            move(PARTS, residual, here, BATCH)
+    if graph:
+        moves.append(((residual, here), (residual, stages[-1])))
+    move_in(table, stages[0], stages[-1])
+    move(residual, BATCH, stages[-1], residual)
+    return moves

@@ -1,7 +1,7 @@
 """The chapter of memory: the same network, with less of it on each rank."""
 
 from tests.cases import reference
-from tests.cases.case import Case, all_reduce, case_of_recipe, in_steps, placed, reduced, weights_of
+from tests.cases.case import Case, case_of_recipe, in_steps, placed, reduced, weights_of
 from tests.cases.training import UNEVEN, two_matmuls
 
 
@@ -15,7 +15,8 @@ def fully_sharded(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
         placed(values, ranks, "S(0)", losses="B"),
         values,
         in_steps(graph, steps, two_matmuls(values, ranks, *whole)),
-        in_steps(graph, steps, [gather] * 2, [all_reduce(ranks)]),
+        in_steps(graph, steps, [gather] * 2),
+        reads=[("P", ranks)] * steps,
         sends=[reduced(n, weights_of(values))] * n,
     )
 
@@ -37,27 +38,32 @@ def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, matmul_scale=1.0, *
         layout,
         values,
         two_matmuls(values, ranks),
-        [all_reduce(ranks)] * steps,
+        reads=[("P", ranks)] * steps,
         sends=[reduced(n, weights_of(values))] * n,
     )
+
+
+BLOCKS = {"w0": "w_up0", "w1": "w_down0", "w2": "w_up1", "w3": "w_down1"}
 
 
 @case_of_recipe({"uneven": UNEVEN, "off": {"checkpointing": False}})
 def activation_checkpointing(
     n, graph=False, steps=3, checkpointing=True, batch=8, in_features=4, hidden=8, out_features=4, **more
 ):
-    """block(block(x)), where block(x) = relu(x @ w0) @ w1."""
+    """block(block(x)), where block(x) = relu(x @ w_up) @ w_down."""
     ranks, widths = list(range(n)), [in_features, hidden, in_features, hidden, out_features]
-    values = reference.trained("sgd", batch=batch, widths=widths, linear=(1,), shrink=4, steps=steps, **more)
+    trained = reference.trained("sgd", batch=batch, widths=widths, linear=(1,), shrink=4, steps=steps, **more)
+    values = {" ".join(BLOCKS.get(word, word) for word in name.split()): value for name, value in trained.items()}
     a0 = a2 = ("S(0)", ranks, (batch, hidden))
     a1, out = [("S(0)", ranks, values[name].exact.shape) for name in ("x", "y")]
-    first, second = [("x", "w0", a0), (a0, "w1", a1)], [(a1, "w2", a2), (a2, "w3", out)]
+    first, second = [("x", "w_up0", a0), (a0, "w_down0", a1)], [(a1, "w_up1", a2), (a2, "w_down1", out)]
     again = second + first if checkpointing and not graph else []  # in a graph OneFlow's compiler adds them
     return Case(
         placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
         in_steps(graph, steps, first + second + again),
-        [all_reduce(ranks)] * steps,
+        reads=[("P", ranks)] * steps,
+        recomputed={"matmul": 4, "relu": 2} if checkpointing else {},
         sends=[reduced(n, weights_of(values))] * n,
     )
 
@@ -71,7 +77,9 @@ AUTO_PARALLEL = {
 
 
 @case_of_recipe(AUTO_PARALLEL, graph_only=True)
-def auto_parallel(n, graph=True, steps=3, matmul_scale=1.0, batch=8, in_features=256, hidden=1024, out_features=256, seed=0):
+def auto_parallel(
+    n, graph=True, steps=3, matmul_scale=1.0, batch=8, in_features=256, hidden=1024, out_features=256, seed=0
+):
     """What OneFlow chooses cannot be derived: these are the two layouts, and the sizes here are not near the border."""
     ranks = list(range(n))
     sizes = {"batch": batch, "in_features": in_features, "hidden": hidden, "out_features": out_features}
@@ -83,6 +91,6 @@ def auto_parallel(n, graph=True, steps=3, matmul_scale=1.0, batch=8, in_features
         {**placed(values, ranks, x="S(0)", y="S(0)"), **layout},
         values,
         two_matmuls(values, ranks),  # as the script says, not as run
-        [all_reduce(ranks)] * steps,
+        reads=[("P", ranks)] * steps,
         sends=[(n - 1) / n * batch * (in_features + 3 * out_features)] * n,
     )

@@ -54,10 +54,16 @@ class Value:
     def __getitem__(self, index):
         def back(g):
             whole = np.zeros_like(self.exact)
-            np.add.at(whole, index, g)
+            if isinstance(index, np.ndarray) or isinstance(index, tuple) and any(isinstance(one, np.ndarray) for one in index):
+                np.add.at(whole, index, g)  # a row may be taken more than once
+            else:
+                whole[index] = g
             return whole
 
-        return self.same_numbers(self.exact[index], back)
+        value = self.same_numbers(self.exact[index], back)
+        if np.ndim(self.bound):  # each number has its own
+            value.bound = self.bound[index]
+        return value
 
     def reshape(self, *shape):
         return self.same_numbers(self.exact.reshape(shape), lambda g: g.reshape(self.exact.shape))
@@ -175,11 +181,13 @@ def conversions(source, seed=0, rows=4, columns=6, world_size=None):
 class Optimizer:
     """SGD, momentum, Adam (D. Kingma and J. Ba, arXiv:1412.6980), AdamW (I. Loshchilov and F. Hutter, 1711.05101).
 
-    graph: as in an nn.Graph, which computes Adam's bias correction in float32 too; 1 - 0.999 is another number there.
+    decay: the weight decay of AdamW. graph: as in an nn.Graph, which computes Adam's bias correction in float32 too;
+    1 - 0.999 is another number there.
     """
 
-    def __init__(self, name="sgd", rate=LEARNING_RATE, graph=False):
-        self.name, self.rate, self.graph, self.state, self.steps = name, rate, graph, {}, 0
+    def __init__(self, name="sgd", rate=LEARNING_RATE, graph=False, decay=0.2):
+        self.name, self.rate, self.graph, self.decay = name, rate, graph, decay
+        self.state, self.steps = {}, 0
 
     def step(self, weights, gradients):
         """The new weights, by name; `state` has the moments by the names that recipes give them."""
@@ -194,7 +202,7 @@ class Optimizer:
             return self.moment(f"{name} momentum_buf", 0.9, gradient)
         mean = self.average(f"{name} exp_avg", 0.9, gradient)
         square = self.average(f"{name} exp_avg_sq", 0.999, gradient**2)
-        return mean / (np.sqrt(square) + 1e-8) + (0.2 * w if self.name == "adamw" else 0)
+        return mean / (np.sqrt(square) + 1e-8) + (self.decay * w if self.name == "adamw" else 0)
 
     def moment(self, name, beta, new):
         before = self.state[name].exact if name in self.state else 0

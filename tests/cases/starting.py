@@ -16,9 +16,10 @@ def hello_ranks(n, graph=False, nodes=1):
     first = ipaddress.ip_address("127.0.0.1" if nodes == 1 else "10.0.0.1")  # as tests/hosts.py gives them
     rows = Value([[rank, rank % each, int(first + rank // each)] for rank in ranks], dtype="int64")
     return Case(
-        {"mine": ("S(0)", ranks), "all": ("B", ranks)},
-        {"mine": rows, "all": rows},
+        {"mine": ("S(0)", ranks), "everyone": ("B", ranks)},
+        {"mine": rows, "everyone": rows},
         moves=[(("local", []), ("S(0)", ranks)), (("S(0)", ranks), ("B", ranks))],
+        reads=[],
     )
 
 
@@ -27,22 +28,19 @@ def rendezvous(n, graph=False):
     ranks = list(range(n))
     numbers, total = Value([[rank] for rank in ranks]), Value([[sum(ranks)]])
     return Case(
-        {"number": ("S(0)", ranks), "partial": ("P", ranks), "sum": ("B", ranks)},
-        {"number": numbers, "partial": total, "sum": total},
+        {"number": ("S(0)", ranks), "partial": ("P", ranks), "total": ("B", ranks)},
+        {"number": numbers, "partial": total, "total": total},
         moves=[(("local", []), ("S(0)", ranks)), all_reduce(ranks)],
         parts={"partial": [Value([[rank]]) for rank in ranks]},
+        reads=[],
     )
 
 
 @case_of_recipe({"uneven": UNEVEN, "three ranks": {**UNEVEN, "ranks": 3}})
 def spawn(n, graph=False, ranks=2, **sizes):
-    """All in the program that starts the ranks; what each of them held of x, w and out, and whether in a graph."""
+    """All in the program that starts the ranks, as arrays; tests/test_spawn.py has what the ranks do."""
     values = reference.one_layer(**sizes)
-    (batch, in_features), (_, out_features) = values["x"].exact.shape, values["w"].exact.shape
-    counts = [part.stop - part.start for part in reference.rows_of(batch, ranks)]
-    shards = [[k, in_features, in_features, out_features, k, out_features, int(graph)] for k in counts]
-    values["shards"] = Value(shards, dtype="int64")
-    return Case(placed(values, [], "local"), values, graph_calls=0)
+    return Case(placed(values, [], "local"), values, reads=[], graph_calls=0)
 
 
 @case_of_recipe({"uneven": UNEVEN, "an odd end": {"steps": 3, "every": 2, "seed": 2}})

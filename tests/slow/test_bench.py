@@ -10,6 +10,7 @@ import pytest
 from benchmarks import bench, formulas, gpt, page, peers, steps
 from harness.start.ranks import RankAssignment, cores_of
 from tests.cases import CASES, reference_gpt
+from tests.cases.reference import Value
 
 
 def test_threads_that_the_user_has_set_stay(monkeypatch):
@@ -72,7 +73,7 @@ def test_a_plot_is_of_what_was_found_and_legible_on_a_phone(name, theme):
     assert min(float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", plot)) >= 11
 
 
-SMALL = {"batch": 8, "length": 8, "layers": 1, "width": 16, "heads": 4}
+SMALL = {"batch_size": 8, "seq_len": 8, "num_layers": 1, "hidden_size": 16, "num_heads": 4}
 
 
 class Numpy:
@@ -94,8 +95,9 @@ class Numpy:
             return [[1.0]] * self.ranks
         w = dict(np.load(file))
         rows, losses = w.pop("rows"), reference_gpt.trained(gpt.TRAINED, **SMALL)["losses"]
-        first, _ = reference_gpt.loss_and_gradients(w, rows[0, :, :-1], rows[0, :, 1:], heads)
-        assert first == pytest.approx(losses[0]) and len(rows) == gpt.TRAINED
+        w = {name: Value(weight) for name, weight in w.items()}
+        first = reference_gpt.loss_of(w, rows[0, :, :-1], rows[0, :, 1:], heads)
+        assert first.exact == pytest.approx(losses[0]) and len(rows) == gpt.TRAINED
         return [
             {"losses": [x + self.off for x in losses], "seconds": [1.0], "backward": 0.5, "update": 0.2}
         ] * self.ranks

@@ -1,6 +1,9 @@
 """The command that breaks recipes on purpose finds the places to break, and tells red from green."""
 
+import pytest
+
 from benchmarks import mutate
+from benchmarks.mutations import lesson, mutants
 from harness.start.recipe import path_of
 from tests.cases import CASES, WITHOUT_CASE
 from tests.cases.ladder import OBSERVE
@@ -9,6 +12,8 @@ from tests.cases.ladder import OBSERVE
 PLACES = {
     **dict.fromkeys(("flow.sbp.broadcast", "flow.sbp.split(", "flow.sbp.partial_sum"), 3),
     "flow.placement(": 4,
+    "flow.placement.all(": 2,
+    "nn.Linear(": 5,
     "flow._C.identity(": 1,
     "os.replace(": 1,
     "os.fsync(": 1,
@@ -21,14 +26,69 @@ METHODS = {".set_stage(": 5, ".set_epoch(": 1, ".zero_grad(": 1, ".kill()": 1, "
 def test_every_recipe_is_broken_in_every_layout_and_every_cure_that_it_states():
     for name in (*CASES, *WITHOUT_CASE):
         source = path_of(name).read_text()
-        changes = [change.split(" -> ")[0] for _, change, _ in mutate.mutants(source)]
-        lesson = mutate.lesson(source)[source.index("\nimport") :]  # without the docstring
-        lesson = "".join(line.split("#")[0] for line in lesson.splitlines(keepends=True))
+        found = list(mutants(source))
+        changes = [mutant.change.split(" -> ")[0] for mutant in found]
+        code = source[source.index("\nimport") :]  # without the docstring
+        code = "".join(line.split("#")[0] for line in code.splitlines(keepends=True))
         for words, times in PLACES.items():
-            assert sum(change.startswith(words) for change in changes) >= times * lesson.count(words), (name, words)
+            assert sum(change.startswith(words) for change in changes) >= times * code.count(words), (name, words)
         for words, times in METHODS.items():
-            assert sum(words in change for change in changes) >= times * lesson.count(words), (name, words)
-        assert all(source != changed for _, _, changed in mutate.mutants(source))
+            assert sum(words in change for change in changes) >= times * lesson(code).count(words), (name, words)
+        assert all(source != mutant.source for mutant in found)
+
+
+PLANNED = """
+import oneflow as flow
+from oneflow import nn
+
+class Column(nn.Linear):
+    pass
+
+class Row(nn.Linear):
+    pass
+
+PLAN = {"up": Column}
+
+def placements(device, n):
+    return flow.placement(device, [[0, 1], [2, 3]])
+
+def train(mesh, graph=False):
+    layer = nn.Linear(4, 8)
+    for kind in PLAN.values():
+        layer.__class__ = kind
+    if graph:
+        return layer
+
+def main():
+    train(flow.placement.all("cpu"), args.graph)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    "old, news",
+    [
+        ("Column", ["Row", "nn.Linear"]),
+        ("layer.__class__ = kind", ["pass"]),
+        ("nn.Linear(4, 8)", ["nn.Linear(8, 4)", "nn.Linear(4, 8, bias=False)"]),
+        ("graph", ["True", "False"]),
+        ("flow.placement(device, [[0, 1], [2, 3]])", ["flow.placement(device, ([[0, 1], [2, 3]])[:1])"]),
+    ],
+)
+def test_layers_their_classes_and_placements_are_changed_in_the_lesson(old, news):
+    changes = [mutant.change for mutant in mutants(PLANNED) if not mutant.in_main]
+    assert {f"{old} -> {new}" for new in news} <= set(changes)
+
+
+def test_placements_and_options_are_changed_in_main():
+    changes = [mutant.change for mutant in mutants(PLANNED) if mutant.in_main]
+    world = "flow.env.get_world_size()"
+    assert changes == [
+        *(f'flow.placement.all("cpu") -> flow.placement("cpu", [{rank}])' for rank in ("0", f"{world} - 1")),
+        *(f"args.graph -> {value}" for value in (True, False)),
+    ]
 
 
 def test_red_is_told_from_green(pools, tmp_path):
@@ -42,11 +102,28 @@ def test_red_is_told_from_green(pools, tmp_path):
     assert mutate.first_red(pools, path, "data_parallel") == "2 ranks, eager: rank 0: x: SBP is B and must be S(0)"
 
 
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ("flow.placement.all(args.device)", 'flow.placement("cpu", [0])', "out, matmuls, reads"),
+        ("flow.env.get_rank() == 0", "True", "main on rank 1: other out"),
+        ("x.numpy() @ w.numpy()", "x.numpy() @ -w.numpy()", "main fails on rank 0: Not equal to tolerance"),
+    ],
+)
+def test_changed_main_is_told_from_one_that_does_the_same(pools, tmp_path, old, new, words):
+    source, path = path_of("data_parallel").read_text(), tmp_path / "data_parallel.py"
+    path.write_text(source.replace('"out is"', '"out " "is"'))
+    assert mutate.first_red_of_main(pools, path, "data_parallel") is None
+    assert source.count(old) == 1
+    path.write_text(source.replace(old, new))
+    assert words in mutate.first_red_of_main(pools, path, "data_parallel")
+
+
 def test_pipeline_without_identity_is_red_whatever_its_weights_are(pools, tmp_path):
     """They come out wrong in a few of 100 trainings; what the graph reads is the same in all."""
     source, path = path_of("train_pipeline").read_text(), tmp_path / "train_pipeline.py"
-    [changed] = [new for _, change, new in mutate.mutants(source) if change.startswith("flow._C.identity")]
-    path.write_text(changed)
+    [changed] = [mutant for mutant in mutants(source) if mutant.change.startswith("flow._C.identity")]
+    path.write_text(changed.source)
     assert mutate.first_red(pools, path, "train_pipeline")
     for micro_batches, wrong in ((1, []), (2, ["model.0.w", "model.1.w"])):
         seen = pools(2).call(OBSERVE, path=str(path), graph=True, micro_batches=micro_batches)

@@ -42,18 +42,18 @@ def by_hand(hosts, script, ranks, *arguments, before=(), **variables):
 def meetings(hosts, tmp_path_factory):
     """Jobs of 4 ranks, begun together because they wait: by an address, and by a file in a folder."""
     folder, address = tmp_path_factory.mktemp("meetings"), f"tcp://{hosts.addresses[0]}:{free_port()}"
-    by_file = by_hand(hosts, RENDEZVOUS, [1, 0, 2, 3], "--meet", f"file://{folder}/job", before=WITH_A_WAY_OUT)
-    return {"address": by_hand(hosts, RENDEZVOUS, [3, 1, 0, 2], "--meet", address), "file": by_file, "folder": folder}
+    by_file = by_hand(hosts, RENDEZVOUS, [1, 0, 2, 3], "--init-method", f"file://{folder}/job", before=WITH_A_WAY_OUT)
+    return {"address": by_hand(hosts, RENDEZVOUS, [3, 1, 0, 2], "--init-method", address), "file": by_file, "folder": folder}
 
 
 def test_ranks_of_a_launcher_meet_by_a_file(meetings, tmp_path):  # those wait while others run
-    job = Run(LAUNCH, "-n", 3, RENDEZVOUS, "--meet", f"file://{tmp_path}/job").wait()
-    assert (job.code, job.err) == (0, "") and "[0] the sum over ranks is 3, as on a single device: 0 1 2\n" in job.out
+    job = Run(LAUNCH, "-n", 3, RENDEZVOUS, "--init-method", f"file://{tmp_path}/job").wait()
+    assert (job.code, job.err) == (0, "") and "[0] the sum over ranks is 3, as in numpy: 0 1 2\n" in job.out
 
 
 def test_rank_that_waits_in_vain_for_the_file_says_so(hosts, tmp_path):
     script = changed(RENDEZVOUS, tmp_path, ("time.monotonic() + 60", "time.monotonic() + 1"))
-    [run] = ended(by_hand(hosts, script, [1], "--meet", f"file://{tmp_path}/job", WORLD_SIZE="2"))
+    [run] = ended(by_hand(hosts, script, [1], "--init-method", f"file://{tmp_path}/job", WORLD_SIZE="2"))
     assert (run.code, run.err) == (1, f"rank 1 waited 60 seconds for rank 0 to write {tmp_path}/job\n")
 
 
@@ -81,8 +81,8 @@ LARGE = ("in_features=5, out_features=8", "in_features=5, out_features=8192")  #
 def test_program_that_spawns_sends_large_arguments(tmp_path, command):
     [run] = ended([Run(*command, changed(SPAWN, tmp_path, LARGE), "--ranks", 2, **BARE)])
     assert run.code == 0, run.err
-    held = "".join(f"rank {rank} of 2 held x (2, 5), w (5, 8192), out (2, 8192)\n" for rank in (0, 1))
-    assert run.out == f"{held}out equals x @ w on a single device\n"
+    returned = "".join(f"rank {rank} of 2 returned (2, 8192) of (4, 8192)\n" for rank in (0, 1))
+    assert run.out == f"{returned}out equals x @ w on a single device\n"
 
 
 def test_spawned_rank_that_dies_in_its_import_ends_the_program(tmp_path):
@@ -219,7 +219,7 @@ def test_ranks_meet(hosts, meetings, how):
     runs = ended(meetings[how])
     assert [(run.code, run.err) for run in runs] == [(0, "")] * 4
     [said] = [run.out for run in runs if run.out]
-    assert said.endswith("the sum over ranks is 6, as on a single device: 0 1 2 3\n")
+    assert said.endswith("the sum over ranks is 6, as in numpy: 0 1 2 3\n")
     leader = re.match(r"4 ranks met by \S+; rank 0 is at (\S+):\d+\n", said).group(1)
     assert leader == hosts.addresses[0] or how == "file" and not hosts.real
     assert os.listdir(meetings["folder"]) == [] or how == "address"

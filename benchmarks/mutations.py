@@ -1,0 +1,282 @@
+"""The ways in which a recipe is broken: for each place in its text, what is put there instead."""
+
+import ast
+from dataclasses import dataclass
+
+WHOLE = "(lambda t: t.to_global(sbp=[flow.sbp.broadcast] * len(t.sbp)))"
+WORLD = "flow.env.get_world_size()"
+SBPS = ("flow.sbp.broadcast", "flow.sbp.split(0)", "flow.sbp.split(1)", "flow.sbp.partial_sum")
+SHORT = ("B", "S(0)", "S(1)")  # where a recipe has B, S = flow.sbp.broadcast, flow.sbp.split
+OPTIONS = ("lr", "momentum", "weight_decay")  # of an optimizer
+STATEMENTS = (  # what a recipe must not leave out
+    *("zero_grad", "backward", "step", "add_optimizer", "retain_grad", "set_gradient_accumulation_steps"),
+    *("set_epoch", "barrier", "flush", "fsync", "rmtree", "remove", "_exit", "close", "kill", "terminate"),
+    *("manual_seed", "all_reduce", "broadcast", "load_state_dict"),
+)
+BY_NUMPY = "the product, in eager mode, computed by numpy"
+COPIED = "copied file by file"
+
+
+@dataclass
+class Mutant:
+    """A recipe with one place changed."""
+
+    line: int
+    change: str  # "old -> new"
+    source: str
+    in_main: bool  # whether the place is in main, which compares and prints, and not in the lesson
+
+
+class Source:
+    """The text of a recipe, its syntax tree, and the text of each node."""
+
+    def __init__(self, source):
+        self.raw, self.tree = source.encode(), ast.parse(source)
+        self.starts = [0]
+        for line in source.splitlines(keepends=True):
+            self.starts.append(self.starts[-1] + len(line.encode()))
+        self.nodes = [node for node in ast.walk(self.tree) if hasattr(node, "lineno")]
+        [self.main] = [node for node in self.tree.body if getattr(node, "name", "") == "main"]
+        # statements that clean up
+        self.endings = {part for node in self.nodes for one in getattr(node, "finalbody", ()) for part in ast.walk(one)}
+
+    def span(self, node):
+        first = self.starts[node.lineno - 1] + node.col_offset
+        return first, self.starts[node.end_lineno - 1] + node.end_col_offset
+
+    def text(self, node):
+        first, last = self.span(node)
+        return self.raw[first:last].decode()
+
+    def with_text(self, node, new):
+        first, last = self.span(node)
+        return (self.raw[:first] + new.encode() + self.raw[last:]).decode()
+
+    def layer_kinds(self):
+        """{class of the recipe: its base class} where the recipe gives layers another class."""
+        given = [part for node in self.nodes if is_new_class(node) for part in node.targets]
+        classes = [node for node in self.nodes if isinstance(node, ast.ClassDef) and node.bases]
+        kinds = {node.name: self.text(node.bases[0]) for node in classes if given}
+        return {name: base for name, base in kinds.items() if base.split(".")[-1] not in ("Module", "Graph")}
+
+
+def mutants(source):
+    """Yields a Mutant for every way in which the recipe can be broken, in its lesson and in its main."""
+    recipe = Source(source)
+    kinds = recipe.layer_kinds()
+    end = recipe.main.end_lineno
+    in_main = {id(node) for node in ast.walk(recipe.main)}
+    for node in recipe.nodes:
+        if node.lineno > end:
+            continue
+        for new in replacements(node, recipe, kinds, id(node) in in_main):
+            old = recipe.text(node)
+            if new != old:
+                change = f"{' '.join(old.split())} -> {shown(new)}"
+                yield Mutant(node.lineno, change, recipe.with_text(node, new), id(node) in in_main)
+
+
+def lesson(source):
+    """What of a recipe is not its main."""
+    return source[: source.index("\ndef main(")]
+
+
+def shown(new):
+    """The changed text as the list of mutants has it."""
+    long = {"(lambda product": BY_NUMPY, "__import__": COPIED}
+    return next((words for beginning, words in long.items() if new.startswith(beginning)), " ".join(new.split()))
+
+
+def is_new_class(node):
+    """Whether a statement gives an object another class."""
+    return isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") == "__class__"
+
+
+def replacements(node, recipe, kinds, in_main):
+    """The texts by which one node of the syntax tree is replaced."""
+    old = recipe.text(node)
+    stored = isinstance(getattr(node, "ctx", None), ast.Store)
+    if isinstance(node, ast.Expr) and node in recipe.endings:
+        return ["pass"]
+    if old in SBPS or (isinstance(node, ast.Call) and recipe.text(node.func) == "flow.sbp.split"):
+        return [sbp for sbp in SBPS if sbp != old]
+    if old in SHORT and not stored:
+        return [sbp for sbp in SHORT if sbp != old]
+    if old in ("graph", "args.graph") and not stored:
+        return ["True", "False"]
+    if isinstance(node, ast.Compare) and "rank" in old.lower():
+        return ["True", "False"]
+    if isinstance(node, ast.Subscript) and old in TWINS:
+        return [TWINS[old]]
+    if is_new_class(node):
+        return ["pass"]
+    if isinstance(node, ast.Name) and node.id in kinds:
+        return [kind for kind in (*kinds, kinds[node.id]) if kind != node.id]
+    if isinstance(node, ast.Dict):
+        return options_changed(node, recipe)
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        called = recipe.text(node.value.func).split(".")[-1]
+        return ["pass"] if called in STATEMENTS else []
+    return calls_changed(node, recipe) if isinstance(node, ast.Call) else []
+
+
+TWINS = {f"{name}[{i}]": f"{name}[{1 - i}]" for name in ("ranks", "stages") for i in (0, 1)}
+
+
+def options_changed(node, recipe):
+    """Of a dict with an optimizer's options: the dict with each one larger."""
+    old = recipe.text(node)
+    named = {key.value: value for key, value in zip(node.keys, node.values) if isinstance(key, ast.Constant)}
+    numbers = [recipe.text(named[key]) for key in OPTIONS if isinstance(named.get(key), ast.Constant)]
+    return [old.replace(number, f"{number} * 1.5") for number in numbers]
+
+
+def calls_changed(node, recipe):
+    """The texts by which a call is replaced."""
+    function = recipe.text(node.func)
+    arguments = [recipe.text(argument) for argument in node.args]
+    keywords = [(one.arg, recipe.text(one.value)) for one in node.keywords]
+    for ending, change in CALLS.items():
+        if function == ending or (ending.startswith(".") and function.endswith(ending)):
+            return change(function, arguments, keywords)
+    if function.startswith("flow.optim."):
+        return optimizer(recipe.text(node), node.keywords, recipe)
+    return []
+
+
+def listed(arguments, keywords):
+    """The arguments of a call as text."""
+    return ", ".join([*arguments, *(f"{name}={value}" for name, value in keywords)])
+
+
+def identity(function, arguments, keywords):
+    return arguments
+
+
+def zero_grad(function, arguments, keywords):
+    return [f"{function}()"] if keywords else []
+
+
+def os_replace(function, arguments, keywords):
+    copy = 'cp -r "$0" "$1" && rm -r "$0"'  # not in one go, as a crash in between would show
+    return [f"__import__('subprocess').run(['sh', '-c', {copy!r}, {', '.join(arguments)}], check=True)"]
+
+
+def placement(function, arguments, keywords):
+    device, ranks = arguments
+    return [
+        f"flow.placement({device}, ({ranks})[:1])",
+        f"flow.placement({device}, ({ranks})[-1:])",
+        f"flow.placement({device}, list(range({WORLD})))",
+        f"flow.placement({device}, ((np.array({ranks}) + 1) % {WORLD}).tolist())",
+        f"flow.placement({device}, ({WORLD} - 1 - np.array({ranks})).tolist())",
+    ]
+
+
+def placement_of_all(function, arguments, keywords):
+    """Not all in another order: OneFlow sorts the ranks of a placement."""
+    return [f"flow.placement({arguments[0]}, [{rank}])" for rank in ("0", f"{WORLD} - 1")]
+
+
+def tensor(function, arguments, keywords):
+    if not keywords:
+        return []
+    array, rest = arguments[0], f", {listed([], keywords)})"
+    return [f"flow.tensor({new}{rest}" for new in (f"-{array}", f"{array}[::-1].copy()", f"{array}[:, ::-1].copy()")]
+
+
+def to_global(function, arguments, keywords):
+    """Without the move, and without each of its keywords."""
+    changed = [function[: -len(".to_global")]] if arguments or keywords else []
+    for keyword in keywords:
+        others = [other for other in keywords if other is not keyword]
+        if others:
+            changed.append(f"{function}({listed(arguments, others)})")
+    return changed
+
+
+def set_stage(function, arguments, keywords):
+    number, where = arguments
+    return [
+        "None",
+        f"{function}({number} + 1, {where})",
+        f'{function}({number}, flow.placement("cpu", [0]))',
+        f'{function}({number}, flow.placement("cpu", [{WORLD} - 1]))',
+        f"{function}({number})",
+    ]
+
+
+def optimizer(old, keywords, recipe):
+    numbers = [f"{one.arg}={recipe.text(one.value)}" for one in keywords if isinstance(one.value, ast.Constant)]
+    return [old.replace(number, f"{number} * 1.5") for number in numbers]
+
+
+def relu(function, arguments, keywords):
+    return [f"(({function}({listed(arguments, keywords)})) * 1.001)", arguments[0]]
+
+
+def mse_loss(function, arguments, keywords):
+    old = f"{function}({listed(arguments, keywords)})"
+    return [f"(({old}) * 1.001)", f"(({old}) + 0.001)"]
+
+
+def send(function, arguments, keywords):
+    what, rank = arguments
+    return [f"flow.comm.send({what} * 1.00001, {rank})", f"flow.comm.send(-{what}, {rank})"]
+
+
+def matmul(function, arguments, keywords):
+    x, w = arguments
+    rest = "".join(f", {name}={value}" for name, value in keywords)
+    transposed = ".T" if rest else ""
+    by_numpy = f"flow.tensor({x}.detach().numpy() @ {w}.detach().numpy(){transposed}"
+    same_layout = "**({'placement': product.placement, 'sbp': product.sbp} if product.is_global else {})"
+    old = f"flow.matmul({x}, {w}{rest})"
+    return [
+        f"flow.matmul({WHOLE}({x}), {w}{rest})",
+        f"flow.matmul({x}, {WHOLE}({w}){rest})",
+        f"{WHOLE}({old})",
+        f"flow.matmul({x}, -{w}{rest})",
+        f"flow.matmul({x} * 1.00001, {w}{rest})",
+        f"flow.matmul({x}, {w}.transpose(0, 1){rest})",
+        f"(({old} + {old}) * 0.5)",
+        f"(lambda product: product if product.is_lazy else {by_numpy}, {same_layout}))({old})",
+    ]
+
+
+def linear(function, arguments, keywords):
+    """A layer of other sizes, with or without its bias, and layers whose forward is another."""
+    without_bias = [keyword for keyword in keywords if keyword[0] != "bias"]
+    bias = without_bias if without_bias != keywords else [*keywords, ("bias", "False")]
+    forward = f"{function}.forward(self, x)"
+    wrong = [
+        f"{function}.forward(self, {WHOLE}(x))",
+        f"{WHOLE}({forward})",
+        f"-{forward}",
+        f"{function}.forward(self, x * 1.00001)",
+        f"({forward} + {forward}) * 0.5",
+    ]
+    given = listed(arguments, keywords)
+    return [
+        f"{function}({listed([*arguments[1::-1], *arguments[2:]], keywords)})",
+        f"{function}({listed(arguments, bias)})",
+        *[f'type("Linear", ({function},), {{"forward": lambda self, x: {body}}})({given})' for body in wrong],
+    ]
+
+
+CALLS = {  # the name of a function, or with a dot the end of it -> what gives the texts instead of its call
+    "flow._C.identity": identity,
+    ".zero_grad": zero_grad,
+    "os.replace": os_replace,
+    "flow.placement": placement,
+    "flow.placement.all": placement_of_all,
+    "flow.tensor": tensor,
+    ".to_global": to_global,
+    ".set_stage": set_stage,
+    "flow.relu": relu,
+    "flow.nn.functional.mse_loss": mse_loss,
+    "flow.comm.send": send,
+    "flow.matmul": matmul,
+    "nn.Linear": linear,
+    "flow.nn.Linear": linear,
+}
