@@ -20,7 +20,7 @@ WIDE = {"batch": 512, "in_features": 1024, "hidden": 4096, "out_features": 1024}
 SQUARE = {**WIDE, "hidden": 1024}
 STRATEGIES = {  # name -> (kind of the peers, recipe, arguments of its run, numbers of ranks)
     "data parallel": ("data", "train_data_parallel", {"optimizer": "momentum", **WIDE}, (2, 4)),
-    "column, then row": ("tensor", "train_model_parallel", {"input_gradient": False, **WIDE}, (2, 4)),
+    "column, then row": ("tensor", "train_model_parallel", WIDE, (2, 4)),
     "pipeline": ("pipeline", "train_pipeline", {"micro_batches": 8, **SQUARE}, (2, 4)),
     "data x tensor": ("hybrid", "train_data_tensor", WIDE, (4,)),
     "fully sharded, Adam": ("sharded", "fully_sharded", WIDE, (2, 4)),

@@ -78,7 +78,8 @@ class Names:
         while frame:
             frames += [frame] if frame.f_code.co_filename == self.path else []
             frame = frame.f_back
-        for depth, one in list(zip(range(len(frames), 0, -1), frames))[: None if all_frames else 1]:
+        frames = frames[::-1]  # the outermost comes first: its tensors are older
+        for depth, one in list(enumerate(frames, 1))[0 if all_frames else -1 :]:
             for name, value in list(one.f_locals.items()):
                 if isinstance(value, flow.nn.Module) and name != "self":
                     self.add_module(value, name)

@@ -135,7 +135,7 @@ def test_flops_of_the_matmuls_of_a_gpt():
     "strategy, name, n, more",
     [
         ("data parallel", "train_data_parallel", 2, {"optimizer": "momentum"}),
-        ("column, then row", "train_model_parallel", 2, {"input_gradient": False}),
+        ("column, then row", "train_model_parallel", 2, {}),
         ("pipeline", "train_pipeline", 2, {}),
         ("data x tensor", "train_data_tensor", 4, {}),
     ],

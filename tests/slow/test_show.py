@@ -166,9 +166,9 @@ def test_run_that_wants_arguments_is_called_by_the_script_itself(show):
 
 def test_show_draws_a_mesh_as_a_mesh(show):
     job = show("show", "recipes/layouts/two_d_sbp.py", "--graph")
-    assert drawn(job.out)["w"] == [
-        ["rank 0 (4, 4) columns 0-3", "rank 1 (4, 4) columns 4-7"],
-        ["rank 2 (4, 4) columns 0-3", "rank 3 (4, 4) columns 4-7"],
+    assert drawn(job.out)["out"] == [
+        ["rank 0 (2, 4) rows 0-1, columns 0-3", "rank 1 (2, 4) rows 0-1, columns 4-7"],
+        ["rank 2 (2, 4) rows 2-3, columns 0-3", "rank 3 (2, 4) rows 2-3, columns 4-7"],
     ]
     assert "all-gather along axis 0" in job.out and "↓ a call of LayerGraph: " in job.out
 

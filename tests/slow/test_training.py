@@ -11,7 +11,6 @@ from tests.cases.ladder import OBSERVE, Checks
 ON_RANK = str(ROOT / "tests" / "on_rank_training.py")
 
 VARIANTS = {  # what else than the default sends something else
-    "train_model_parallel": [{"input_gradient": False}],
     "train_data_tensor": [{"hidden": 8}],  # little weight: what is left runs along axis 1
     "train_pipeline": [{"micro_batches": 8}],
     "loss_placement": [{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
