@@ -41,8 +41,9 @@ def matmuls(data, tensor, vocab_size, batch_size, seq_len, num_layers, hidden_si
     rows, part, head_size = batch_size // data, hidden_size // tensor, hidden_size // num_heads
     heads = (rows, num_heads // tensor)
     attention = [(*heads, seq_len, head_size, seq_len), (*heads, seq_len, seq_len, head_size)] * num_layers
-    columns, by_rows = [(hidden_size, 3 * part), (hidden_size, 4 * part)], [(part, hidden_size), (4 * part, hidden_size)]
-    weights = [*columns, *by_rows] * num_layers + [(hidden_size, vocab_size // tensor)]
+    columns = [(hidden_size, 3 * part), (hidden_size, 4 * part)]
+    weights = [*columns, (part, hidden_size), (4 * part, hidden_size)] * num_layers
+    weights.append((hidden_size, vocab_size // tensor))
     forward = attention + [(rows * seq_len, *weight) for weight in weights]
     gradients = [[(*many, m, n, k), (*many, k, m, n)] for *many, m, k, n in forward]
     return [*forward, *sum(gradients, [])]

@@ -56,7 +56,7 @@ EQUIVALENT = {
     rf"list\(range\((n|world_size)\)\)\) -> flow.placement\(device, {ALL}\)$": "it is the world size",
     r"\(\[\[?[^,\]]+\]\]?\)\[(:1|-1:)\]\)$": "the first and the last of one rank are that rank",
     r"flow\.tensor\(\[\[.*\]\]\[::-1\]\.copy\(\)": "one row in reverse order is that row",
-    r"gpt.py: flow\.tensor\((rows|np.split).*\[::-1\]\.copy\(\)": "the loss is the mean of the rows, in any order",
+    r"gpt.py: flow\.tensor\(ids.*\[::-1\]\.copy\(\)": "the loss is the mean of the rows, in any order",
     r", sbp=flow.sbp.broadcast((?:, grad_sbp=\S+)?)\) -> [\w.()]+\.to_global\(placement=[\w.[\]]+\1\)$": SAME,
     r"to_global\(sbp=x.sbp, grad_sbp=x.sbp\) -> .*\.to_global\(grad_sbp=x.sbp\)$": "it keeps its SBP either way",
     rf"spawn.py: .* -> flow.matmul\(x, {re.escape(WHOLE)}\(self.w\)\)$": "the weight is B already",

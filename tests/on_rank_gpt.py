@@ -71,8 +71,8 @@ class StepRecorder(Recorder):
 
 
 def trained(path, sample=0, **arguments):
-    """Train gpt.py, and sample so many characters; what `observe` returns, but of the tensors only the weights, before and
-    after ("new") the training, and their first moments; also the text, and what else a StepRecorder saw."""
+    """Train gpt.py, and sample so many characters; returns what `observe` does, but of the tensors only the weights,
+    before and after ("new") the training, and their first moments; also the text, and what else a StepRecorder saw."""
     recorder = StepRecorder()
     _, seen = observed(path, recorder, **arguments)
     model, tensors = seen.outer["model"], dict(recorder.first)

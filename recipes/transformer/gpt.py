@@ -2,7 +2,7 @@
 
     kind of tensor       shape                        along data    along tensor
     ids                  (batch, seq_len)             S(0)          B
-    batch, residual      (seq_len, batch, hidden)     S(1)          B       --sequence-parallel: residual S(1), S(0)
+    activation, residual (seq_len, batch, hidden)     S(1)          B       --sequence-parallel: residual S(1), S(0)
     vocabulary           (vocab_size, hidden)         B             S(0)    --shard-weights: S(1), S(0)
     column weight        (hidden, more)               B             S(1)    --shard-weights: S(0), S(1)
     row weight           (more, hidden)               B             S(0)    --shard-weights: S(1), S(0)
@@ -14,7 +14,7 @@ Moves: data: all-reduce of the gradients; sharded: all-gather and reduce-scatter
        all-reduces forward, 2 backward, or all-gathers and reduce-scatters of the sequence. Pipeline: the residual.
 Run:   ./launch.sh recipes/transformer/gpt.py [--graph] [--tensor 2] [--steps 1000] [--checkpoint-dir DIR] [--check]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/gpt.py [--graph]
-Use it where the layout may change from run to run: training resumes from a checkpoint on any other mesh, in either mode.
+Use it where the layout may change from run to run: a checkpoint of either mode loads on any mesh, in either mode.
 Source: D. Narayanan et al., arXiv:2104.04473; V. Korthikanti et al., arXiv:2205.05198.
 """
 
@@ -33,7 +33,7 @@ WORLD_SIZES = (2, 1, 4, 8, 16)
 B, S = flow.sbp.broadcast, flow.sbp.split
 LAYOUT = {  # kind of tensor -> its SBPs along the data and the tensor axis of a mesh
     "ids": (S(0), B),
-    "batch": (S(1), B),
+    "activation": (S(1), B),
     "residual": (S(1), B),
     "vocabulary": (B, S(0)),
     "column": (B, S(1)),
@@ -48,7 +48,6 @@ SHARDED = {"vocabulary": (S(1), S(0)), "column": (S(0), S(1)), "row": (S(1), S(0
 class Config:
     """The sizes of the model and of a batch, and what the layout adds to the plain one."""
 
-    vocab_size: int = None  # of the token table; default: the characters of the text, rounded up for the tensor axis
     seq_len: int = 48
     num_layers: int = 4
     hidden_size: int = 96
@@ -66,8 +65,6 @@ class Config:
         check_divides("--micro-batches", self.micro_batches, self.batch_size // data, "rows of a batch on each rank")
         check_divides("--tensor", tensor, self.num_heads, "heads")
         check_divides("--pipeline", len(meshes), self.num_layers, "layers")
-        if self.vocab_size is not None:
-            check_divides("--tensor", tensor, self.vocab_size, "rows of the token table")
         if self.sequence_parallel:
             check_divides("--tensor", tensor, self.seq_len, "tokens of a sequence")
         if self.shard_weights:
@@ -118,18 +115,18 @@ class StageModule(flow.nn.Module):
         return centered / flow.sqrt(variance + 1e-5).expand(*x.shape) * self.weight(name)
 
     def gather_sequence(self, x):
-        """The whole sequence on each rank of the tensor axis. Backward: the sum of the ranks' gradients."""
-        return x.to_global(sbp=self.layout["batch"], grad_sbp=self.layout["residual"])
+        """The whole sequence on each rank of the tensor axis. Backward, the ranks' gradients are summed."""
+        return x.to_global(sbp=self.layout["activation"], grad_sbp=self.layout["residual"])
 
     def sum_parts(self, x):
-        """The sum of the partial sums of the tensor axis. Backward: the whole gradient on each rank."""
-        return x.to_global(sbp=self.layout["residual"], grad_sbp=self.layout["batch"])
+        """The sum of the partial sums of the tensor axis. Backward, each rank gets the whole gradient."""
+        return x.to_global(sbp=self.layout["residual"], grad_sbp=self.layout["activation"])
 
 
 class Embedding(StageModule):
-    def __init__(self, config, stage, mesh, rng):
+    def __init__(self, config, stage, mesh, rng, vocab_size):
         super().__init__(config, stage, mesh)
-        self.add_weight("tokens", "vocabulary", normal(rng, config.vocab_size, config.hidden_size))
+        self.add_weight("tokens", "vocabulary", normal(rng, vocab_size, config.hidden_size))
         self.add_weight("positions", "replicated", normal(rng, config.seq_len, config.hidden_size))
 
     def forward(self, ids):
@@ -196,11 +193,11 @@ def normal(rng, *shape):
 
 
 class GPT(flow.nn.Module):
-    def __init__(self, meshes, config, seed):
+    def __init__(self, meshes, config, vocab_size, seed):
         super().__init__()
         rng = np.random.default_rng(seed)  # all ranks draw the same weights
         self.config = config
-        self.embedding = Embedding(config, 0, meshes[0], rng)
+        self.embedding = Embedding(config, 0, meshes[0], rng, vocab_size)
         self.blocks = flow.nn.ModuleList()
         for i in range(config.num_layers):
             stage = i * len(meshes) // config.num_layers
@@ -274,29 +271,33 @@ MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v"}  # AdamW's, as an optimizer and as
 GRAPH_STEP = "System-Train-TrainStep"  # how a graph calls the number of its steps
 
 
-def training_state(model, optimizer, graph):
+def training_state(step, model, optimizer, graph):
     """Weights and moments by the names of the parameters, the same in eager mode (graph None) and in a graph."""
     names = [name for name, _ in model.named_parameters()]
-    state = {"model": model.state_dict()}
+    state = {"step": step, "model": model.state_dict()}
     own = graph.state_dict() if graph else optimizer.state_dict()["state"]
-    for kind, letter in MOMENTS.items():
-        keys = [f"model.{name}-{letter}" for name in names]
-        state[kind] = {name: own[key] if graph else own[i][kind] for i, (name, key) in enumerate(zip(names, keys))}
+    for moment, letter in MOMENTS.items():
+        if graph:
+            state[moment] = {name: own[f"model.{name}-{letter}"] for name in names}
+        else:
+            state[moment] = {name: own[i][moment] for i, name in enumerate(names)}
     return state
 
 
-def load_training_state(state, step, model, optimizer, graph):
-    """What training_state returned after this step, onto any mesh. A graph must not have been called yet."""
+def load_training_state(state, model, optimizer, graph):
+    """What training_state returned, onto any mesh. A graph must not have been called yet."""
     names = [name for name, _ in model.named_parameters()]
     if graph:
-        own = {f"model.{name}-{letter}": state[kind][name] for name in names for kind, letter in MOMENTS.items()}
-        first = flow.placement("cpu", [0])
-        own[GRAPH_STEP] = flow.tensor([step], dtype=flow.int64, placement=first, sbp=B)
-        graph.load_state_dict({"model": state["model"], **own})
+        own = {"model": state["model"]}
+        for moment, letter in MOMENTS.items():
+            own.update({f"model.{name}-{letter}": state[moment][name] for name in names})
+        rank_0 = flow.placement("cpu", [0])
+        own[GRAPH_STEP] = flow.tensor([state["step"]], dtype=flow.int64, placement=rank_0, sbp=B)
+        graph.load_state_dict(own)
     else:
-        moments = {i: {kind: state[kind][name] for kind in MOMENTS} for i, name in enumerate(names)}
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": {**moments, "step": step}})
+        own = {i: {moment: state[moment][name] for moment in MOMENTS} for i, name in enumerate(names)}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {**own, "step": state["step"]}})
 
 
 def save(state, checkpoint_dir, step):
@@ -348,21 +349,19 @@ def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir="", 
     config = config or Config()
     config.check(meshes)
     characters, tokens = corpus()
-    if config.vocab_size is None:  # a multiple of the heads is one of --tensor too
-        rows = -(-len(characters) // config.num_heads) * config.num_heads
-        config = dataclasses.replace(config, vocab_size=rows)
+    vocab_size = -(-len(characters) // config.num_heads) * config.num_heads  # rounded up: --tensor divides the heads
 
-    model = GPT(meshes, config, seed)
+    model = GPT(meshes, config, vocab_size, seed)
     clipping = {"clip_grad_max_norm": config.clip_grad, "clip_grad_norm_type": 2.0} if config.clip_grad else {}
     optimizer = flow.optim.AdamW([{"params": model.parameters(), **clipping}], lr=1e-3, weight_decay=0.01)
     training = TrainingGraph(model, optimizer) if graph else None
-    first = newest_checkpoint(checkpoint_dir)
-    if first:
-        state = flow.load(f"{checkpoint_dir}/{first}", global_src_rank=0)
-        load_training_state(state, first, model, optimizer, training)
+    done = newest_checkpoint(checkpoint_dir)
+    if done:
+        state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)
+        load_training_state(state, model, optimizer, training)
 
     losses, begin = [], time.monotonic()
-    for step in range(first + 1, steps + 1):
+    for step in range(done + 1, steps + 1):
         ids, targets = batch_of(tokens, config, seed, step)
         if graph:
             loss = training(to_mesh(ids, meshes[0]), to_mesh(targets, meshes[-1]))
@@ -370,10 +369,10 @@ def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir="", 
             loss = eager_step(model, optimizer, ids, targets)
         losses.append(loss.numpy().mean())  # collective: all ranks call it; a graph has one for each micro-batch
         if log_interval and flow.env.get_rank() == 0 and (step % log_interval == 0 or step == steps):
-            rate = ids.size * (step - first) / (time.monotonic() - begin)
+            rate = ids.size * (step - done) / (time.monotonic() - begin)
             print(f"step {step}  loss {losses[-1]:.3f}  {rate:.0f} tokens/s", flush=True)
         if checkpoint_dir and (step % save_every == 0 or step == steps):
-            save(training_state(model, optimizer, training), checkpoint_dir, step)
+            save(training_state(step, model, optimizer, training), checkpoint_dir, step)
     return model, losses
 
 
@@ -396,8 +395,7 @@ def main():
     parser.add_argument("--check", action="store_true", help="train on one rank too, and compare the losses")
     args = parser.parse_args()
 
-    sizes = {field.name: getattr(args, field.name) for field in dataclasses.fields(Config) if field.name in args}
-    config = Config(**sizes)
+    config = Config(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Config)})
     try:
         meshes = placements(args.device, flow.env.get_world_size(), args.data, args.tensor, args.pipeline)
         config.check(meshes)

@@ -54,7 +54,7 @@ class Value:
     def __getitem__(self, index):
         def back(g):
             whole = np.zeros_like(self.exact)
-            if isinstance(index, np.ndarray) or isinstance(index, tuple) and any(isinstance(one, np.ndarray) for one in index):
+            if any(isinstance(part, np.ndarray) for part in (index if isinstance(index, tuple) else [index])):
                 np.add.at(whole, index, g)  # a row may be taken more than once
             else:
                 whole[index] = g

@@ -90,11 +90,11 @@ def vocab_size_of(num_heads):
     return -(-len(text()[0]) // num_heads) * num_heads
 
 
-def trained(steps, batch_size=16, seq_len=8, num_layers=4, hidden_size=16, num_heads=4, clip_grad=0.0, seed=0, sample=0):
-    """{"losses"; "initial" weights, the "first" gradients and the "new" weights by name; "text": what it writes then}."""
+def trained(steps, batch_size, seq_len, num_layers, hidden_size, num_heads, clip_grad=0.0, seed=0, sample=0):
+    """{"losses"; "initial" weights, "first" gradients and "new" weights, by name; "text": what it writes then}."""
     _, tokens = text()
     initial = w = new_weights(vocab_size_of(num_heads), seq_len, num_layers, hidden_size, seed)
-    optimizer = reference.Optimizer("adamw", rate=1e-3, graph=True, decay=0.01)
+    optimizer = reference.Optimizer("adamw", rate=1e-3, graph=True, decay=0.01)  # 2e-7 from AdamW in float64
     losses, first = [], None
     for step in range(1, steps + 1):
         loss = loss_of(w, *batch_of(step, tokens, batch_size, seq_len, seed), num_heads)
