@@ -57,7 +57,8 @@ class Job:
         for node in range(count) if nodes is None else nodes:
             number = ["--node_rank", node] if count > 1 else []
             on = [*(hosts.on(node) if count > 1 else []), *before]
-            arguments = ["--folder", self.checkpoints, "--steps", steps, "--every", EVERY, *["--graph"] * graph]
+            arguments = ["--checkpoint-dir", self.checkpoints, "--steps", steps, "--save-every", EVERY]
+            arguments += ["--graph"] * graph
             self.runs[node] = run = Run(*on, LAUNCH, *options, *number, *script, *arguments, **variables)
             self.lines[node] = []  # (when, what it said)
             for stream in (run.process.stdout, run.process.stderr):
@@ -79,13 +80,12 @@ class Job:
         return all(run.process.poll() == 0 for run in self.runs.values())
 
     def last_bits(self):
-        """The checkpoint of the last step; None if there is none."""
-        path = self.checkpoints / f"step-{STEPS:08}"
-        return path.read_bytes() if path.exists() else None
+        """The tensors in the checkpoint of the last step; none if it is not there."""
+        return sorted(path.read_bytes() for path in (self.checkpoints / str(STEPS)).glob("*/out"))
 
     def newest(self):
         """The step of the newest checkpoint."""
-        return max((int(path.name[len("step-") :]) for path in self.checkpoints.glob("step-????????")), default=0)
+        return max((int(path.name) for path in self.checkpoints.glob("*") if path.name.isdecimal()), default=0)
 
     def wait(self, seconds):
         """Until all launchers have ended; False if they do not in that time."""

@@ -36,7 +36,7 @@ TESTS = {
     "spawn": ["tests/test_spawn.py", "tests/test_cures.py", "-k", "spawn"],
     "checkpoint": ["tests/test_cures.py", "tests/slow/test_state.py", "-k", "checkpoint or resumes"],
     "gpt": ["tests/test_gpt.py", "tests/slow/test_gpt.py", "-k", "not of_the_page and not with_all and not trains_as"],
-    "elastic_training": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "on_disk or damaged or death"],
+    "elastic_training": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "on_disk or resumes or death"],
 }
 EVERY = {"sequence_parallel": True, "shard_weights": True, "micro_batches": 2, "clip_grad": 0.5}
 GPT = [  # what proves gpt.py: the runs of the default suite, and meshes on which each axis of a layout shows

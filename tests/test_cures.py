@@ -37,13 +37,12 @@ def saving(path, **arguments):
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("name, option", [("checkpoint", "checkpoint_dir"), ("elastic_training", "folder")])
-def test_checkpoint_is_on_disk_before_it_gets_its_name(pools, tmp_path, name, option, graph):
+@pytest.mark.parametrize("name", ["checkpoint", "elastic_training"])
+def test_checkpoint_is_on_disk_before_it_gets_its_name(pools, tmp_path, name, graph):
     """Else a host that loses power may come back with the name and without the data."""
-    if option == "checkpoint_dir":  # it saves folders, and a crash may leave one
-        (tmp_path / "unfinished").mkdir()
-        (tmp_path / "unfinished" / "left").touch()
-    arguments = {"path": str(path_of(name)), option: str(tmp_path), "graph": graph}
+    (tmp_path / "unfinished").mkdir()  # a crash may leave one
+    (tmp_path / "unfinished" / "left").touch()
+    arguments = {"path": str(path_of(name)), "checkpoint_dir": str(tmp_path), "graph": graph}
     done, other = pools(2).call(f"{__file__}:saving", **arguments)
     on_disk, times = {}, 0
     for what, sizes in done:
@@ -53,6 +52,27 @@ def test_checkpoint_is_on_disk_before_it_gets_its_name(pools, tmp_path, name, op
         else:
             on_disk.update(sizes)
     assert times > 0 and other == []
+
+
+def resumed(path, checkpoint_dir, graph):
+    """On a rank: (weight, losses) of a training up to step 4 in one run, in two, and again from its last checkpoint."""
+    import oneflow as flow
+
+    found, ranks, module = [], flow.placement.all("cpu"), load(path)
+    module.train(ranks, graph, steps=3, checkpoint_dir=checkpoint_dir)
+    for where in (None, checkpoint_dir, checkpoint_dir):
+        model, losses = module.train(ranks, graph, steps=4, checkpoint_dir=where)
+        found.append((model.w.numpy(), losses))
+    return found
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_training_that_resumes_has_the_bits_of_one_in_one_run(pools, tmp_path, graph):
+    arguments = {"path": str(path_of("elastic_training")), "checkpoint_dir": str(tmp_path), "graph": graph}
+    for results in pools(2).call(f"{__file__}:resumed", **arguments):
+        (weight, losses), *others = results
+        assert len(losses) == 4 and all((w == weight).all() and own == losses for w, own in others)
+    assert os.listdir(tmp_path) == ["4"]  # the last one, alone
 
 
 def addresses_by_file(path, where):

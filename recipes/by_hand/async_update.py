@@ -68,7 +68,7 @@ def placements(device, n):
 
 
 def train(workers, seed=0, steps=4, sync_every=2, batch=None, in_features=4, hidden=8, out_features=4):
-    """Train in float32; returns the server's model, and of each step the loss and how old each worker's weights were."""
+    """Train in float32; returns the model, the loss of each step, and how old each worker's weights were in it."""
     n = len(workers)
     batch = batch or max(8, n)  # a row for each worker, at least
     rng = np.random.default_rng(seed)
@@ -83,7 +83,8 @@ def train(workers, seed=0, steps=4, sync_every=2, batch=None, in_features=4, hid
     w1 = flow.tensor(w1, placement=workers[0], sbp=flow.sbp.broadcast)
     model = MLP(w0, w1)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
-    copies, fetched_at = [None] * n, np.zeros(n, dtype=int)  # each worker's copy of the model, and from which step it is
+    copies = [None] * n  # each worker's copy of the model
+    fetched_at = np.zeros(n, dtype=int)  # the step in which it was made
     losses, staleness = [], []
     for step in range(steps):
         results = []

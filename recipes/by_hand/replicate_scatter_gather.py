@@ -102,7 +102,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--home", choices=["first", "all"], default="first", help="the ranks that keep text and weights")
+    words = "the ranks that keep text and weights"
+    parser.add_argument("--home", choices=["first", "all"], default="first", help=words)
     args = parser.parse_args()
 
     home, ranks = placements(args.device, flow.env.get_world_size(), args.home)

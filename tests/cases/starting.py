@@ -43,34 +43,24 @@ def spawn(n, graph=False, ranks=2, **sizes):
     return Case(placed(values, [], "local"), values, reads=[], graph_calls=0)
 
 
-@case_of_recipe({"uneven": UNEVEN, "an odd end": {"steps": 3, "every": 2, "seed": 2}})
-def elastic_training(n, graph=False, seed=0, steps=4, every=2, batch=8, in_features=64, out_features=64, matmul_scale=1.0):
+@case_of_recipe({"uneven": {"batch": 7, "features": 9, "seed": 1}})
+def elastic_training(n, graph=False, seed=0, steps=4, batch=8, features=64, matmul_scale=1.0):
     """Data parallel on a batch of its own in each step, drawn from the seed and the step's number."""
-    ranks = list(range(n))
-
-    def drawn(step, *shapes):
-        rng = np.random.default_rng([seed, step])
-        return [reference.drawn(rng, *shape) for shape in shapes]
-
-    [w] = drawn(0, (in_features, out_features))
+    ranks, w = list(range(n)), reference.drawn(np.random.default_rng(seed), features, features)
     weights, losses, update = {"w": w}, [], reference.Optimizer("momentum", 0.01)
     for step in range(1, steps + 1):
-        x, y = drawn(step, (batch, in_features), (batch, out_features))
+        rng = np.random.default_rng([seed, step])
+        x, y = (reference.drawn(rng, batch, features) for _ in "xy")
         loss = reference.mse(reference.mlp(x, weights, matmul_scale), y)
-        weights = update.step(weights, reference.gradients(loss, weights))
+        last = reference.gradients(loss, weights)
+        weights = update.step(weights, last)
         losses.append(loss.exact.item())
-    values = {"x": x, "y": y, "w": w, "momentum": update.state["w momentum_buf"], "new w": weights["w"]}
+    values = {"x": x, "y": y, "w": w, "w grad": last["w"], **update.state, "new w": weights["w"]}
     values["losses"] = Value(losses, rounded=True)
-    same = (("B", ranks), ("B", ranks))
-    moves = [] if graph else [same] * 3  # in eager mode OneFlow takes the momentum to where its weight is
-    for step in range(1, steps + 1):  # numpy() takes weight and momentum, if they are saved, to B
-        moves += [(("local", []), ("S(0)", ranks))] * 2 + [all_reduce(ranks)]
-        moves += [same] * 4 * (step % every == 0)
-    product = ("x", "w", ("S(0)", ranks, (batch, out_features)))
     return Case(
-        placed(values, ranks, x="S(0)", y="S(0)"),
+        placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
-        [product] * (1 if graph else steps),
-        moves,
+        [("x", "w", ("S(0)", ranks, (batch, features)))] * (1 if graph else steps),
+        reads=[("P", ranks)] * steps,
         sends=[reduced(n, w.exact.size)] * n,
     )
