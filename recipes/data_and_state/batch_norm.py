@@ -8,7 +8,8 @@
     var            (1, 8)                      whole       whole       B
     out            (8, 8)                      rows 0-3    rows 4-7    S(0)
 
-mean and var are those of each column of h. They are partial sums, P -> B, and so are their gradients in backward.
+mean and var are those of each column of h. Each rank computes a partial sum from its rows, and P -> B adds them up. In
+backward their gradients are added up too.
 
 Moves: 4 all-reduces of a row, mean and var forward and backward, and one of w's gradient every step.
 Run:   ./launch.sh recipes/data_and_state/batch_norm.py [--graph]
@@ -84,11 +85,18 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
 
-    model, losses = train(flow.placement.all(args.device), args.graph)
-    print(f"w {tuple(model.w.to_local().shape)} of {tuple(model.w.shape)}")
+    ranks = flow.placement.all(args.device)
+    model, losses = train(ranks, args.graph)
+    flow.manual_seed(0)
+    x = flow.randn(4 * flow.env.get_world_size(), len(model.w), placement=ranks, sbp=flow.sbp.split(0))
+    out = model(x).detach()
+    own, column = out.to_local().numpy()[:, 0], out.numpy()[:, 0]  # collective: all ranks call it
+    print(f"column 0 of out, {len(own)} of {len(column)} rows: mean {own.mean():.2f}, variance {own.var():.2f}")
+    np.testing.assert_allclose([column.mean(), column.var()], [0, 1], atol=1e-4)
     _, alone = train(flow.placement(args.device, [0]), args.graph)  # the same code on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if flow.env.get_rank() == 0:
+        print(f"column 0 of out, all rows: mean {abs(column.mean()):.2f}, variance {column.var():.2f}")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 

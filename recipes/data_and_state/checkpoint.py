@@ -81,8 +81,8 @@ def load_latest(checkpoint_dir):
 def train(ranks, graph=False, seed=0, steps=4, weights="rows", checkpoint_dir=None, save_every=2, size=64):
     """Train up to a step, from the newest checkpoint if there is one; returns the model and the loss of each step.
 
-    x, y and w are (size, size), in float32. Without checkpoint_dir nothing is loaded or saved. A graph resumes only what a
-    graph has saved.
+    x, y and w are (size, size), in float32. Without checkpoint_dir nothing is loaded or saved. A graph can resume only
+    from a checkpoint that a graph has saved, and eager mode from one of eager mode.
     """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((size, size), dtype=np.float32)

@@ -5,7 +5,7 @@
     x          (8, 5)   rows 0-3    rows 4-7    S(0)
 
 Each rank loads local tensors, and to_global in S(0) joins them into one batch for a model with global weights. numbers
-says which samples x has. Every sample is loaded once in an epoch, by one of the ranks.
+says which samples are in x. Every sample is loaded once in an epoch, by one of the ranks.
 
 Moves: nothing; the ranks only compare the shapes of their blocks, and to_global refuses blocks that are no even split.
 Run:   ./launch.sh recipes/data_and_state/data_loading.py
@@ -41,7 +41,7 @@ def run(ranks, seed=0, epochs=2, samples=None, batch=4, features=5):
     n = flow.env.get_world_size()
     samples = samples or -(-24 // n) * n  # 24, or a few more, so that each rank gets as many
     data = np.random.default_rng(seed).standard_normal((samples, features), dtype=np.float32)
-    # without a sampler each rank would load all samples; where n does not divide them, it hands out some twice
+    # without a sampler each rank would load all samples; with one, some come twice if n does not divide their number
     sampler = flow.utils.data.distributed.DistributedSampler(Samples(data), seed=seed)
     loader = flow.utils.data.DataLoader(Samples(data), batch_size=batch, sampler=sampler)
     loaded = []
@@ -66,13 +66,13 @@ def main():
     data, loaded, numbers, x = run(ranks)
     for epoch, own in enumerate(loaded):
         print(f"epoch {epoch}: samples", *own.astype(int).ravel())
-        of_all = flow.tensor(own, device=args.device).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()
-        np.testing.assert_array_equal(np.sort(of_all.ravel()), np.arange(len(data)))  # each sample once
+        of_all_ranks = flow.tensor(own, device=args.device).to_global(placement=ranks, sbp=flow.sbp.split(0))
+        np.testing.assert_array_equal(np.sort(of_all_ranks.numpy().ravel()), np.arange(len(data)))  # each sample once
     print(f"x {tuple(x.to_local().shape)} of {tuple(x.shape)}")
     samples = numbers.numpy().astype(int).ravel()  # collective: all ranks call it
     np.testing.assert_array_equal(x.numpy(), data[samples])
     if flow.env.get_rank() == 0:
-        print("x of the last batch has samples", *samples, "as if loaded on a single device")
+        print("each sample is loaded once in an epoch; x of the last batch has samples", *samples)
 
 
 if __name__ == "__main__":

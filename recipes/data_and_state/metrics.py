@@ -9,8 +9,9 @@
     sums     (1, 2)    of its rows     of its rows     P
     means    (1, 2)    whole           whole           B
 
-samples has the squared error of each row and whether its class is right. The sum of split rows is a partial sum, P, and
-P -> B adds it up. by_hand is the same from local tensors. The mean of the ranks' means is wrong if their rows differ.
+samples has the squared error of each row and whether its class is right. Each rank has a partial sum of them, P, and
+P -> B adds these up; samples.mean(dim=0) is the same, in P. by_hand does it with local tensors: the mean of the ranks'
+means would be wrong, as some have fewer rows.
 
 Moves: an all-reduce of two numbers, or of three by hand; never the samples.
 Run:   ./launch.sh recipes/data_and_state/metrics.py [--graph]
@@ -52,7 +53,7 @@ def evaluate(layer, x, y):
     correct = out.argmax(dim=1, keepdim=True) == y.argmax(dim=1, keepdim=True)
     samples = flow.cat([errors, correct.to(flow.float32)], dim=1)
     sums = samples.sum(dim=0, keepdim=True)
-    means = sums.to_global(sbp=flow.sbp.broadcast) / len(samples)  # the rows of all ranks; samples.mean(dim=0) is P
+    means = sums.to_global(sbp=flow.sbp.broadcast) / len(samples)  # len is that of the global tensor
     return samples, means
 
 

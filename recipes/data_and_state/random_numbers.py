@@ -7,9 +7,9 @@
     mask        (16, 8)       rows 0-7     rows 8-15    S(0)
     out         (16, 8)       rows 0-7     rows 8-15    S(0)
 
-nn.Dropout knows only its shard, and its generator starts alike on every rank: repeated is 0 at the same places of every
-shard. flow.rand draws for the global tensor: shards in S get numbers of their own, a B tensor the same everywhere,
-whatever the seeds of the ranks. flow.nn.init does the same for weight.
+nn.Dropout sees only its shard, and its generator starts in the same state on every rank: repeated has its zeros at the
+same places of every shard. flow.rand draws for the global tensor: different numbers for each shard of a split one, and
+the same on all ranks for a B one, even if the ranks have different seeds. So does flow.nn.init, for weight.
 
 Moves: nothing, 0 bytes.
 Run:   ./launch.sh recipes/data_and_state/random_numbers.py [--graph]
@@ -48,7 +48,7 @@ def run(ranks, graph=False, seed=0, batch=None, features=None, dim=0):
     batch, features = batch or max(16, n), features or max(8, n)  # a row and a column for each rank, at least
     x = np.random.default_rng(seed).standard_normal((batch, features), dtype=np.float32)
 
-    flow.manual_seed(seed)  # nn.Dropout does not obey it
+    flow.manual_seed(seed)  # nn.Dropout ignores it
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(dim))
     weight = flow.nn.init.normal_(flow.empty(features, features, placement=ranks, sbp=flow.sbp.broadcast))
     built_in, own = flow.nn.Dropout(p=1 - KEEP), Dropout()
@@ -65,11 +65,12 @@ def main():
     args = parser.parse_args()
 
     x, _, repeated, out = run(flow.placement.all(args.device), args.graph)
-    first = [tensor.to_local().numpy().ravel()[:8] != 0 for tensor in (repeated, out)]  # of this rank's shard
-    print("kept by nn.Dropout", first[0].astype(int), "and by a global mask", first[1].astype(int))
+    by_built_in = repeated.to_local().numpy().ravel()[:8] != 0  # what is kept of the first numbers of this rank
+    by_mask = out.to_local().numpy().ravel()[:8] != 0
+    print(f"nn.Dropout keeps {by_built_in.astype(int)}, a global mask keeps {by_mask.astype(int)}")
     x, repeated, out = (tensor.numpy() for tensor in (x, repeated, out))  # collective: all ranks call it
     for shard in np.array_split(repeated, flow.env.get_world_size()):
-        np.testing.assert_array_equal(shard.ravel()[:8] != 0, first[0])
+        np.testing.assert_array_equal(shard.ravel()[:8] != 0, by_built_in)
     np.testing.assert_allclose(out, x * (out != 0) / KEEP, rtol=1e-6)
     if flow.env.get_rank() == 0:
         print("nn.Dropout keeps the same places of every shard; out is x * mask / 0.5, as on a single device")
