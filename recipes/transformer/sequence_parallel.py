@@ -11,7 +11,7 @@
     w_down       (32, 8)             rows 0-15        rows 16-31       S(0)
     out          (8, 8)              rows 0-3         rows 4-7         S(0)
 
-A row is a token. The sequence is the first dimension, before the batch: only S(0) is gathered exactly in eager mode.
+A row is a token. The sequence comes before the batch: to split it is S(0), as eager mode sends more to gather S(1).
 Moves: forward an all-gather into attention and MLP each and a reduce-scatter out of them; backward both again. Each is
        half an all-reduce of tensor parallel. And an all-reduce of the gradients of the norms' weights.
 Run:   ./launch.sh recipes/transformer/sequence_parallel.py [--graph]

@@ -90,7 +90,7 @@ def placements(device, n, tensor=None):
 
 def train(mesh, graph=False, seed=0, steps=3, batch=None, seq_len=4, num_heads=None, head_size=4):
     """Train in float32 on a mesh of two axes; returns the model and the loss of each step."""
-    batch = batch or flow.env.get_world_size()  # so many samples and heads are divisible by any mesh
+    batch = batch or flow.env.get_world_size()  # n samples and n heads can be split on any mesh of n ranks
     num_heads = num_heads or flow.env.get_world_size()
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch * seq_len, num_heads * head_size), dtype=np.float32)

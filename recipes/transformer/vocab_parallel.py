@@ -9,8 +9,8 @@
     logits       (8, 62)     0-3, 0-30        0-3, 31-61       4-7, 0-30        4-7, 31-61       S(0), S(1)
 
 A vocabulary of 61 is padded to 62, with logits of -1e9. Axis 0 of the mesh splits the tokens, axis 1 the vocabulary.
-Moves: along axis 1 an all-reduce of x and one of its gradient, and for each token its largest logit and a sum, not its
-       logits; along axis 0 an all-reduce of the gradients.
+Moves: along axis 1 an all-reduce of x, one of its gradient, and 5 to 8 numbers for each token, such as its largest
+       logit, not its logits; along axis 0 an all-reduce of the gradients.
 Run:   ./launch.sh recipes/transformer/vocab_parallel.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 4 recipes/transformer/vocab_parallel.py [--graph]
 Use it when the vocabulary is large: 50,000 logits of a token take as much memory as 12 hidden states of 4,096.
