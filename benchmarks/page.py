@@ -110,7 +110,7 @@ def busy(rows):
         idle = max(0.0, row["step"] - row["others"] - row["scheduling"])
         cells = [percent(one / row["step"]) for one in (row["others"], row["scheduling"], idle)]
         step = [row["strategy"], row["ranks"], row["mode"], ms(row["step"])]
-        lines.append([*step, *cells, f"{row['matmul_scale']:.2f}"])
+        lines.append([*step, *cells, f"{row['gain']:.2f}"])
     header = ["strategy", "ranks", "mode", "step, ms", "working", "OneFlow's scheduling thread", "idle", "nice 19"]
     return f"""## What the first core does
 
@@ -131,10 +131,11 @@ def gpt(rows):
             shares = [percent(parts[part] / step) for part in ("update", "matmuls")]
             lines.append([row["strategy"], row["ranks"], side, *map(ms, times), *shares])
     header = ["strategy", "ranks", "side", "step, ms", "forward", "backward", "update", "matmuls alone"]
+    heads, sequences, length = SIZES["num_heads"], SIZES["batch_size"], SIZES["seq_len"]
     return f"""## A GPT
 
 A step of [gpt.py](../recipes/transformer/gpt.py): {SIZES["num_layers"]} layers of width {SIZES["hidden_size"]},
-{SIZES["num_heads"]} heads, {SIZES["batch_size"]} sequences of {SIZES["seq_len"]} letters, float32, AdamW. PyTorch: one process,
+{heads} heads, {sequences} sequences of {length} letters, float32, AdamW. PyTorch: one process,
 DistributedDataParallel, DTensor with the vocabulary and the loss split too, FSDP2; its fused attention and AdamW. JAX:
 sharded jit. All begin with the same weights and train on the same text; in the first {TRAINED} steps no loss differs
 from PyTorch's by more than {max(row["difference"] for row in rows):.1g}.
@@ -149,7 +150,7 @@ and heads, and matmuls that are OpenBLAS's. This is why the recipe's norms expan
 
 
 def levers(rows):
-    lines = [[row["lever"], row["strategy"], f"{row['matmul_scale']:.2f}", row["set"]] for row in rows]
+    lines = [[row["lever"], row["strategy"], f"{row['gain']:.2f}", row["set"]] for row in rows]
     return f"""## Levers
 
 A step's time without it over that with it, on 2 ranks in eager mode; each is taken away alone from all others, and what
@@ -159,7 +160,7 @@ Ranks load OpenBLAS 0.3.34 before OneFlow, which then calls it instead of its ow
 and takes kernels without AVX for one newer than itself. `COOKBOOK_BLAS=builtin` switches back. Beside another launcher,
 and for processes that a rank starts, type `export LD_PRELOAD=$PWD/.venv/lib/libopenblas.so`.
 
-{table(["lever", "strategy", "matmul_scale", "set by"], lines)}"""
+{table(["lever", "strategy", "gain", "set by"], lines)}"""
 
 
 def kernels(rows):

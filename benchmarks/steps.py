@@ -167,7 +167,7 @@ TRIED = {  # what is not set, with the variable that sets it -> strategy
 
 
 def levers(turns, say):
-    """[{"lever", "strategy", "matmul_scale": a step's time without it / with it, "set": what sets it}], eager, on 2 ranks.
+    """[{"lever", "strategy", "gain": a step's time without it / with it, "set": what sets it}], eager, on 2 ranks.
 
     Each is taken away alone from all that launch.sh and the recipes have; what was tried and is not set is added alone.
     """
@@ -176,9 +176,9 @@ def levers(turns, say):
     def compare(lever, strategy, set_by, with_it, without_it, arguments):
         with sides(2, ("eager",), **with_it) as one, sides(2, ("eager",), **without_it) as other:
             pair = {"without": other(strategy, **arguments)["eager"], "with": one(strategy)["eager"]}
-            matmul_scale = compared(2 * turns, pair)["ratio"]
-        rows.append({"lever": lever, "strategy": strategy, "matmul_scale": matmul_scale, "set": set_by})
-        say(f"{lever}: {matmul_scale:.2f}")
+            gain = compared(2 * turns, pair)["ratio"]
+        rows.append({"lever": lever, "strategy": strategy, "gain": gain, "set": set_by})
+        say(f"{lever}: {gain:.2f}")
 
     for lever, (strategy, set_by, without) in LEVERS.items():
         of_ranks = {"variables", "bind"} & set(without)
@@ -222,7 +222,7 @@ def kernels(turns, say):
 
 
 def busy(turns, say):
-    """[{"strategy", "ranks", "mode", "scheduling", "others", "step": seconds, "matmul_scale"}]: what the ranks of a core do in
+    """[{"strategy", "ranks", "mode", "scheduling", "others", "step": seconds, "gain"}]: what the ranks of a core do in
     a step, by CPU time, summed over the ranks on the first core; its time / that with scheduling threads at nice 19.
     """
     rows = []
@@ -236,7 +236,7 @@ def busy(turns, say):
                     found = of_script(pool, "cpu_times", script, steps=10, graph=mode == "graph", **given)[::cores]
                     total = {kind: sum(one[kind] for one in found) for kind in ("scheduling", "others")}
                     sides = {name: of_recipe(one, script, mode, given) for name, one in (("", pool), ("nice", nice))}
-                    costs = {**total, "step": found[0]["step"], "matmul_scale": compared(turns, sides)["ratio"]}
+                    costs = {**total, "step": found[0]["step"], "gain": compared(turns, sides)["ratio"]}
                     rows.append({"strategy": strategy, "ranks": n, "mode": mode, **costs})
                     say(rows[-1])
     return rows

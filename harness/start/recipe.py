@@ -1,4 +1,4 @@
-"""What a recipe's file says of itself, read without running it: its WORLD_SIZES, and the options of its `train` or `run`."""
+"""What a recipe's file says of itself, read without running it: WORLD_SIZES, and the options of `train` or `run`."""
 
 import ast
 import contextlib

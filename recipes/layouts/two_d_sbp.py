@@ -52,7 +52,7 @@ def placements(device, n):
 
 
 def run(mesh, graph=False, seed=0, batch=4, in_features=4, out_features=8):
-    """One forward pass in float32 on a mesh; returns x (batch, in), w (in, out) and three layouts of out (batch, out)."""
+    """One forward pass on a mesh; returns x (batch, in), w (in, out) and out (batch, out) in three layouts."""
     rng = np.random.default_rng(seed)  # a graph needs sizes that 4 divides: with others OneFlow 0.9.0 hangs or aborts
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     w = rng.standard_normal((in_features, out_features), dtype=np.float32)

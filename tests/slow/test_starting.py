@@ -44,7 +44,11 @@ def meetings(hosts, tmp_path_factory):
     """Jobs of 4 ranks, begun together because they wait: by an address, and by a file in a folder."""
     folder, address = tmp_path_factory.mktemp("meetings"), f"tcp://{hosts.addresses[0]}:{free_port()}"
     by_file = by_hand(hosts, RENDEZVOUS, [1, 0, 2, 3], "--init-method", f"file://{folder}/job", before=WITH_A_WAY_OUT)
-    return {"address": by_hand(hosts, RENDEZVOUS, [3, 1, 0, 2], "--init-method", address), "file": by_file, "folder": folder}
+    return {
+        "address": by_hand(hosts, RENDEZVOUS, [3, 1, 0, 2], "--init-method", address),
+        "file": by_file,
+        "folder": folder,
+    }
 
 
 def test_ranks_of_a_launcher_meet_by_a_file(meetings, tmp_path):  # those wait while others run
@@ -112,7 +116,10 @@ def saved(folder):
 
 def train(folder, *more, n=2, options=(), script=ELASTIC, code=0):
     """A job from the checkpoints in a folder; once more, from the same, where OneFlow died of itself."""
-    command, before = [LAUNCH, "-n", n, *options, script, "--checkpoint-dir", folder, *more], folder.with_suffix(".before")
+    command, before = (
+        [LAUNCH, "-n", n, *options, script, "--checkpoint-dir", folder, *more],
+        folder.with_suffix(".before"),
+    )
     if folder.exists():
         shutil.copytree(folder, before, dirs_exist_ok=True)
     [run] = ended([Run(*command)])
@@ -154,7 +161,12 @@ def test_weights_after_a_death_are_those_of_an_undisturbed_run_bit_by_bit(reques
 
 
 # Checkpoints are written and read in the same way in either mode, so eager mode is enough from here on.
-LINES_OF_SAVE = ("            file = os.open(", "        os.replace(", "        for older in", "            shutil.rmtree(f")
+LINES_OF_SAVE = (
+    "            file = os.open(",
+    "        os.replace(",
+    "        for older in",
+    "            shutil.rmtree(f",
+)
 
 
 @pytest.mark.parametrize("place", LINES_OF_SAVE)

@@ -60,7 +60,9 @@ def test_graph_without_its_cure_aborts(tmp_path, name, cure, other):
 def test_indexing_a_table_by_split_ids_is_refused_by_the_ladder(pools, tmp_path, graph):
     """Its gradient is that of one rank's ids; a graph aborts."""
     with pytest.raises((AssertionError, PoolError), match="table grad|register.cpp:75"):
-        check_recipe(pools(4), without(tmp_path, "vocab_parallel", GATHER, "self.table[ids]"), "vocab_parallel", graph, "even")
+        check_recipe(
+            pools(4), without(tmp_path, "vocab_parallel", GATHER, "self.table[ids]"), "vocab_parallel", graph, "even"
+        )
 
 
 def rounding():
