@@ -54,7 +54,7 @@ def main_of(path, arguments, matmul_scale=1.0):
 
 
 def recorded_main(path, arguments):
-    """As main_of, by name, with all that main and what it calls multiplied, moved and read, and the graphs it called."""
+    """As main_of, by name, with all that main and what it calls multiplied, moved and read, and the graphs called."""
     recorder = Recorder(keeps_initial=False)
     with recorder.recording():
         code, out, err = main_of(path, arguments)

@@ -10,7 +10,7 @@ import pytest
 from harness.measure import theory
 from harness.measure.sbp import NAMES, Layout
 from harness.report import atlas
-from harness.start.recipe import RECIPES, path_of, world_sizes
+from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, TRANSFORMERS, WITHOUT_CASE, modes
 from tests.cases.forward import SIGNATURES
 from tests.cases.reference import split

@@ -250,7 +250,7 @@ def forward_matmuls(mesh, sizes, micro_batches):
 
 
 def clip_moves(weights):
-    """How OneFlow clips gradients of these layouts in eager mode: norms go to the first stage, their scale goes back."""
+    """How OneFlow clips gradients of these layouts in eager mode: norms go to the first stage, a scale goes back."""
     first = next(iter(weights))[1]
     norms = [[((sbp, ranks), ("B, B", ranks)), (("B, B", ranks), ("B, B", first))] for sbp, ranks in weights]
     return [move for pair in norms for move in pair] + [(("B, B", first), ("B, B", ranks)) for _, ranks in weights]

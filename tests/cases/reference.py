@@ -239,7 +239,7 @@ def descend(weights, forward, steps, update=None, rows=0, parts=0, fixed=()):
 
 
 def mlp(x, weights, matmul_scale=1.0, linear=()):
-    """relu(relu(x @ w0) @ w1 ...); matmul_scale: of each product; linear: numbers of matmuls without relu, besides the last."""
+    """relu(relu(x @ w0) @ w1 ...); linear: numbers of matmuls without relu, besides the last."""
     for i, w in enumerate(weights.values()):
         x = matmul_scale * (x @ w)
         x = x if i in (*linear, len(weights) - 1) else x.relu()

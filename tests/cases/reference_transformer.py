@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.reference import Value, drawn, mse, rows_of
+from tests.cases.reference import Value, drawn, mse
 
 
 def norm(x):

@@ -106,7 +106,7 @@ def characters_of_a_text(batch):
 
 
 def next_characters(steps, seed, batch, hidden_size, matmul_scale):
-    """out = embedding[x] @ head against one-hot y, trained with SGD on one device; the last step's replica and outputs."""
+    """out = embedding[x] @ head against one-hot y, trained by SGD on one device; the last replica and outputs."""
     rng, (x, following) = np.random.default_rng(seed), characters_of_a_text(batch)
     inputs = {"x": Value(x, dtype="int32"), "y": Value(np.eye(27)[following])}
     weights = {"embedding": drawn(rng, 27, hidden_size), "head": drawn(rng, hidden_size, 27)}
