@@ -65,6 +65,7 @@ def train(ranks, graph=False, seed=0, steps=3, batch=None, in_features=None, hid
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
     model = MLP(w0, w1, ranks)
+    del w0, w1  # from here on each rank holds its rows only
     optimizer = flow.optim.Adam(model.parameters(), lr=0.1)
     training = TrainingGraph(model, optimizer)
     losses = []
@@ -72,8 +73,8 @@ def train(ranks, graph=False, seed=0, steps=3, batch=None, in_features=None, hid
         if graph:
             loss = training(x, y)
         else:
+            optimizer.zero_grad(set_to_none=True)  # before forward gathers the weights: memory is short there
             loss = flow.nn.functional.mse_loss(model(x), y)
-            optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
         losses.append(loss.numpy())  # collective: all ranks call it
