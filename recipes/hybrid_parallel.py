@@ -70,7 +70,8 @@ def run(stages, graph=False, seed=0, batch=4, in_features=5, hidden=8, out_featu
 
     x0 = flow.tensor(x, placement=stages[0], sbp=flow.sbp.split(0))
     model = flow.nn.Sequential(DataParallel(w0, stages[0]), ModelParallel(w1, stages[1]))
-    out1 = HybridGraph(model)(x0) if graph else model(x0)
+    hybrid = HybridGraph(model) if graph else model
+    out1 = hybrid(x0)
     return x0, model, out1
 
 

@@ -47,7 +47,8 @@ def run(ranks, graph=False, seed=0, batch=4, in_features=5, out_features=None):
 
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.broadcast)
     layer = Layer(w, ranks)
-    out = LayerGraph(layer)(x) if graph else layer(x)
+    model = LayerGraph(layer) if graph else layer
+    out = model(x)
     return x, layer.w, out
 
 

@@ -58,7 +58,8 @@ def run(stages, graph=False, seed=0, batch=4, in_features=5, hidden=8, out_featu
 
     x = flow.tensor(x, placement=stages[0], sbp=flow.sbp.broadcast)
     model = flow.nn.Sequential(*[Stage(w, rank) for w, rank in zip(weights, stages)])
-    out = PipelineGraph(model)(x) if graph else model(x)
+    pipeline = PipelineGraph(model) if graph else model
+    out = pipeline(x)
     return x, model, out
 
 

@@ -49,7 +49,8 @@ def run(ranks, graph=False, seed=0, batch=4, in_features=None, out_features=8):
 
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(1))
     layer = Layer(w, ranks)
-    out = LayerGraph(layer)(x) if graph else layer(x)
+    model = LayerGraph(layer) if graph else layer
+    out = model(x)
     return x, layer.w, out
 
 

@@ -46,7 +46,8 @@ def run(device="cpu", graph=False, seed=0, batch=4, in_features=5, out_features=
 
     x = flow.tensor(x, device=device)
     layer = Layer(w, device)
-    out = LayerGraph(layer)(x) if graph else layer(x)
+    model = LayerGraph(layer) if graph else layer
+    out = model(x)
     return x, layer.w, out
 
 

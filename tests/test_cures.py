@@ -132,7 +132,7 @@ def end_of_rank_0(path):
 def test_program_whose_spawned_rank_raises_kills_the_others(pools, tmp_path):
     """OneFlow itself would end them only some 10 s later."""
     text, path = path_of("spawn").read_text(), tmp_path / "mine.py"
-    line = "    out = LayerGraph(layer)(x) if graph else layer(x)\n"
+    line = "    out = model(x)\n"
     assert text.count(line) == 1
     path.write_text(text.replace(line, "    1 / (1 - flow.env.get_rank())\n    time.sleep(1000)\n"))
     assert pools(1).call(f"{__file__}:end_of_rank_0", path=str(path)) == [("rank 1 of 2 died", -signal.SIGKILL, True)]

@@ -34,9 +34,7 @@ def observed(path, recorder, **arguments):
     module = recipe.load(path)
     seen = Frames(module.__file__, entry_of(module).__code__)
     with recorder.recording(), seen.watching():
-        result = call_entry(module, arguments)
-    if isinstance(result, dict):  # the old shape of a recipe, as long as there is one
-        return result, seen
+        call_entry(module, arguments)
     return by_name(seen, recorder), seen
 
 

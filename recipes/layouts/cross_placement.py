@@ -65,7 +65,8 @@ def run(source, target, graph=False, seed=0, rows=4, columns=6):
     part = flow.tensor(parts[rank], device=source.type)  # local: each rank has its own
     x["P"] = part.to_global(placement=source, sbp=flow.sbp.partial_sum)
     module = Conversions(target)
-    conversions = ConversionsGraph(module)(x) if graph else module(x)
+    model = ConversionsGraph(module) if graph else module
+    conversions = model(x)
     return x, conversions
 
 

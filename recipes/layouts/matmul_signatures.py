@@ -56,7 +56,8 @@ def run(ranks, graph=False, seed=0, batch=None, in_features=None, out_features=N
     x = {name: flow.tensor(x, placement=ranks, sbp=sbp) for name, sbp in SBPS.items()}
     w = {name: flow.tensor(w, placement=ranks, sbp=sbp) for name, sbp in SBPS.items()}
     module = Products()
-    products = ProductsGraph(module)(x, w) if graph else module(x, w)
+    model = ProductsGraph(module) if graph else module
+    products = model(x, w)
     return x, w, products
 
 

@@ -55,7 +55,8 @@ def run(ranks, graph=False, seed=0, rows=None, columns=None):
     part = flow.tensor(parts[rank], device=ranks.type)  # local: each rank has its own
     x["P"] = part.to_global(placement=ranks, sbp=flow.sbp.partial_sum)
     module = Conversions()
-    conversions = ConversionsGraph(module)(x) if graph else module(x)
+    model = ConversionsGraph(module) if graph else module
+    conversions = model(x)
     return x, conversions
 
 

@@ -59,7 +59,8 @@ def run(mesh, graph=False, seed=0, batch=4, in_features=4, out_features=8):
 
     x = flow.tensor(x, placement=mesh, sbp=(flow.sbp.split(0), flow.sbp.broadcast))
     layer = Layer(w, mesh)
-    out, rows, columns = LayerGraph(layer)(x) if graph else layer(x)
+    model = LayerGraph(layer) if graph else layer
+    out, rows, columns = model(x)
     return x, layer.w, out, rows, columns
 
 

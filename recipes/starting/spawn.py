@@ -54,7 +54,8 @@ def multiply(x, w, graph, device):
     ranks = flow.placement.all(device)
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
     layer = Layer(w, ranks)
-    out = LayerGraph(layer)(x) if graph else layer(x)
+    model = LayerGraph(layer) if graph else layer
+    out = model(x)
     return out.to_local().detach().numpy()
 
 
