@@ -51,6 +51,13 @@ class TrainingGraph(flow.nn.Graph):
         return loss
 
 
+def split_rows(array, ranks):
+    """A global tensor, S(0), of which each rank gives its own rows; flow.tensor would send all of them, to compare."""
+    rank, parts = flow.env.get_rank(), np.array_split(array, ranks.ranks.size)
+    rows = parts[rank] if rank in ranks.ranks else array[:0]
+    return flow.tensor(rows, device=ranks.type).to_global(placement=ranks, sbp=flow.sbp.split(0))
+
+
 def save(state, checkpoint_dir, step):
     """Save a checkpoint, named by its step, in place of the one before. All ranks call it."""
     unfinished = pathlib.Path(checkpoint_dir, "unfinished")
@@ -106,10 +113,8 @@ def train(ranks, graph=False, seed=0, steps=4, save_every=2, checkpoint_dir=None
 
     for step in range(done + 1, steps + 1):
         rng = np.random.default_rng([seed, step])  # a job that resumes draws what it would have drawn anyway
-        x = rng.standard_normal((batch, features), dtype=np.float32)
-        y = rng.standard_normal((batch, features), dtype=np.float32)
-        x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
-        y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
+        x = split_rows(rng.standard_normal((batch, features), dtype=np.float32), ranks)
+        y = split_rows(rng.standard_normal((batch, features), dtype=np.float32), ranks)
         if graph:
             loss = training(x, y)
         else:

@@ -61,6 +61,7 @@ def elastic_training(n, graph=False, seed=0, steps=4, batch=8, features=64, matm
         placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
         [("x", "w", ("S(0)", ranks, (batch, features)))] * (1 if graph else steps),
+        [(("local", []), ("S(0)", ranks))] * 2 * steps,
         reads=[("P", ranks)] * steps,
         sends=[reduced(n, w.exact.size)] * n,
     )

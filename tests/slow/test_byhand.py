@@ -28,14 +28,9 @@ def test_ring_talks_to_neighbours_only_one_chunk_at_a_time(pools, n):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"in_features": 720, "out_features": 1080},
-        {"in_features": 7, "out_features": 50_000},
-    ],  # chunks of different size
-)
-def test_bytes_of_the_ring(pools, n, sizes):
+@pytest.mark.parametrize("rows, columns", [(720, 1080), (7, 50_000)], ids=["equal chunks", "unequal chunks"])
+def test_bytes_of_the_ring(pools, n, rows, columns):
+    sizes = {"in_features": rows, "out_features": columns}
     found = pools(n).call(f"{ON_RANK}:sent_by_the_ring", path=path("ring_all_reduce"), **sizes)
     for rank, (sent, elements) in enumerate(zip(found, CASES["ring_all_reduce"](n, **sizes).sends)):
         near = abs(sent - 4 * elements) <= 0.02 * 4 * elements

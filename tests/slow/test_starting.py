@@ -44,11 +44,8 @@ def meetings(hosts, tmp_path_factory):
     """Jobs of 4 ranks, begun together because they wait: by an address, and by a file in a folder."""
     folder, address = tmp_path_factory.mktemp("meetings"), f"tcp://{hosts.addresses[0]}:{free_port()}"
     by_file = by_hand(hosts, RENDEZVOUS, [1, 0, 2, 3], "--init-method", f"file://{folder}/job", before=WITH_A_WAY_OUT)
-    return {
-        "address": by_hand(hosts, RENDEZVOUS, [3, 1, 0, 2], "--init-method", address),
-        "file": by_file,
-        "folder": folder,
-    }
+    by_address = by_hand(hosts, RENDEZVOUS, [3, 1, 0, 2], "--init-method", address)
+    return {"address": by_address, "file": by_file, "folder": folder}
 
 
 def test_ranks_of_a_launcher_meet_by_a_file(meetings, tmp_path):  # those wait while others run
@@ -116,10 +113,8 @@ def saved(folder):
 
 def train(folder, *more, n=2, options=(), script=ELASTIC, code=0):
     """A job from the checkpoints in a folder; once more, from the same, where OneFlow died of itself."""
-    command, before = (
-        [LAUNCH, "-n", n, *options, script, "--checkpoint-dir", folder, *more],
-        folder.with_suffix(".before"),
-    )
+    command = [LAUNCH, "-n", n, *options, script, "--checkpoint-dir", folder, *more]
+    before = folder.with_suffix(".before")
     if folder.exists():
         shutil.copytree(folder, before, dirs_exist_ok=True)
     [run] = ended([Run(*command)])
