@@ -26,7 +26,7 @@ OWN = {  # of the tests, beside the files of the page
     "sleeps.py": MET + SLEEPS + "\n",
     "fails.py": f"{MET}if rank == 3: 1 / 0\n{SLEEPS}\n",
     # The number of steps: without end before the job is requeued, 50 more than the last checkpoint then.
-    "steps.sh": "last=$(ls requeued 2>/dev/null | grep -x '[0-9]*' | tail -n 1)\n"
+    "steps.sh": "last=$(ls requeued 2>/dev/null | grep -x '[0-9]*' | sort -n | tail -n 1)\n"
     '[ "$SLURM_RESTART_COUNT" ] && echo $((last + 50)) || echo 1000000000\n',
 }
 OWN["requeued.sbatch"] = FILES["train.sbatch"].replace(
@@ -61,7 +61,7 @@ def waiting(cluster, checkout):
     """Jobs which wait most of the time, so that others run beside them: name -> Run."""
     again = (
         "job=$(sbatch --parsable --output=requeued.out requeued.sbatch)\n"
-        "until ls requeued/step-*; do sleep 0.2; done >/dev/null 2>&1\n"
+        "until ls -d requeued/[0-9]*; do sleep 0.2; done >/dev/null 2>&1\n"
         "scontrol requeue $job; while squeue --noheader --jobs $job 2>&1 | grep -q $job; do sleep 0.5; done\n"
     )
     runs = {BATCH: cluster.run(BATCH, cwd=checkout), "requeue": cluster.run(again, cwd=checkout)}
