@@ -83,13 +83,23 @@ def merge(state, new):
 
 
 def ring(q, k, v, mask):
-    """k and v go from rank to rank; q[r], k[r], v[r] and mask[r] are on rank r, and so is block r of the result."""
+    """k and v go from rank to rank; q[r], k[r], v[r] and mask[r] are on rank r, and so is block r of the result.
+
+    The block of k and v that each of 3 ranks attends to:
+
+                rank 0    rank 1    rank 2
+        step 0  0, mask   1, mask   2, mask
+        step 1            0         1
+        step 2                      0
+
+    Every process runs this loop over all ranks; an operation is computed on the rank that holds its tensors.
+    """
     n = len(q)
     k, v = list(k), list(v)
     states = [attend(q[rank], k[rank], v[rank], mask[rank]) for rank in range(n)]
     for step in range(1, n):
         for rank in range(step, n):
-            block = rank - step  # until now on rank - 1; all its keys are earlier than the queries here
+            block = rank - step  # began on rank `block`, is now on rank - 1; its keys are earlier than all queries here
             k[block] = k[block].to_global(placement=q[rank].placement)
             v[block] = v[block].to_global(placement=q[rank].placement)
             states[rank] = merge(states[rank], attend(q[rank], k[block], v[block]))

@@ -31,6 +31,9 @@ import oneflow as flow
 
 WORLD_SIZES = (2, 1, 4, 8, 16)
 B, S = flow.sbp.broadcast, flow.sbp.split
+# S(i): each rank holds a slice of dimension i. B: each holds the whole tensor. P, which no entry names: what the ranks
+# hold adds up to the tensor, as after a matmul with a split row weight. Ranks communicate where to_global changes the
+# SBP: P -> B is an all-reduce, P -> S a reduce-scatter, S -> B an all-gather; the input's gradient gets grad_sbp.
 LAYOUT = {  # kind of tensor -> its SBPs along the data and the tensor axis of a mesh
     "ids": (S(0), B),
     "activation": (S(1), B),
@@ -41,7 +44,7 @@ LAYOUT = {  # kind of tensor -> its SBPs along the data and the tensor axis of a
     "replicated": (B, B),
 }
 SEQUENCE_PARALLEL = {"residual": (S(1), S(0))}
-SHARDED = {"vocabulary": (S(1), S(0)), "column": (S(0), S(1)), "row": (S(1), S(0))}  # of weights that are not in use
+SHARDED = {"vocabulary": (S(1), S(0)), "column": (S(0), S(1)), "row": (S(1), S(0))}  # weights between uses
 
 
 @dataclasses.dataclass
@@ -409,7 +412,7 @@ def main():
     text = sample(model, args.sample_tokens)
     if flow.env.get_rank() == 0:
         print(text)
-    if args.check:
+    if args.check and losses:  # a finished training that resumes has none
         _, alone = train(placements(args.device, 1), config, args.graph, steps=args.steps)
         np.testing.assert_allclose(losses, alone[len(alone) - len(losses) :], rtol=1e-4)
         if flow.env.get_rank() == 0:

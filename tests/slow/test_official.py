@@ -20,7 +20,7 @@ def early_jobs(tmp_path_factory):
 
 def of_the_recipe(out):
     """The lines that a recipe printed; the launcher's own come before them or, where it buffers them, behind."""
-    return [line for line in out.splitlines() if "local shapes" in line or "single device" in line]
+    return [line for line in out.splitlines() if ") of (" in line or "single device" in line]
 
 
 @pytest.mark.parametrize("name", ["eager", "graph"])
@@ -32,7 +32,8 @@ def test_recipe_says_that_it_is_right(early, name):
 
 def test_what_is_printed_is_the_same_as_through_launch(early):
     shown = blocks(ENGLISH, "text")[0]
-    assert of_the_recipe(early["eager"].wait().out) == [line.split("] ", 1)[1] for line in shown.splitlines()]
+    wanted = [line.split("] ", 1)[1] for line in shown.splitlines()]
+    assert sorted(of_the_recipe(early["eager"].wait().out)) == sorted(wanted)
 
 
 @pytest.mark.parametrize(
@@ -46,4 +47,4 @@ def test_wrong_start_fails_and_does_not_hang(early, name, words):
 
 def test_plain_python():
     job = Run(sys.executable, "recipes/single_device.py", "--graph").wait()
-    assert job.code == 0 and "on a single device" in job.out
+    assert job.code == 0 and job.out.endswith("out equals x @ w in numpy\n")
