@@ -19,7 +19,7 @@ CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 r
 
 SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serves several: the atlas takes them apart
 RUNS = [(name, mode) for name in CASES for mode in runs.measured_modes(path_of(name))]
-NOT_COMPARED = ("async_update", "auto_parallel", "replicate_scatter_gather")  # other sizes, or no step of all ranks
+NOT_COMPARED = ("async_update", "auto_parallel")  # other sizes, or no step of all ranks
 
 
 def background_calls(item):

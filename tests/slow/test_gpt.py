@@ -44,11 +44,12 @@ SHORTER = [  # runs of the page; in a graph on four ranks, which compiles for te
 # so that the formula's bytes are most
 WIDE = {"batch_size": 8, "seq_len": 32, "num_layers": 2, "hidden_size": 64, "num_heads": 4}
 LOSS = "_C.sparse_softmax_cross_entropy(logits, targets.flatten())"
+MASK = "self.mask(seq_len, x.dtype)"
 TRAPS = [  # the cure, what one would write without it, how many times as much two ranks send then
     (', grad_sbp=self.layout["residual"])', ")", 1.4),
     (LOSS, "nn.functional.cross_entropy(logits, targets.flatten())", 1.05),
     (LOSS, "_C.sparse_softmax_cross_entropy(logits.reshape(*targets.shape, -1), targets)", 1.05),
-    ("scores + self.mask(seq_len, x.dtype)", "flow.where(self.mask(seq_len, x.dtype) == 0, scores, -1e9)", 1.1),
+    ("scores + self.mask(seq_len, x.dtype)", f"flow.where({MASK} == 0, scores, {MASK})", 1.1),
 ]
 CONTROL = 30_000  # bytes of OneFlow's own messages in a step, at most
 
