@@ -74,8 +74,9 @@ def decide(received, now, nodes, is_leader, connected):
     received: what this launcher knows, in the order in which it came. nodes: number of nodes of the job. is_leader:
     whether this is node 0, which decides for all. connected: number of other launchers that this one can hear.
 
-    The job ends well when all nodes have. The first failure ends it at once, unless it looks like a consequence and
-    another node may report its cause: then VERDICT_DELAY later. Of several failures the first cause counts.
+    Node 0 decides for all; a launcher that hears no other one decides alone. The job ends well when all nodes have. A
+    failure ends it at once, unless it looks like a consequence, such as the abort of ranks that have lost another one:
+    then the other nodes have VERDICT_DELAY to report the cause. Of several failures the first cause counts.
     """
     if connected and not is_leader:
         return None
@@ -83,9 +84,9 @@ def decide(received, now, nodes, is_leader, connected):
     if not failures:
         ended_well = is_leader and len(received) == nodes
         return received[0].outcome if ended_well else None
+    only_consequences = all(item.outcome.consequence for item in failures)
     first = min(item.at for item in failures)
-    unsure = connected and all(item.outcome.consequence for item in failures if item.at == first)
-    if unsure and now < first + VERDICT_DELAY:
+    if connected and only_consequences and now < first + VERDICT_DELAY:
         return None
     return min((item.outcome for item in failures), key=lambda outcome: (outcome.consequence, outcome.time))
 
