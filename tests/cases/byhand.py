@@ -99,7 +99,7 @@ def async_update(n, graph=False, steps=4, sync_every=2, matmul_scale=1.0, **size
         values,
         on_workers(values, n) * steps,
         moves,
-        numbers=("losses", "staleness"),
+        numbers=("staleness",),
         reads=[("B", [k]) for k in range(n)] * steps,
         sends=[(n - 2 + 1 / sync_every) * weights] + [weights] * (n - 1),
     )

@@ -35,8 +35,8 @@ class Case:
     # (SBP, ranks) of each global tensor whose value is read, in order: in training the loss of each step
     reads: list = None
 
-    # those that are numbers of the script's own, in a list or an array: they have a value, but no layout
-    numbers: tuple = ("losses",)
+    # names, besides losses, of numbers of the script's own in a list or an array: they have a value, but no layout
+    numbers: tuple = ()
     graph_calls: int = None  # one for each step of training, else one
 
     def __post_init__(self):

@@ -218,6 +218,6 @@ def mixture_of_experts(
         in_steps(graph, steps, matmuls),
         [(("local", []), ("B", ranks))] * 2 + in_steps(graph, steps, [there, back]),  # weight and bias of the norm
         reads=[("P", ranks)] * 2 * steps,
-        numbers=("losses", "dropped"),
+        numbers=("dropped",),
         sends=[4 * moved + for_cumsum + reduced(n, (n + 2) * hidden_size)] * n,
     )
