@@ -12,15 +12,16 @@ from harness.start import recipe
 RECORDED = ("matmuls", "lazy", "moves", "reads", "stages", "calls", "without_identity", "recomputed")
 
 
-def observe(path, matmul_scale=1.0, **arguments):
-    """Call `train` or `run` of the recipe at `path` on all ranks. Collective.
+def observe(path, matmul_scale=1.0, names=None, **arguments):
+    """Call `train` or `run` of the recipe at `path` on all ranks. Collective. names: of the tensors to read, or all.
 
     Returns {"tensors": {name: snapshot}, "arrays": {name: numpy array}, "in_graph": {name: (SBP, ranks, shape)} of the
     tensors inside a graph, which have no value}, and what a Recorder saw.
     """
     recorder = Recorder(matmul_scale)
     tensors, seen = observed(path, recorder, **arguments)
-    values = {name: value if isinstance(value, dict) else snapshot(value) for name, value in tensors.items()}
+    wanted = {name: value for name, value in tensors.items() if names is None or name in names}
+    values = {name: value if isinstance(value, dict) else snapshot(value) for name, value in wanted.items()}
     events = {name: getattr(recorder, name) for name in RECORDED}
     return {"tensors": values, "arrays": arrays_by_name(seen.outer), "in_graph": seen.in_graph, **events}
 

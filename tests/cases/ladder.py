@@ -64,33 +64,36 @@ def check_recipe(pool, path, name, graph, sizes, **facts):
     n = pool.world_size
     arguments = sizes_of(name, n)[sizes]
     mode = {"graph": graph} if len(modes(name)) == 2 else {}
-    for given, seen in runs_of(pool, path, mode, arguments):
-        case = CASES[name](n, **{"graph": graph, **given}, **facts)
+    for of_case, of_recipe in runs_of({**mode, **arguments}):
+        case = CASES[name](n, **{"graph": graph, **of_case}, **facts)
+        seen = pool.call(OBSERVE, path=str(path), names=list(case.layout), **of_recipe)
         check_tensors(case, seen)
         check_operations(case, graph, seen)
     if case.matmuls and (n, sizes) == (proven_on(name)[0], "even"):  # what depends on a matmul does not depend on sizes
         if name in TRAINED:  # one, as rounding grows with the scale in each
             arguments = {**arguments, "steps": 1}
-        scaled = pool.call(OBSERVE, path=str(path), matmul_scale=SCALE, **mode, **arguments)
-        check_tensors(CASES[name](n, graph, matmul_scale=SCALE, **arguments), scaled)
+        case = CASES[name](n, graph, matmul_scale=SCALE, **arguments)
+        names = list(case.layout)
+        scaled = pool.call(OBSERVE, path=str(path), names=names, matmul_scale=SCALE, **mode, **arguments)
+        check_tensors(case, scaled)
     return seen
 
 
-def runs_of(pool, path, mode, arguments):
-    """Yields (arguments of its case, what each rank did) for each run of a recipe: one, or two.
+def runs_of(arguments):
+    """Yields (arguments of its case, arguments of the recipe) for each run: one, or two.
 
     With "before" in the arguments the first run has those in it as well, and the second resumes from its checkpoint.
     """
-    arguments = {**mode, **arguments}
     if "before" not in arguments:
-        yield arguments, pool.call(OBSERVE, path=str(path), **arguments)
+        yield arguments, arguments
         return
+    arguments = dict(arguments)
     before = arguments.pop("before")
     with tempfile.TemporaryDirectory() as folder:
         arguments["checkpoint_dir"] = folder
         first = {**arguments, **before}
-        yield first, pool.call(OBSERVE, path=str(path), **first)
-        yield {**arguments, "before": before}, pool.call(OBSERVE, path=str(path), **arguments)
+        yield first, first
+        yield {**arguments, "before": before}, arguments
 
 
 def check_tensors(case, seen):
