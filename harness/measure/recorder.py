@@ -23,6 +23,7 @@ class Recorder:
     without_identity: list = field(default_factory=list)  # see graph.py
     recomputed: dict = field(default_factory=dict)  # of the graph that was compiled last, see graph.py
     initial: dict = field(default_factory=dict)  # id of a parameter -> its snapshot before the first step
+    held: list = field(default_factory=list)  # these parameters
     gradients: dict = field(default_factory=dict)  # id of a parameter -> its gradient in a graph's last call
     appended: dict = field(default_factory=dict)  # graph -> ids of the parameters whose gradients it returns
     paused: bool = False
@@ -118,6 +119,7 @@ class Recorder:
         with self.pause():
             for tensor in tensors:
                 if self.keeps_initial and id(tensor) not in self.initial:
+                    self.held.append(tensor)  # so that its id stays its own, on every rank alike
                     self.initial[id(tensor)] = snapshot(tensor.detach().clone())  # numpy's array is the tensor's own
 
     def of_kind(self, kind):
