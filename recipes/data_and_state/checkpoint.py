@@ -131,6 +131,8 @@ def main():
     parser.add_argument("--checkpoint-dir", help="resume from the newest checkpoint in it, and keep the new ones")
     parser.add_argument("--save-every", type=int, default=2, help="save a checkpoint after every so many steps")
     args = parser.parse_args()
+    if args.save_every < 1:
+        parser.error(f"--save-every {args.save_every}: 1 or more")
 
     half = flow.placement(args.device, list(range(max(1, flow.env.get_world_size() // 2))))
     everyone = flow.placement.all(args.device)

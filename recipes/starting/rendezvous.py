@@ -29,7 +29,10 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--init-method", default="env://", help="env://, tcp://HOST:PORT or file:///PATH")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.init_method.startswith(("env://", "tcp://", "file://")):
+        parser.error(f"--init-method {args.init_method}: it begins with env://, tcp:// or file://")
+    return args
 
 
 def init_by_env(nothing):

@@ -397,6 +397,8 @@ def main():
     parser.add_argument("--sample-tokens", type=int, default=200, help="characters to write at the end")
     parser.add_argument("--check", action="store_true", help="train on one rank too, and compare the losses")
     args = parser.parse_args()
+    if args.save_every < 1:
+        parser.error(f"--save-every {args.save_every}: 1 or more")
 
     config = Config(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Config)})
     try:
