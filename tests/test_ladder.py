@@ -35,6 +35,7 @@ SPOILT = {
     "no call of a graph": (lambda r: r["calls"].clear(), "calls of a graph"),
     "eager in place of graph": (lambda r: r["lazy"].__setitem__(0, False), "inside a graph"),
     "a move too many": (lambda r: r["moves"].append([("S(0)", [0, 1]), ("B", [0, 1])]), "moves"),
+    "a read too many": (lambda r: r["reads"].append(("S(0)", [0, 1])), "values read"),
     "a stage too many": (lambda r: r["stages"].append((0, [0, 1])), "stages"),
 }
 

@@ -33,7 +33,7 @@ class Case:
     claims: Callable = lambda seen: {}
 
     # (SBP, ranks) of each global tensor whose value is read, in order: in training the loss of each step
-    reads: list = None
+    reads: list = field(default_factory=list)
 
     # names, besides losses, of numbers of the script's own in a list or an array: they have a value, but no layout
     numbers: tuple = ()

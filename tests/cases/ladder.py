@@ -144,8 +144,7 @@ def check_operations(case, graph, seen):
         Checks.equal(result["lazy"], [graph] * len(shapes), f"rank {rank}: matmuls run inside a graph")
         moves = [list(move) for move in case.moves]
         Checks.equal(result["moves"], moves, f"rank {rank}: moves (SBP, ranks before and after)")
-        if case.reads is not None:
-            Checks.equal(result["reads"], case.reads, f"rank {rank}: values read (SBP, ranks)")
+        Checks.equal(result["reads"], case.reads, f"rank {rank}: values read (SBP, ranks)")
         Checks.equal(len(result["calls"]), case.graph_calls * graph, f"rank {rank}: number of calls of a graph")
         if graph:  # else a recipe may make the graph all the same, and does not call it
             Checks.equal(result["stages"], case.stages, f"rank {rank}: stages of the graph")
