@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from harness.start.recipe import RECIPES, entry, path_of, world_sizes
-from tests.cases import byhand, data, forward, memory, starting, state, training, transformer  # noqa: F401
+from tests.cases import byhand, data, forward, memory, starting, state, training, transformer, your_model  # noqa: F401
 from tests.cases.case import CASES, GRAPH_ONLY, SIZES
 
 ROOT = Path(__file__).resolve().parent.parent.parent

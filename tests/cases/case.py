@@ -29,6 +29,10 @@ class Case:
     summed: tuple = ()
     # elements that each rank sends in one step of training, by the formula
     sends: list = None
+    # {name: array} of the weights that OneFlow draws -> (values, parts), where it draws them
+    values_of: Callable = None
+    # whether each matmul runs in a graph; by default all do that or none
+    lazy: list = None
     # the tensors and arrays of each rank -> what else must be true of them: words -> whether it is so
     claims: Callable = lambda seen: {}
 
@@ -44,6 +48,12 @@ class Case:
         if self.graph_calls is None:
             self.graph_calls = self.values["losses"].exact.size if trains else 1
         self.summed = tuple(self.values) if trains else self.summed
+
+    def draw(self, snapshots):
+        """Compute the values from the weights in {name: snapshot of a tensor}, if OneFlow has drawn them."""
+        if self.values_of:
+            arrays = {name: snapshots[name]["value"] for name in self.layout if f"new {name}" in self.layout}
+            self.values, self.parts = self.values_of(arrays)
 
 
 def case_of_recipe(sizes=None, graph_only=False):

@@ -1,0 +1,160 @@
+"""Fully sharded (FSDP) for a model of your own: every layer holds shards, and gathers what its forward reads.
+
+    the model on 2 ranks           rank 0      rank 1      SBP
+    ids               (8, 4)       rows 0-3    rows 4-7    S(0)
+    targets           (8)          rows 0-3    rows 4-7    S(0)
+    embedding.weight  (12, 8)      rows 0-5    rows 6-11   S(0)
+    head.bias         (5)          rows 0-2    rows 3-4    S(0)
+
+Weights, biases, their gradients and Adam's state take 1/n of their bytes between steps; a parameter with fewer rows
+than there are ranks stays whole. A subclass of the layer's own class, put in place by __class__, gathers each parameter
+where forward reads it; model.to_global(sbp=S(0)) alone would split activations by columns, and fails in a graph.
+
+A model need not fit on one rank: each layer is made, split and let go before the next one is made.
+
+Moves: an all-gather of each parameter and a reduce-scatter of its gradient: (n-1)/n x their bytes from each rank, each.
+Run:   ./launch.sh recipes/your_model/fully_sharded_module.py [--graph]
+       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/fully_sharded_module.py [--graph]
+Use it when weights, gradients and optimizer state do not fit on one device; the step sends what data parallel sends.
+Source: Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277.
+"""
+
+import argparse
+
+import numpy as np
+import oneflow as flow
+from oneflow import nn
+
+WORLD_SIZES = (2, 1, *range(3, 65))
+
+
+class Block(nn.Module):
+    def __init__(self, hidden_size, dropout):
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size)
+        self.up = nn.Linear(hidden_size, 4 * hidden_size)
+        self.down = nn.Linear(4 * hidden_size, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Classifier(nn.Module):
+    """An ordinary model of a text's class: nothing in it knows of ranks."""
+
+    def __init__(self, vocab_size=12, hidden_size=8, num_layers=2, num_classes=5, dropout=0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, hidden_size)
+        self.blocks = nn.ModuleList([Block(hidden_size, dropout) for _ in range(num_layers)])
+        self.head = nn.Linear(hidden_size, num_classes)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class Gathered:
+    """Stands for a layer in its own forward: it gathers each parameter when that is read first."""
+
+    def __init__(self, layer, sbps):
+        self.layer = layer
+        self.sbps = sbps
+
+    def __getattr__(self, name):  # called for what is not an attribute yet
+        value = getattr(self.layer, name)
+        if name in self.sbps:
+            # without identity OneFlow 0.9.0 aborts a graph that gathers a parameter: "register.cpp:75 Check failed"
+            value = flow._C.identity(value).to_global(sbp=flow.sbp.broadcast, grad_sbp=self.sbps[name])
+            setattr(self, name, value)  # nn.Linear reads its bias twice
+        return value
+
+
+def shard(module, ranks):
+    """Split every parameter of a module by rows, with rank 0's values, and gather it where a forward reads it."""
+    for layer in module.modules():
+        sbps = {}
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            enough = parameter.shape[0] >= ranks.ranks.size
+            sbps[name] = flow.sbp.split(0) if enough else flow.sbp.broadcast
+            whole = parameter.to_global(placement=ranks, sbp=flow.sbp.broadcast)
+            setattr(layer, name, nn.Parameter(whole.to_global(sbp=sbps[name])))
+        if sbps:
+            gather_in_forward(layer, sbps)
+    return module
+
+
+def gather_in_forward(layer, sbps):
+    kind = type(layer)
+
+    def forward(self, *inputs):
+        return kind.forward(Gathered(self, sbps), *inputs)
+
+    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
+def make_model(ranks, hidden_size, num_layers):
+    """The model of shards. No rank ever holds more than one whole block."""
+    model = shard(Classifier(hidden_size=hidden_size, num_layers=0), ranks)
+    for _ in range(num_layers):
+        model.blocks.append(shard(Block(hidden_size, dropout=0.0), ranks))
+    return model
+
+
+class TrainingGraph(nn.Graph):
+    def __init__(self, model, optimizer):
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer)
+
+    def build(self, ids, targets):
+        loss = nn.functional.cross_entropy(self.model(ids), targets)
+        loss.backward()  # in a graph this includes the reduce-scatters and the update
+        return loss
+
+
+def train(ranks, graph=False, seed=0, steps=20, optimizer="adam", batch=8, hidden_size=8, num_layers=2):
+    """Train in float32 on a placement; returns the model and the loss of each step."""
+    flow.manual_seed(seed)
+    model = make_model(ranks, hidden_size, num_layers)
+    rng = np.random.default_rng(seed)
+    ids = flow.tensor(rng.integers(12, size=(batch, 4)), placement=ranks, sbp=flow.sbp.split(0))
+    targets = flow.tensor(rng.integers(5, size=batch), placement=ranks, sbp=flow.sbp.split(0))
+    if optimizer == "adam":
+        optimizer = flow.optim.Adam(model.parameters(), lr=0.01)
+    else:
+        optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    training = TrainingGraph(model, optimizer)
+    losses = []
+    for _ in range(steps):
+        if graph:
+            loss = training(ids, targets)
+        else:
+            optimizer.zero_grad(set_to_none=True)  # before forward gathers the weights: memory is short there
+            loss = nn.functional.cross_entropy(model(ids), targets)
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.numpy())  # collective: all ranks call it
+    return model, losses
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--optimizer", choices=["adam", "momentum"], default="adam")
+    args = parser.parse_args()
+
+    model, losses = train(flow.placement.all(args.device), args.graph, optimizer=args.optimizer)
+    held = sum(w.to_local().numel() for w in model.parameters())
+    print(f"{held:,} of {sum(w.numel() for w in model.parameters()):,} numbers of the parameters")
+    _, alone = train(flow.placement(args.device, [0]), args.graph, optimizer=args.optimizer)  # on a single device
+    np.testing.assert_allclose(losses, alone, rtol=1e-5)
+    if flow.env.get_rank() == 0:
+        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What the docstrings of the recipes on your own model say beyond values and layouts."""
+
+import pytest
+
+from harness.pool import Pool
+from harness.report.runs import PER_STEP
+from harness.start.recipe import path_of
+from tests.cases import ROOT
+from tests.cases.ladder import Checks
+
+ON_RANK = str(ROOT / "tests" / "on_rank_your_model.py")
+TENSOR_PARALLEL, WEIGHTS = str(path_of("tensor_parallel_module")), str(path_of("pytorch_weights"))
+
+
+def naive(folder):
+    """A copy of tensor_parallel_module.py that splits weights and leaves every layer nn.Linear."""
+    path = folder / "naive.py"
+    text = path_of("tensor_parallel_module").read_text()
+    assert text.count("            layer.__class__ = kind\n") == 1
+    path.write_text(text.replace("            layer.__class__ = kind\n", ""))
+    return str(path)
+
+
+def test_split_weights_alone_send_ten_times_as_much(pools, tmp_path):
+    sent = [
+        pools(2).call(PER_STEP, path=path, batch=256, hidden_size=512)[0]["sent"]
+        for path in (TENSOR_PARALLEL, naive(tmp_path))
+    ]
+    Checks.that(9.5 <= sent[1] / sent[0] <= 10.5, "split weights alone send", sent[1] / sent[0], "times as much")
+
+
+@pytest.mark.parametrize("data, equal", [(1, True), (2, False)])
+def test_dropout_differs_where_the_batch_is_split(pools, data, equal):
+    """Where it is not, all ranks draw the mask that one rank draws."""
+    for losses, alone in pools(2).call(
+        f"{ON_RANK}:losses_of", path=TENSOR_PARALLEL, data=data, dropout=0.1, steps=3
+    ):
+        assert (abs(losses - alone).max() <= 2e-6) == equal
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_to_load_whole_parameters_go_to_all_others(pools, n):
+    seen = pools(n).call(f"{ON_RANK}:bytes_to_load", path=WEIGHTS, hidden_size=512)
+    whole = seen[0][0]
+    sent = sum(count for _, count in seen)
+    Checks.that(abs(sent - (n - 1) * whole) <= 40_000 * n, "loading sends", sent, "and must", (n - 1) * whole)
+
+
+def test_at_most_one_block_is_whole_while_shards_are_made():
+    layers, hidden_size = 8, 1024
+    block = 4 * (8 * hidden_size**2 + 8 * hidden_size)  # bytes
+    most = {}
+    for at_once in (False, True):
+        with Pool(4) as pool:  # OneFlow gives no memory back: only the first time in a process counts
+            path = str(path_of("fully_sharded_module"))
+            seen = pool.call(
+                f"{ON_RANK}:growth", path=path, num_layers=layers, hidden_size=hidden_size, at_once=at_once
+            )
+        most[at_once] = max(peak - held for peak, held in seen)
+    Checks.that(most[False] <= 2.5 * block, "besides the shards a rank had", most[False] / block, "blocks")
+    Checks.that(most[True] >= (layers - 2) * block, "all at once it had", most[True] / block, "blocks")
