@@ -32,7 +32,7 @@ def limit(hosts):
 
 def step_time(pool, name, batch, mode):
     """Seconds of a step: the median of as many as keep the link busy for 2 seconds, at least 8."""
-    sizes = {"batch": batch, "in_features": WIDTH, "hidden": HIDDEN, "out_features": WIDTH}
+    sizes = {"batch": batch, "in_features": WIDTH, "hidden_size": HIDDEN, "out_features": WIDTH}
     steps = max(8, round(2 * RATE / 8 / SENDS[name](batch)))
     return slowest(of_script(pool, "step_times", name, graph=mode == "graph", steps=steps, **sizes))
 

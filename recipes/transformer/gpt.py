@@ -142,13 +142,13 @@ class Embedding(StageModule):
 class Block(StageModule):
     def __init__(self, config, stage, mesh, rng):
         super().__init__(config, stage, mesh)
-        hidden = config.hidden_size
-        self.add_weight("norm", "replicated", np.ones(hidden, np.float32))
-        self.add_weight("qkv", "column", normal(rng, hidden, 3 * hidden))
-        self.add_weight("project", "row", normal(rng, hidden, hidden))
-        self.add_weight("norm_mlp", "replicated", np.ones(hidden, np.float32))
-        self.add_weight("up", "column", normal(rng, hidden, 4 * hidden))
-        self.add_weight("down", "row", normal(rng, 4 * hidden, hidden))
+        hidden_size = config.hidden_size
+        self.add_weight("norm", "replicated", np.ones(hidden_size, np.float32))
+        self.add_weight("qkv", "column", normal(rng, hidden_size, 3 * hidden_size))
+        self.add_weight("project", "row", normal(rng, hidden_size, hidden_size))
+        self.add_weight("norm_mlp", "replicated", np.ones(hidden_size, np.float32))
+        self.add_weight("up", "column", normal(rng, hidden_size, 4 * hidden_size))
+        self.add_weight("down", "row", normal(rng, 4 * hidden_size, hidden_size))
 
     def forward(self, x):
         x = x.to_global(placement=self.mesh)  # from the stage before
@@ -159,15 +159,15 @@ class Block(StageModule):
 
     def attention(self, x):
         """Causal, each rank of the tensor axis with its own heads: between qkv and project nothing moves."""
-        seq_len, batch, hidden = x.shape  # in a graph, of a micro-batch
-        heads, head_size = self.config.num_heads, hidden // self.config.num_heads
+        seq_len, batch, hidden_size = x.shape  # in a graph, of a micro-batch
+        heads, head_size = self.config.num_heads, hidden_size // self.config.num_heads
         qkv = flow.matmul(x, self.weight("qkv"))  # its columns are in the order of the heads
         qkv = qkv.reshape(seq_len, batch, heads, 3 * head_size).permute(1, 2, 0, 3)
         q, k, v = qkv.chunk(3, -1)
         scores = flow.matmul(q, k.transpose(2, 3)) * head_size**-0.5
         scores = scores + self.mask(seq_len, x.dtype)  # flow.where would gather the scores
         values = flow.matmul(scores.softmax(-1), v)
-        values = values.permute(2, 0, 1, 3).reshape(seq_len, batch, hidden)
+        values = values.permute(2, 0, 1, 3).reshape(seq_len, batch, hidden_size)
         return flow.matmul(values, self.weight("project"))
 
     def mask(self, seq_len, dtype):

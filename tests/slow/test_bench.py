@@ -143,7 +143,7 @@ def test_flops_of_the_matmuls_of_a_gpt():
 def test_bytes_of_the_formula_are_those_that_are_proven(monkeypatch, strategy, name, n, more):
     monkeypatch.setattr(formulas, "BATCH", 32)
     monkeypatch.setattr(formulas, "FEATURES", 16)
-    case = CASES[name](n, batch=32, in_features=16, hidden=64, out_features=16, steps=1, **more)
+    case = CASES[name](n, batch=32, in_features=16, hidden_size=64, out_features=16, steps=1, **more)
     assert 4 * max(case.sends) == formulas.sent(strategy, n, 64)
 
 

@@ -11,7 +11,7 @@ from tests.cases.ladder import OBSERVE, Checks
 ON_RANK = str(ROOT / "tests" / "on_rank_training.py")
 
 VARIANTS = {  # what else than the default sends something else
-    "train_data_tensor": [{"hidden": 8}],  # little weight: what is left runs along axis 1
+    "train_data_tensor": [{"hidden_size": 8}],  # little weight: what is left runs along axis 1
     "train_pipeline": [{"micro_batches": 8}],
     "loss_placement": [{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
     "context_parallel": [{"way": "all_to_all"}, {"way": "ring"}],
