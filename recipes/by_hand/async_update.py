@@ -55,8 +55,8 @@ def gradients_of(model, x, y, size):
     return loss, flow.autograd.grad(loss, list(model.parameters()))
 
 
-def update(model, optimizer, gradients):
-    """Apply the gradients of one worker to the server's model."""
+def apply_gradients(model, optimizer, gradients):
+    """Update the server's model with the gradients of one worker."""
     for w, gradient in zip(model.parameters(), gradients):
         w.grad = gradient.to_global(placement=w.placement, sbp=flow.sbp.broadcast)
     optimizer.step()
@@ -94,7 +94,7 @@ def train(workers, steps=4, sync_every=2, batch=None, in_features=4, hidden_size
                 fetched_at[k] = step
             results.append(gradients_of(copies[k], x[k], y[k], batch * out_features))
         for _, gradients in results:  # the server waits for all, and applies them one by one
-            update(model, optimizer, gradients)
+            apply_gradients(model, optimizer, gradients)
         losses.append(sum(loss.numpy() for loss, _ in results))  # collective: all ranks call it
         staleness.append(step - fetched_at)
     return model, losses, staleness
