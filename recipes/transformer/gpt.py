@@ -20,6 +20,7 @@ Source: D. Narayanan et al., arXiv:2104.04473; V. Korthikanti et al., arXiv:2205
 
 import argparse
 import dataclasses
+import math
 import os
 import pathlib
 import pydoc_data.topics
@@ -278,12 +279,14 @@ def training_state(step, model, optimizer, graph):
     """Weights and moments by the names of the parameters, the same in eager mode (graph None) and in a graph."""
     names = [name for name, _ in model.named_parameters()]
     state = {"step": step, "model": model.state_dict()}
-    own = graph.state_dict() if graph else optimizer.state_dict()["state"]
-    for moment, letter in MOMENTS.items():
-        if graph:
-            state[moment] = {name: own[f"model.{name}-{letter}"] for name in names}
-        else:
-            state[moment] = {name: own[i][moment] for i, name in enumerate(names)}
+    if graph:
+        graph_state = graph.state_dict()
+        for moment, letter in MOMENTS.items():
+            state[moment] = {name: graph_state[f"model.{name}-{letter}"] for name in names}
+    else:
+        moments = optimizer.state_dict()["state"]
+        for moment in MOMENTS:
+            state[moment] = {name: moments[i][moment] for i, name in enumerate(names)}
     return state
 
 
@@ -291,16 +294,16 @@ def load_training_state(state, model, optimizer, graph):
     """What training_state returned, onto any mesh. A graph must not have been called yet."""
     names = [name for name, _ in model.named_parameters()]
     if graph:
-        own = {"model": state["model"]}
+        graph_state = {"model": state["model"]}
         for moment, letter in MOMENTS.items():
-            own.update({f"model.{name}-{letter}": state[moment][name] for name in names})
+            graph_state.update({f"model.{name}-{letter}": state[moment][name] for name in names})
         rank_0 = flow.placement("cpu", [0])
-        own[GRAPH_STEP] = flow.tensor([state["step"]], dtype=flow.int64, placement=rank_0, sbp=B)
-        graph.load_state_dict(own)
+        graph_state[GRAPH_STEP] = flow.tensor([state["step"]], dtype=flow.int64, placement=rank_0, sbp=B)
+        graph.load_state_dict(graph_state)
     else:
         model.load_state_dict(state["model"])
-        own = {i: {moment: state[moment][name] for moment in MOMENTS} for i, name in enumerate(names)}
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": {**own, "step": state["step"]}})
+        moments = {i: {moment: state[moment][name] for moment in MOMENTS} for i, name in enumerate(names)}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {**moments, "step": state["step"]}})
 
 
 def save(state, checkpoint_dir, step):
@@ -352,7 +355,7 @@ def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir="", 
     config = config or Config()
     config.check(meshes)
     characters, tokens = corpus()
-    vocab_size = -(-len(characters) // config.num_heads) * config.num_heads  # rounded up: --tensor divides the heads
+    vocab_size = math.ceil(len(characters) / config.num_heads) * config.num_heads  # --tensor divides num_heads
 
     model = GPT(meshes, config, vocab_size, seed)
     clipping = {"clip_grad_max_norm": config.clip_grad, "clip_grad_norm_type": 2.0} if config.clip_grad else {}
