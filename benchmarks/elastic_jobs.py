@@ -9,8 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+from harness.jobs.run import LAUNCH, Run, free_port
 from tests.cases import ROOT
-from tests.jobs import LAUNCH, Run, free_port
 
 ELASTIC = ROOT / "recipes" / "starting" / "elastic_training.py"
 STEPS, EVERY = 60, 6

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
+from harness.jobs.hosts import Hosts
 from tests import jobs
 from tests.background import Background
 from tests.cases.ladder import Checks
-from tests.hosts import Hosts
 from tests.pools import RecipePool
 
 BEGIN = time.monotonic()

@@ -38,15 +38,16 @@ class PoolError(Exception):
 class Pool:
     """Ranks 0 to world_size - 1. Close it, or use it as a context manager."""
 
-    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, bind=True):
+    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, bind=True, place=RankAssignment):
         """timeout: seconds after which a call counts as hung; the start of the ranks is not counted.
 
         repeat: whether a call may run on fresh ranks: once more, if a rank died of SIGSEGV, as OneFlow 0.9.0 rarely
         does; and after a call in which a rank has come to use more than LARGE.
         variables: more environment variables of the ranks. bind: whether to bind each rank to its cores.
+        place: a function from world_size and a port to a RankAssignment; by default all ranks run on this host.
         """
         self.world_size, self.timeout, self.repeat = world_size, timeout, repeat
-        self.variables, self.bind = variables, bind
+        self.variables, self.bind, self.place = variables, bind, place
         self.repeated = []  # the functions of repeated calls
         self.starts = 0  # how often ranks were started
         self.ranks = None
@@ -94,14 +95,11 @@ class Pool:
         self.port = reserve_port()
         pipes = [connection.fileno() for connection in theirs]
         more = {"variables": self.variables, "bind": self.bind}
-        self.ranks = RankProcesses([WORKER], self.assignment(), self.logs, self.logs, pipes, "HARNESS_POOL", **more)
+        assignment = self.place(self.world_size, self.port.getsockname()[1])
+        self.ranks = RankProcesses([WORKER], assignment, self.logs, self.logs, pipes, "HARNESS_POOL", **more)
         for connection in theirs:
             connection.close()
         self.starts += 1
-
-    def assignment(self):
-        """Where fresh ranks run and meet: all on this host. A subclass may place them elsewhere."""
-        return RankAssignment(self.world_size, self.port.getsockname()[1])
 
     def _answers(self, what, timeout, request=None):
         """What each rank answers to a request, or says of itself when it has met the others. Raises PoolError."""

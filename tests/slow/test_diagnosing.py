@@ -26,9 +26,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.jobs.run import LAUNCH, NO_LIBIBVERBS, Run, free_port, wait_until
 from harness.pool import Pool
 from tests.cases import ROOT
-from tests.jobs import LAUNCH, NO_LIBIBVERBS, Run, free_port, wait_until
 from tests.markdown import slug
 
 INDEX = ROOT / "docs" / "diagnosing.md"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import faults
-from tests.hosts import NO_HOSTS
+from harness.jobs.hosts import NO_HOSTS
 from tests.markdown import CLUSTERS
 
 SAMPLE = [  # (fault, number of hosts, whether in a graph); test_starting.py has others

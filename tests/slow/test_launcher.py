@@ -8,8 +8,9 @@ import signal
 
 import pytest
 
+from harness.jobs.run import LAUNCH, Run, free_port, wait_until
 from harness.start.recipe import RECIPES, all_paths, path_of
-from tests.jobs import LAUNCH, MET, PLAIN, SLEEPS, Run, ended, free_port, launch, wait_until
+from tests.jobs import MET, PLAIN, SLEEPS, ended, launch
 
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.01)"  # the test makes the file
 
