@@ -4,10 +4,12 @@
 which a rank raises, dies or hangs fails with a PoolError that has the rank's traceback; the next call gets fresh ranks.
 """
 
+import contextlib
 import os
 import signal
 import tempfile
 import time
+from functools import lru_cache
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -155,3 +157,10 @@ class Pool:
         again = Path(f"/proc/self/fd/{self.logs[rank].fileno()}")  # to read the file itself would move the rank's place
         text = again.read_text("utf-8", "replace")
         return "\n".join(text.splitlines()[-30:])
+
+
+@contextlib.contextmanager
+def pool_cache(make=Pool):
+    """A function from a world size to its pool, which `make` makes at the first call; in the end they are closed."""
+    with contextlib.ExitStack() as stack:
+        yield lru_cache(maxsize=None)(lambda world_size: stack.enter_context(make(world_size)))
