@@ -88,7 +88,7 @@ def first_red(pools, path, name):
     return None
 
 
-MAIN = f"{ROOT / 'tests' / 'on_rank.py'}:recorded_main"
+MAIN = f"{ROOT / 'harness' / 'measure' / 'main.py'}:recorded_main"
 
 
 def run_of_main(pools, path, name, graph):
