@@ -1,4 +1,4 @@
-"""What each recipe must do, as data: a file for each chapter. Tests and benchmarks share it.
+"""What each recipe must do, as data: a file for each chapter. Benchmarks know it too.
 
 `reference.py` has the values in plain numpy, `ladder.py` what is asserted of a run.
 """
