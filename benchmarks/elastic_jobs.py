@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional, Sequence
 
+from harness.jobs.hosts import Hosts
+from harness.jobs.run import LAUNCH, Run, free_port
 from tests.cases import ROOT
-from tests.hosts import Hosts
-from tests.jobs import LAUNCH, Run, free_port
 
 ELASTIC = ROOT / "recipes" / "starting" / "elastic_training.py"
 STEPS, EVERY = 60, 6

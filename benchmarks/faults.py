@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import elastic_jobs as jobs  # noqa: E402
 from benchmarks.elastic_jobs import EVERY, RANKS, STEPS, Job, at_some_moment, while_it_trains  # noqa: E402
+from harness.jobs.hosts import NO_HOSTS, Hosts  # noqa: E402
 from harness.report.tables import table  # noqa: E402
 from tests.cases import ROOT  # noqa: E402
-from tests.hosts import NO_HOSTS, Hosts  # noqa: E402
 
 DEATH = 15  # seconds within which a job must end, or start again, after a death
 SILENCE = 12  # the --timeout of jobs that will fall silent
