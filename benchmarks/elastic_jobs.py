@@ -2,15 +2,19 @@
 
 import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Optional, Sequence
 
+from harness.jobs.hosts import Hosts
+from harness.jobs.run import LAUNCH, Run, free_port
 from tests.cases import ROOT
-from tests.jobs import LAUNCH, Run, free_port
 
 ELASTIC = ROOT / "recipes" / "starting" / "elastic_training.py"
 STEPS, EVERY = 60, 6
@@ -19,7 +23,7 @@ MOMENTS = (0.03, 0.95)  # of the time that an undisturbed job takes
 WRAPPER = """import os, runpy, signal, sys
 
 
-def fault(number, frame):
+def fault(signum, frame):
     if os.environ["FAULT"] == "raise":
         raise RuntimeError("injected")
     sys.exit(int(os.environ["FAULT"]))
@@ -31,39 +35,66 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def signal_process(pid, number):
+def signal_process(pid, signum):
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+        os.kill(pid, signum)
         return True
     return False
 
 
+@dataclass
 class Job:
-    """A job of elastic_training.py on one host or on two, from the checkpoints in a folder."""
+    """A job of elastic_training.py on one host or on two, from the checkpoints in a folder; it starts at once."""
 
-    def __init__(self, hosts, count, graph, folder, rng, fault=None, steps=STEPS, nodes=None, before=()):
-        """fault: what is to come; nodes: the hosts on which it is started; before: words before its commands."""
-        self.hosts, self.count, self.folder, self.rng = hosts, count, Path(folder), rng
-        self.each, self.hit_rank, self.hit_node = RANKS[count] // count, None, 0
-        self.checkpoints, script, variables = self.folder / "checkpoints", [ELASTIC], {}
-        if fault and fault.does:
-            (self.folder / "wrapper.py").write_text(WRAPPER)
-            script, variables = [self.folder / "wrapper.py", ELASTIC], {"FAULT": fault.does}
-        options = ["-n", self.each, "--timeout", fault.timeout if fault else 120]
-        options += ["--max-restarts", 2] * bool(fault and fault.restarts)
-        if count > 1:
-            options += ["--nnodes", count, "--master_addr", hosts.addresses[0], "--master_port", free_port()]
+    hosts: Hosts
+    num_hosts: int
+    graph: bool
+    folder: Path
+    rng: Optional[random.Random] = None  # draws when and where the fault comes
+    fault: Any = None  # a faults.Fault that is to come
+    nodes: Optional[list] = None  # the hosts on which it is started; None: all
+    before: Sequence = ()  # words before its commands
+
+    def __post_init__(self):
+        self.ranks_each = RANKS[self.num_hosts] // self.num_hosts
+        self.hit_rank, self.hit_node = None, 0
+        self.checkpoints = Path(self.folder, "checkpoints")
         self.runs, self.lines, self.readers = {}, {}, []
-        for node in range(count) if nodes is None else nodes:
-            number = ["--node_rank", node] if count > 1 else []
-            on = [*(hosts.on(node) if count > 1 else []), *before]
-            arguments = ["--checkpoint-dir", self.checkpoints, "--steps", steps, "--save-every", EVERY]
-            arguments += ["--graph"] * graph
-            self.runs[node] = run = Run(*on, LAUNCH, *options, *number, *script, *arguments, **variables)
+        options, (script, variables) = self._options(), self._script()
+        for node in range(self.num_hosts) if self.nodes is None else self.nodes:
+            on, node_rank = list(self.before), []
+            if self.num_hosts > 1:
+                on, node_rank = [*self.hosts.on(node), *on], ["--node_rank", node]
+            self.runs[node] = Run(*on, LAUNCH, *options, *node_rank, *script, **variables)
             self.lines[node] = []  # (when, what it said)
-            for stream in (run.process.stdout, run.process.stderr):
-                self.readers.append(threading.Thread(target=self._read, args=(stream, self.lines[node]), daemon=True))
-                self.readers[-1].start()
+            self._start_readers(node)
+
+    def _options(self):
+        """The options of launch.sh that are the same on each host."""
+        options = ["-n", self.ranks_each, "--timeout", self.fault.timeout if self.fault else 120]
+        if self.fault and self.fault.restarts:
+            options += ["--max-restarts", 2]
+        if self.num_hosts > 1:
+            options += ["--nnodes", self.num_hosts]
+            options += ["--master_addr", self.hosts.addresses[0], "--master_port", free_port()]
+        return options
+
+    def _script(self):
+        """The script and its arguments, and the environment variables that it needs."""
+        script, variables = [ELASTIC], {}
+        if self.fault and self.fault.does:
+            wrapper = Path(self.folder, "wrapper.py")
+            wrapper.write_text(WRAPPER)
+            script, variables = [wrapper, ELASTIC], {"FAULT": self.fault.does}
+        script += ["--checkpoint-dir", self.checkpoints, "--steps", STEPS, "--save-every", EVERY]
+        script += ["--graph"] * self.graph
+        return script, variables
+
+    def _start_readers(self, node):
+        for stream in (self.runs[node].process.stdout, self.runs[node].process.stderr):
+            reader = threading.Thread(target=self._read, args=(stream, self.lines[node]), daemon=True)
+            reader.start()
+            self.readers.append(reader)
 
     def _read(self, stream, lines):
         for line in stream:
@@ -138,7 +169,7 @@ def while_it_trains(do):
     return inject
 
 
-def signal_rank(number):
+def signal_rank(signum):
     """To any of the ranks."""
 
     def send(job):
@@ -146,13 +177,13 @@ def signal_rank(number):
         if not running:
             return False
         job.hit_rank, pid = job.rng.choice(sorted(running.items()))
-        job.hit_node = job.hit_rank // job.each
-        return signal_process(pid, number)
+        job.hit_node = job.hit_rank // job.ranks_each
+        return signal_process(pid, signum)
 
     return send
 
 
-def signal_launcher(number):
+def signal_launcher(signum):
     """As a terminal does, or a scheduler: to launch.sh, not to its ranks."""
 
     def send(job):
@@ -162,7 +193,7 @@ def signal_launcher(number):
             time.sleep(0.01)
         ranks = run.ranks()
         for pid in set(run.alive()) - set(ranks) if run.process.poll() is None else ():
-            signal_process(pid, number)
+            signal_process(pid, signum)
         return run.process.poll() != 0
 
     return send

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import elastic_jobs as jobs  # noqa: E402
 from benchmarks.elastic_jobs import EVERY, RANKS, STEPS, Job, at_some_moment, while_it_trains  # noqa: E402
+from harness.jobs.hosts import NO_HOSTS, Hosts  # noqa: E402
 from harness.report.tables import table  # noqa: E402
 from tests.cases import ROOT  # noqa: E402
-from tests.hosts import NO_HOSTS, Hosts  # noqa: E402
 
 DEATH = 15  # seconds within which a job must end, or start again, after a death
 SILENCE = 12  # the --timeout of jobs that will fall silent
@@ -102,7 +102,7 @@ def undisturbed(hosts, count, graph):
     """A job that nobody disturbs, in a new folder: its last checkpoint, and the seconds that it took."""
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
-        job = Job(hosts, count, graph, folder, None)
+        job = Job(hosts, count, graph, folder)
         assert job.wait(120) and job.well() and job.last_bits(), job.said(0)
         return job.last_bits(), job.ended - begin
 
@@ -142,7 +142,7 @@ def attempt(fault, hosts, count, graph, rng, wanted):
             problems.append(f"it took {seconds:.1f} s")
         if fault.setting == "disk":
             job.checkpoints.rmdir()  # the disk is gone with the job
-            (job.folder / "kept").rename(job.checkpoints)
+            Path(job.folder, "kept").rename(job.checkpoints)
             newest = EVERY
         if not fault.restarts:  # the next job goes on
             job = Job(hosts, count, graph, folder, rng)
@@ -166,7 +166,7 @@ def broken_promises(fault, job):
     dies, problems = fault.what == "a host dies", []
     place = rf"node {job.hit_node} \([^)]*\)"
     if not dies:
-        place = f" on {place}" if job.count > 1 else ""
+        place = f" on {place}" if job.num_hosts > 1 else ""
     pattern = fault.says.replace("RANK", str(job.hit_rank or 0)).replace("NODE", place)
     code = 0 if fault.restarts else fault.code
     for node, run in job.runs.items():

@@ -6,33 +6,34 @@ BATCH, FEATURES, MICRO_BATCHES = 1024, 1024, 8  # of steps.sizes
 HIDDEN = (256, 512, 1024, 2048, 4096)
 
 
-def sent(strategy, ranks, hidden):
-    """Bytes that each rank sends in a step of x (BATCH, FEATURES) @ (FEATURES, hidden), relu, @ (hidden, FEATURES).
+def sent(strategy, ranks, hidden_size):
+    """Bytes that each rank sends in a step of relu(x @ w0) @ w1.
 
-    The pipeline's is that of one boundary between two stages, one way.
+    x is (BATCH, FEATURES), w0 (FEATURES, hidden_size) and w1 (hidden_size, FEATURES). The pipeline's is that of one
+    boundary between two stages, one way.
     """
-    weights, activations = 4 * 2 * FEATURES * hidden, 4 * BATCH * FEATURES
+    weights, activations = 4 * 2 * FEATURES * hidden_size, 4 * BATCH * FEATURES
     ring = 2 * (ranks - 1) / ranks
     return {
         "data parallel": ring * weights,
         "column, then row": ring * activations,
-        "pipeline": 4 * BATCH * hidden,
+        "pipeline": 4 * BATCH * hidden_size,
         "data x tensor": (weights + activations) / 2,  # pairs: half of the weights one way, half of the batch the other
     }[strategy]
 
 
-def step_time(strategy, ranks, hidden, rates, cores):
+def step_time(strategy, ranks, hidden_size, rates, cores):
     """Seconds: matmuls, then the update of the weights that a rank has, then bytes; nothing overlaps.
 
     rates: {"flops" and "bytes" in a second, "update" seconds for a parameter}, of a rank that has a core of its own.
     Ranks that share a core share its rates. In a pipeline the last of two stages has 3 of the 5 matmuls, and each waits
     for the other's first and last micro-batch: (m + n - 1) / m (arXiv:1811.06965).
     """
-    parameters, flops = 2 * FEATURES * hidden, 5 * 2 * BATCH * FEATURES * hidden
+    parameters, flops = 2 * FEATURES * hidden_size, 5 * 2 * BATCH * FEATURES * hidden_size
     work, held = flops / ranks, parameters / {"data parallel": 1, "data x tensor": 2}.get(strategy, ranks)
     if strategy == "pipeline":
         work = 3 / 5 * flops * (MICRO_BATCHES + ranks - 1) / MICRO_BATCHES
-    seconds = work / rates["flops"] + held * rates["update"] + sent(strategy, ranks, hidden) / rates["bytes"]
+    seconds = work / rates["flops"] + held * rates["update"] + sent(strategy, ranks, hidden_size) / rates["bytes"]
     return seconds * max(1, ranks / cores)
 
 
@@ -63,8 +64,8 @@ def crossings(data, cores):
     for name in ("data parallel", "column, then row", "pipeline"):
         rows = [row for row in data["steps"] if row["strategy"] == name]
         curves[name] = {
-            "bytes": (FINE, [sent(name, 2, hidden) for hidden in FINE]),
-            "formula": (FINE, [step_time(name, 2, hidden, data["per_rank"], cores) for hidden in FINE]),
+            "bytes": (FINE, [sent(name, 2, hidden_size) for hidden_size in FINE]),
+            "formula": (FINE, [step_time(name, 2, hidden_size, data["per_rank"], cores) for hidden_size in FINE]),
             **{side: (HIDDEN, [row["seconds"][side] for row in rows]) for side in ("eager", "PyTorch")},
         }
     return [

@@ -21,7 +21,7 @@ from harness.report.svg import THEMES  # noqa: E402
 from harness.report.tables import table  # noqa: E402
 from tests.cases import ROOT, gpt  # noqa: E402
 
-FOUND, PAGE, PICTURES = ROOT / "docs" / "gpt.json", ROOT / "docs" / "gpt.md", ROOT / "docs" / "pictures"
+PAGE, PICTURES = ROOT / "docs" / "gpt.md", ROOT / "docs" / "pictures"
 TEXT = Path(__file__).with_name("meshes_template.md")  # the page, with a {name} for each table
 TITLE = "Losses on ten meshes: {runs} runs of {steps} steps of AdamW, eager and in a graph."
 NEAR = 0.05  # how far what was measured may be from a formula
@@ -37,14 +37,6 @@ KNOWN = {  # (mesh, layout, axis, mode): why it is not the formula
 MODES = {False: "eager", True: "graph"}
 
 
-def by_row(found):
-    """{(mesh, layout): [what was found in eager mode, in a graph]}."""
-    rows = {}
-    for run in found["runs"]:
-        rows.setdefault((tuple(run["mesh"]), run["layout"]), []).append(run)
-    return rows
-
-
 def name_of(mesh):
     return " × ".join(map(str, mesh))
 
@@ -52,7 +44,7 @@ def name_of(mesh):
 def errors(found):
     """The table of the errors."""
     rows = []
-    for (mesh, layout), both in by_row(found).items():
+    for (mesh, layout), both in gpt.by_row(found).items():
         cells = [f"{max(map(abs, run['loss_errors'])):.0e}" for run in both]
         cells += [f"{run['gradient_error']:.0e}" for run in both]
         rows.append([name_of(mesh), layout, *(cell.replace("e-0", "e-") for cell in cells)])
@@ -78,7 +70,7 @@ def cell(measured, formula):
 def costs(found):
     """The table of bytes and memory."""
     rows = []
-    for (mesh, layout), both in by_row(found).items():
+    for (mesh, layout), both in gpt.by_row(found).items():
         moved, kept = gpt.formulas(mesh, layout)
         cells = [cell([run["sent"][axis] for run in both], moved[axis]) for axis in AXES]
         cells.append(cell([sum(run["held"].values()) for run in both], kept))
@@ -132,7 +124,7 @@ def collected(runs):
 
 
 def write(found):
-    FOUND.write_text(json.dumps(found).replace('{"mesh"', '\n{"mesh"') + "\n")
+    gpt.FOUND.write_text(json.dumps(found).replace('{"mesh"', '\n{"mesh"') + "\n")
     for path, text in made(found).items():
         path.write_text(text)
 

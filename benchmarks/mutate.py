@@ -10,7 +10,6 @@ only prints how many changes there are.
 """
 
 import argparse
-import contextlib
 import math
 import re
 import shutil
@@ -24,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.mutations import BY_NUMPY, WHOLE, WORLD, mutants  # noqa: E402
-from harness.pool import Pool, PoolError  # noqa: E402
+from harness.pool import Pool, PoolError, pool_cache  # noqa: E402
 from harness.start.recipe import path_of  # noqa: E402
 from tests.cases import CASES, ROOT, WITHOUT_CASE, gpt, modes, proven_on, runs  # noqa: E402
 from tests.cases.ladder import check_recipe  # noqa: E402
@@ -89,7 +88,7 @@ def first_red(pools, path, name):
     return None
 
 
-MAIN = f"{ROOT / 'tests' / 'on_rank.py'}:recorded_main"
+MAIN = f"{ROOT / 'harness' / 'measure' / 'main.py'}:recorded_main"
 
 
 def run_of_main(pools, path, name, graph):
@@ -187,14 +186,8 @@ def main(arguments=None):
     if options.count:
         count(names)
         return 0
-    started, survivors, equivalent, number, begin = {}, [], [], 0, time.monotonic()
-
-    def pools(n):
-        return started.setdefault(n, Pool(n, timeout=30, repeat=True))
-
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.callback(lambda: [pool.close() for pool in started.values()])
+    survivors, equivalent, number, begin = [], [], 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, pool_cache(partial(Pool, timeout=30, repeat=True)) as pools:
         for name in names:
             red = first_red(pools, path_of(name), name) or red_test(path_of(name), name)
             if red:

@@ -198,7 +198,7 @@ def sizes(data, cores):
     for (strategy, ranks), rows in grouped(data["steps"], "strategy", "ranks").items():
         for side in ("eager", "PyTorch"):
             lines.append([strategy, ranks, side, *(ms(row["seconds"][side]) for row in rows)])
-        formula = [step_time(strategy, ranks, row["hidden"], rates, cores) for row in rows]
+        formula = [step_time(strategy, ranks, row["hidden_size"], rates, cores) for row in rows]
         lines.append([strategy, ranks, "formula", *map(ms, formula)])
     kinds = ("bytes", "formula", "eager", "PyTorch")
     crossed = [

@@ -29,7 +29,7 @@ def momentum(weights, gradients, state):
 adam = partial(adamw, rate=0.1, decay=0)
 
 
-def training(kind, batch, in_features, hidden, out_features):
+def training(kind, batch, in_features, hidden_size, out_features):
     """A function that makes one step of x @ w0, relu, @ w1 with momentum, or sharded with Adam, and waits for it."""
     shape, names = MESHES[kind]
     mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
@@ -42,8 +42,8 @@ def training(kind, batch, in_features, hidden, out_features):
     x = jax.device_put(jax.random.normal(keys[0], (batch, in_features)), split["x"])
     y = jax.device_put(jax.random.normal(keys[1], (batch, out_features)), split["x"])
     weights = {
-        "w0": jax.device_put(jax.random.normal(keys[2], (in_features, hidden)) / 16, split["w0"]),
-        "w1": jax.device_put(jax.random.normal(keys[3], (hidden, out_features)) / 16, split["w1"]),
+        "w0": jax.device_put(jax.random.normal(keys[2], (in_features, hidden_size)) / 16, split["w0"]),
+        "w1": jax.device_put(jax.random.normal(keys[3], (hidden_size, out_features)) / 16, split["w1"]),
     }
     optimizer, moments = (adam, "mv") if kind == "sharded" else (momentum, "m")
     state = {moment: jax.tree.map(jnp.zeros_like, weights) for moment in moments}

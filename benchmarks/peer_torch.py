@@ -23,10 +23,10 @@ N, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 class Layers(nn.Module):
     """x @ w0, relu, @ w1, as in the recipes."""
 
-    def __init__(self, in_features, hidden, out_features):
+    def __init__(self, in_features, hidden_size, out_features):
         super().__init__()
-        self.first = nn.Linear(in_features, hidden, bias=False)
-        self.second = nn.Linear(hidden, out_features, bias=False)
+        self.first = nn.Linear(in_features, hidden_size, bias=False)
+        self.second = nn.Linear(hidden_size, out_features, bias=False)
 
     def forward(self, x):
         return self.second(torch.relu(self.first(x)))
@@ -49,15 +49,15 @@ def plain(model, x, y, sum_up=lambda: None, optimizer=momentum):
     return step
 
 
-def data(batch, in_features, hidden, out_features):
+def data(batch, in_features, hidden_size, out_features):
     """DistributedDataParallel; batch: that of all ranks together, as everywhere here."""
-    model = nn.parallel.DistributedDataParallel(Layers(in_features, hidden, out_features))
+    model = nn.parallel.DistributedDataParallel(Layers(in_features, hidden_size, out_features))
     return plain(model, torch.randn(batch // N, in_features), torch.randn(batch // N, out_features))
 
 
-def sharded(batch, in_features, hidden, out_features):
+def sharded(batch, in_features, hidden_size, out_features):
     """Fully sharded data parallel, of each layer: FSDP2."""
-    model, mesh = Layers(in_features, hidden, out_features), init_device_mesh("cpu", (N,))
+    model, mesh = Layers(in_features, hidden_size, out_features), init_device_mesh("cpu", (N,))
     for module in (model.first, model.second, model):
         fully_shard(module, mesh=mesh)
     x, y = torch.randn(batch // N, in_features), torch.randn(batch // N, out_features)
@@ -67,17 +67,17 @@ def sharded(batch, in_features, hidden, out_features):
 SPLIT = {"first": ColwiseParallel(), "second": RowwiseParallel()}
 
 
-def tensor(batch, in_features, hidden, out_features):
+def tensor(batch, in_features, hidden_size, out_features):
     """DTensor: column, then row."""
-    model = parallelize_module(Layers(in_features, hidden, out_features), init_device_mesh("cpu", (N,)), SPLIT)
+    model = parallelize_module(Layers(in_features, hidden_size, out_features), init_device_mesh("cpu", (N,)), SPLIT)
     torch.manual_seed(0)
     return plain(model, torch.randn(batch, in_features), torch.randn(batch, out_features))
 
 
-def hybrid(batch, in_features, hidden, out_features):
+def hybrid(batch, in_features, hidden_size, out_features):
     """The same on each half of the ranks, each with half of the batch; gradients are averaged by hand."""
     mesh = init_device_mesh("cpu", (2, N // 2), mesh_dim_names=("data", "tensor"))
-    model = parallelize_module(Layers(in_features, hidden, out_features), mesh["tensor"], SPLIT)
+    model = parallelize_module(Layers(in_features, hidden_size, out_features), mesh["tensor"], SPLIT)
     group = mesh.get_group("data")
 
     def average():
@@ -89,9 +89,9 @@ def hybrid(batch, in_features, hidden, out_features):
     return plain(model, torch.randn(batch // 2, in_features), torch.randn(batch // 2, out_features), average)
 
 
-def pipeline(batch, in_features, hidden, out_features, micro_batches):
+def pipeline(batch, in_features, hidden_size, out_features, micro_batches):
     """torch.distributed.pipelining, GPipe's schedule: a layer for each rank."""
-    widths = [in_features, *[hidden] * (N - 1), out_features]
+    widths = [in_features, *[hidden_size] * (N - 1), out_features]
     layer = nn.Linear(widths[RANK], widths[RANK + 1], bias=False)
     module = layer if RANK == N - 1 else nn.Sequential(layer, nn.ReLU())
     stage = PipelineStage(module, RANK, N, torch.device("cpu"))

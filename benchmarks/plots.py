@@ -45,8 +45,8 @@ def scaling(axis, rows, data, cores):
 
 
 def sizes(axis, rows, data, cores):
-    strategy, ranks, hidden = rows[0]["strategy"], rows[0]["ranks"], [row["hidden"] for row in rows]
-    draw_times(axis, hidden, rows)
+    strategy, ranks, hidden_sizes = rows[0]["strategy"], rows[0]["ranks"], [row["hidden_size"] for row in rows]
+    draw_times(axis, hidden_sizes, rows)
     times = [1e3 * formulas.step_time(strategy, ranks, one, data["per_rank"], cores) for one in formulas.FINE]
     axis.plot(formulas.FINE, times, **STYLES["formula"])
     for where in (where for *both, where in formulas.crossings(data, cores) if strategy in both):
@@ -54,7 +54,7 @@ def sizes(axis, rows, data, cores):
             axis.axvline(where[kind], color=STYLES[kind]["color"], linewidth=0.8, linestyle=":")
     axis.set(title=f"{strategy}, {ranks} ranks", xlabel="hidden size", xscale="log", yscale="log")
     axis.yaxis.set_major_formatter("{x:g}")
-    axis.set_xticks(hidden, [str(one) for one in hidden])
+    axis.set_xticks(hidden_sizes, [str(one) for one in hidden_sizes])
     axis.minorticks_off()
 
 

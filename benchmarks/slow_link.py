@@ -13,7 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.steps import MODES, of_script, slowest  # noqa: E402
-from tests.hosts import NO_HOSTS, Hosts, PoolOnHosts  # noqa: E402
+from harness.jobs.hosts import NO_HOSTS, Hosts  # noqa: E402
+from harness.pool import Pool  # noqa: E402
 
 WIDTH, HIDDEN, BATCHES, RATE = 1024, 256, (64, 512), 80_000_000
 SENDS = {  # bytes that a step sends over the link in one direction, or in one after the other
@@ -32,7 +33,7 @@ def limit(hosts):
 
 def step_time(pool, name, batch, mode):
     """Seconds of a step: the median of as many as keep the link busy for 2 seconds, at least 8."""
-    sizes = {"batch": batch, "in_features": WIDTH, "hidden": HIDDEN, "out_features": WIDTH}
+    sizes = {"batch": batch, "in_features": WIDTH, "hidden_size": HIDDEN, "out_features": WIDTH}
     steps = max(8, round(2 * RATE / 8 / SENDS[name](batch)))
     return slowest(of_script(pool, "step_times", name, graph=mode == "graph", steps=steps, **sizes))
 
@@ -42,7 +43,7 @@ def main():
         if not hosts.real:
             sys.exit(NO_HOSTS)
         limit(hosts)
-        with PoolOnHosts(2, hosts, timeout=300) as pool:
+        with Pool(2, timeout=300, repeat=True, place=hosts.place) as pool:
             print(f"{'batch':<7}{'strategy':<22}{'KB sent':>8}{'link, s':>10}{'eager, s':>10}{'graph, s':>10}")
             for batch in BATCHES:
                 for name in sorted(SENDS, key=lambda name: SENDS[name](batch)):

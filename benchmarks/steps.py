@@ -16,8 +16,8 @@ from harness.pool import Pool
 from harness.start import recipe
 
 OURS = f"{Path(__file__).with_name('ours.py')}"
-WIDE = {"batch": 512, "in_features": 1024, "hidden": 4096, "out_features": 1024}
-SQUARE = {**WIDE, "hidden": 1024}
+WIDE = {"batch": 512, "in_features": 1024, "hidden_size": 4096, "out_features": 1024}
+SQUARE = {**WIDE, "hidden_size": 1024}
 STRATEGIES = {  # name -> (kind of the peers, recipe, arguments of its run, numbers of ranks)
     "data parallel": ("data", "train_data_parallel", {"optimizer": "momentum", **WIDE}, (2, 4)),
     "column, then row": ("tensor", "train_model_parallel", WIDE, (2, 4)),
@@ -123,9 +123,9 @@ def beside_peers(strategy, n, found, say):
     return {"strategy": strategy, "ranks": n, "seconds": seconds, "best": best, "ratios": ratios}
 
 
-def tall(batch, inner, hidden, out, n=2):
+def tall(batch, inner, hidden_size, out, n=2):
     """The shapes of a rank's five matmuls in a step of column, then row; x needs no gradient."""
-    part = hidden // n
+    part = hidden_size // n
     forward = [(batch, inner, part), (batch, part, out)]
     return [*forward, (batch, out, part), (part, batch, out), (inner, batch, part)]
 
@@ -267,14 +267,14 @@ def scaling(turns, say):
 
 
 def sizes(turns, say):
-    """{"steps": [{"strategy", "ranks", "hidden", "seconds": by side}], "per_rank": {"flops": of a rank's matmuls in a
-    second, "update": seconds for each parameter, "bytes": of an all-reduce in a second}}; the batch is BATCH."""
+    """{"steps": [{"strategy", "ranks", "hidden_size", "seconds": by side}], "per_rank": {"flops": of a rank's matmuls
+    in a second, "update": seconds for each parameter, "bytes": of an all-reduce in a second}}; the batch is BATCH."""
     rows = []
     for strategy, n in {"data parallel": 2, "column, then row": 2, "pipeline": 2, "data x tensor": 4}.items():
         with sides(n, ("eager", "PyTorch")) as of:
-            for hidden in HIDDEN:
-                seconds = medians(in_turns(turns, of(strategy, batch=BATCH, hidden=hidden)))
-                rows.append({"strategy": strategy, "ranks": n, "hidden": hidden, "seconds": seconds})
+            for hidden_size in HIDDEN:
+                seconds = medians(in_turns(turns, of(strategy, batch=BATCH, hidden_size=hidden_size)))
+                rows.append({"strategy": strategy, "ranks": n, "hidden_size": hidden_size, "seconds": seconds})
                 say(rows[-1])
     return {"steps": rows, "per_rank": rates(turns)}
 
@@ -291,7 +291,7 @@ def rates(turns):
 
         matmuls = timed(pool.call, f"{OURS}:matmul_times", shapes=shapes, steps=STEPS)
         seconds = medians(in_turns(turns, {"matmuls": matmuls, "moved": moved, "update": update}))
-    parameters = WIDE["hidden"] * (WIDE["in_features"] + WIDE["out_features"])
+    parameters = WIDE["hidden_size"] * (WIDE["in_features"] + WIDE["out_features"])
     flops = sum(2 * rows * inner * columns for rows, inner, columns in shapes)
     return {
         "flops": flops / seconds["matmuls"],

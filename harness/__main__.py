@@ -25,7 +25,7 @@ def pytest_arguments(arguments):
     paths = [word for word in arguments if ("/" in word or ".py" in word) and os.path.exists(word.split("::")[0])]
     words = [os.path.abspath(word) if word in paths else word for word in arguments if word != "--all"]
     chosen = paths or any(word.startswith(("--all", "-k")) for word in arguments)
-    return words if chosen else [*words, "--ignore=tests/slow", "-m", "not slow"]
+    return words if chosen else [*words, "tests", "--ignore=tests/slow", "-m", "not slow"]
 
 
 def main(command, *arguments):

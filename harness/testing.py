@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from harness.measure.sbp import Layout
-from harness.pool import Pool
+from harness.pool import pool_cache
 
 RETURNED = f"{Path(__file__).parent / 'measure' / 'observe.py'}:returned"
 
@@ -62,7 +62,5 @@ def differences(results, rtol, atol):
 @pytest.fixture(scope="session")
 def pools():
     """A function from a world size to its Pool, which is started at the first call."""
-    started = {}
-    yield lambda n: started.setdefault(n, Pool(n))
-    for pool in started.values():
-        pool.close()
+    with pool_cache() as pools:
+        yield pools

@@ -61,12 +61,12 @@ def placements(device, n):
     return [flow.placement(device, [0, 1]), flow.placement(device, [2, 3])]
 
 
-def run(stages, graph=False, seed=0, batch=4, in_features=5, hidden=8, out_features=3):
+def run(stages, graph=False, seed=0, batch=4, in_features=5, hidden_size=8, out_features=3):
     """One forward pass in float32 on two placements; returns x0 (batch, in), the model and out1 (batch, out)."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
-    w0 = rng.standard_normal((in_features, hidden), dtype=np.float32)
-    w1 = rng.standard_normal((hidden, out_features), dtype=np.float32)
+    w0 = rng.standard_normal((in_features, hidden_size), dtype=np.float32)
+    w1 = rng.standard_normal((hidden_size, out_features), dtype=np.float32)
 
     x0 = flow.tensor(x, placement=stages[0], sbp=flow.sbp.split(0))
     model = flow.nn.Sequential(DataParallel(w0, stages[0]), ModelParallel(w1, stages[1]))

@@ -49,11 +49,11 @@ def placements(device, n):
     return [flow.placement(device, [rank]) for rank in range(n)]
 
 
-def run(stages, graph=False, seed=0, batch=4, in_features=5, hidden=8, out_features=3):
+def run(stages, graph=False, seed=0, batch=4, in_features=5, hidden_size=8, out_features=3):
     """One forward pass in float32, a layer on each stage; returns x (batch, in), the model and out (batch, out)."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
-    features = [in_features] + [hidden] * (len(stages) - 1) + [out_features]
+    features = [in_features] + [hidden_size] * (len(stages) - 1) + [out_features]
     weights = [rng.standard_normal(shape, dtype=np.float32) for shape in zip(features, features[1:])]
 
     x = flow.tensor(x, placement=stages[0], sbp=flow.sbp.broadcast)

@@ -16,7 +16,7 @@ class Background:
     """
 
     def __init__(self, calls):
-        self.pool, self.repeated = None, []
+        self.pool = None
         self.thread = ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,))  # of this thread, and of its ranks
         in_turn = sorted(calls, key=lambda key: calls[key][0])
         self.futures = {key: self.thread.submit(self._call, *calls[key]) for key in in_turn}
@@ -31,7 +31,6 @@ class Background:
     def _close(self):
         if self.pool:
             self.pool.close()
-            self.repeated += self.pool.repeated
             self.pool = None
 
     def result(self, *key, seconds=1800):

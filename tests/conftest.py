@@ -4,10 +4,11 @@ import time
 
 import pytest
 
+from harness.jobs.hosts import Hosts
+from harness.pool import pool_cache
 from tests import jobs
 from tests.background import Background
 from tests.cases.ladder import Checks
-from tests.hosts import Hosts
 from tests.pools import RecipePool
 
 BEGIN = time.monotonic()
@@ -31,11 +32,8 @@ def hosts():
 @pytest.fixture(scope="session")
 def pools():
     """A function from a world size to its pool of ranks; a pool is started when it is first used."""
-    started = {}
-    yield lambda n: started.setdefault(n, RecipePool(n))
-    for pool in started.values():
-        pool.close()
-        REPEATED.extend(pool.repeated)
+    with pool_cache(RecipePool) as pools:
+        yield pools
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,14 +46,10 @@ def measured(request):
     background = Background(calls)
     yield background.result
     background.close()
-    REPEATED.extend(background.repeated)
-
-
-REPEATED = []  # calls that were made once more because OneFlow died
 
 
 def pytest_terminal_summary(terminalreporter):
-    repeated = REPEATED + jobs.repeated
+    repeated = RecipePool.repeated + jobs.repeated
     if repeated:
         terminalreporter.write_line(f"{len(repeated)} calls made once more, as OneFlow died of SIGSEGV: {repeated}")
 

@@ -14,10 +14,11 @@ class RecipePool(Pool):
 
     hung = {}  # the text of a recipe -> the call that hung, of all pools
     calling = {}  # pool -> the text of the recipe that it calls now
+    repeated = []  # the calls of all pools that were made once more because OneFlow died
 
     def __init__(self, world_size, timeout=TIMEOUT, repeat=True, **options):
         super().__init__(world_size, timeout, repeat, **options)
-        self.recipe_timeout = timeout
+        self.recipe_timeout, self.repeated = timeout, RecipePool.repeated
 
     def call(self, function, **arguments):
         path = Path(arguments.get("path", ""))

@@ -11,10 +11,10 @@ from harness.pool import PoolError
 from harness.start.recipe import path_of
 from tests.cases import ROOT, gpt, reference, reference_gpt
 from tests.cases.gpt import RUNS, SMALL, TRAINED, known, prove, prove_run
+from tests.cases.ladder import MAIN
 
 GPT = str(path_of("gpt"))
 HERE = str(ROOT / "tests" / "on_rank_gpt.py")
-MAIN = str(ROOT / "tests" / "on_rank.py")
 
 
 def run_id(run):
@@ -109,7 +109,7 @@ def options_of(arguments):
 )
 def test_sizes_that_do_not_divide_are_refused_in_one_line(pools, n, arguments, line):
     """By each rank, with exit code 2, before it waits for another."""
-    for code, out, err in pools(n).call(f"{MAIN}:main_of", path=GPT, arguments=options_of(arguments)):
+    for code, out, err in pools(n).call(MAIN, path=GPT, arguments=options_of(arguments)):
         assert (code, out) == (2, "") and err.splitlines()[-1].endswith(f": error: {line}")
 
 
@@ -132,7 +132,7 @@ def test_main_of_a_copy_says_that_it_is_right(pools, tmp_path, arguments):
     path = shutil.copy(GPT, tmp_path)
     arguments = [*arguments, *options_of({**SMALL, "steps": 2, "sample_tokens": 9}), "--check"]
     arguments += ["--checkpoint-dir", str(tmp_path / "saved")]
-    results = pools(2).call(f"{MAIN}:main_of", path=path, arguments=arguments)
+    results = pools(2).call(MAIN, path=path, arguments=arguments)
     assert [(code, err) for code, _, err in results] == [(0, "")] * 2 and (tmp_path / "saved" / "2").is_dir()
     out, other_out = (out for _, out, _ in results)
     progress, held, *text, last = out.splitlines()
@@ -145,6 +145,6 @@ def test_main_of_a_copy_says_that_it_is_right(pools, tmp_path, arguments):
 def test_main_sees_a_wrong_product(pools):
     """With each matmul scaled, the losses must not be those of a single rank."""
     arguments = [*options_of({**SMALL, "steps": 2, "sample_tokens": 0}), "--check"]
-    results = pools(2).call(f"{MAIN}:main_of", path=GPT, arguments=arguments, matmul_scale=1.01)
+    results = pools(2).call(MAIN, path=GPT, arguments=arguments, matmul_scale=1.01)
     assert [code for code, _, _ in results] == [1, 1]
     assert all("Not equal to tolerance" in err for _, _, err in results)

@@ -6,11 +6,11 @@ import subprocess
 
 import pytest
 
+from harness.jobs.run import LAUNCH
 from harness.start.errors import UsageError
 from harness.start.options import checked, parser
 from harness.start.recipe import find, path_of
 from tests.cases import ROOT
-from tests.jobs import LAUNCH
 from tests.markdown import CLUSTERS
 
 FOR_USERS, FOR_MAINTAINERS = ("list", "show", "bytes", "test"), ("mutate", "docs", "meshes", "faults", "bench")

@@ -4,10 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from harness.jobs.run import LONG, wait_until
 from harness.pool import Pool, PoolError
 from tests.cases import ROOT
 from tests.hanging import assert_hangs
-from tests.jobs import LONG, wait_until
 from tests.pools import RecipePool
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from harness.jobs.run import LAUNCH, Run
 from harness.start.recipe import all_paths, path_of
 from tests.cases import CASES, ONE_LAYER, ROOT, WITHOUT_CASE
-from tests.jobs import LAUNCH, Run
 from tests.markdown import CHINESE, CHINESE_GALLERY, COMMANDS, ENGLISH, GALLERY, blocks, slug, tables
 
 GLYPHS = {"▤": "S(0)", "▥": "S(1)", "■": "B", "▨": "P"}

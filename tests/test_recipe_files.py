@@ -17,8 +17,8 @@ from tests.cases.reference import split
 
 RECIPE_NAMES = [*CASES, *WITHOUT_CASE]
 STANDARD_LIBRARY = {  # what a lesson may need of it, besides argparse
-    *("contextlib", "dataclasses", "hashlib", "io", "json", "multiprocessing", "os", "pathlib", "pydoc_data"),
-    *("shutil", "signal", "socket", "sys", "tempfile", "time", "typing", "unittest"),
+    *("contextlib", "dataclasses", "hashlib", "io", "json", "math", "multiprocessing", "os", "pathlib"),
+    *("pydoc_data", "shutil", "signal", "socket", "sys", "tempfile", "time", "typing", "unittest"),
 }
 
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from harness.start.recipe import all_paths, path_of
-from tests.cases import CASES, ROOT, TRANSFORMERS, WITHOUT_CASE, is_default, modes, proven_on, run_id, runs, sizes_of
-from tests.cases.ladder import OBSERVE, Checks, check_recipe, runs_of
+from tests.cases import CASES, TRANSFORMERS, WITHOUT_CASE, is_default, modes, proven_on, run_id, runs, sizes_of
+from tests.cases.ladder import MAIN, OBSERVE, Checks, check_recipe, runs_of
 
-ON_RANK = str(ROOT / "tests" / "on_rank.py")
 RUNS = [pytest.param(run, id=run_id(run), marks=() if is_default(run) else pytest.mark.slow) for run in runs()]
 IN_BOTH_MODES = [param for param in RUNS if param.values[0][2] and len(modes(param.values[0][0])) == 2]
 MODES = [
@@ -61,7 +60,7 @@ def test_main_of_a_copy_says_that_it_is_right(pools, name, graph, tmp_path):
     path = shutil.copy(path_of(name), tmp_path)
     arguments = ["--graph"] * (graph and len(modes(name)) == 2)
     pool = pools(proven_on(name)[0])
-    for rank, (code, out, err) in enumerate(pool.call(f"{ON_RANK}:main_of", path=path, arguments=arguments)):
+    for rank, (code, out, err) in enumerate(pool.call(MAIN, path=path, arguments=arguments)):
         assert (code, err) == (0, ""), err
         lines = out.splitlines()
         assert rank or lines and max(map(len, lines)) <= 120
@@ -74,7 +73,7 @@ WITH_MATMULS = [name for name in CASES if CASES[name](proven_on(name)[0]).matmul
 def test_main_sees_a_wrong_product(pools, name):
     """With each matmul scaled, what main compares with numpy must not be equal."""
     pool, path = pools(proven_on(name)[0]), str(path_of(name))
-    results = pool.call(f"{ON_RANK}:main_of", path=path, arguments=[], matmul_scale=1.01)
+    results = pool.call(MAIN, path=path, arguments=[], matmul_scale=1.01)
     assert [code for code, _, _ in results] == [1] * len(results)
     assert all("Not equal to tolerance" in err for _, _, err in results)
 

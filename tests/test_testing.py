@@ -2,8 +2,8 @@
 
 import pytest
 
+from harness.jobs.run import LAUNCH, Run
 from tests.cases import ROOT
-from tests.jobs import LAUNCH, Run
 from tests.markdown import blocks
 
 PAGE = ROOT / "docs" / "testing.md"

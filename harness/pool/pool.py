@@ -4,10 +4,12 @@
 which a rank raises, dies or hangs fails with a PoolError that has the rank's traceback; the next call gets fresh ranks.
 """
 
+import contextlib
 import os
 import signal
 import tempfile
 import time
+from functools import lru_cache
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -38,15 +40,16 @@ class PoolError(Exception):
 class Pool:
     """Ranks 0 to world_size - 1. Close it, or use it as a context manager."""
 
-    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, bind=True):
+    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, bind=True, place=RankAssignment):
         """timeout: seconds after which a call counts as hung; the start of the ranks is not counted.
 
         repeat: whether a call may run on fresh ranks: once more, if a rank died of SIGSEGV, as OneFlow 0.9.0 rarely
         does; and after a call in which a rank has come to use more than LARGE.
         variables: more environment variables of the ranks. bind: whether to bind each rank to its cores.
+        place: a function from world_size and a port to a RankAssignment; by default all ranks run on this host.
         """
         self.world_size, self.timeout, self.repeat = world_size, timeout, repeat
-        self.variables, self.bind = variables, bind
+        self.variables, self.bind, self.place = variables, bind, place
         self.repeated = []  # the functions of repeated calls
         self.starts = 0  # how often ranks were started
         self.ranks = None
@@ -94,14 +97,11 @@ class Pool:
         self.port = reserve_port()
         pipes = [connection.fileno() for connection in theirs]
         more = {"variables": self.variables, "bind": self.bind}
-        self.ranks = RankProcesses([WORKER], self.assignment(), self.logs, self.logs, pipes, "HARNESS_POOL", **more)
+        assignment = self.place(self.world_size, self.port.getsockname()[1])
+        self.ranks = RankProcesses([WORKER], assignment, self.logs, self.logs, pipes, "HARNESS_POOL", **more)
         for connection in theirs:
             connection.close()
         self.starts += 1
-
-    def assignment(self):
-        """Where fresh ranks run and meet: all on this host. A subclass may place them elsewhere."""
-        return RankAssignment(self.world_size, self.port.getsockname()[1])
 
     def _answers(self, what, timeout, request=None):
         """What each rank answers to a request, or says of itself when it has met the others. Raises PoolError."""
@@ -157,3 +157,10 @@ class Pool:
         again = Path(f"/proc/self/fd/{self.logs[rank].fileno()}")  # to read the file itself would move the rank's place
         text = again.read_text("utf-8", "replace")
         return "\n".join(text.splitlines()[-30:])
+
+
+@contextlib.contextmanager
+def pool_cache(make=Pool):
+    """A function from a world size to its pool, which `make` makes at the first call; in the end they are closed."""
+    with contextlib.ExitStack() as stack:
+        yield lru_cache(maxsize=None)(lambda world_size: stack.enter_context(make(world_size)))

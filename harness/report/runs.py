@@ -6,8 +6,8 @@ from harness.start.recipe import HARNESS, entry, path_of, world_sizes
 MEASURE_SCRIPT = f"{HARNESS / 'measure' / 'script.py'}:measure_script"
 PER_STEP = f"{HARNESS / 'measure' / 'training.py'}:per_step"
 # The sizes at which runs and steps are measured.
-SIZES = dict(batch=480, in_features=720, hidden=960, out_features=1080, rows=480, columns=1080, steps=1)
-TRAINING_SIZES = dict(batch=384, in_features=384, hidden=768, out_features=384)
+SIZES = dict(batch=480, in_features=720, hidden_size=960, out_features=1080, rows=480, columns=1080, steps=1)
+TRAINING_SIZES = dict(batch=384, in_features=384, hidden_size=768, out_features=384)
 TRAINED_ON = (2, 4)  # ranks
 OTHER_SIZES = {
     "checkpoint": {"size": 720},

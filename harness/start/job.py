@@ -21,9 +21,9 @@ class Job:
 
     def __init__(self, options, nodes):
         self.options, self.nodes = options, nodes
-        self.count = options.nproc_per_node
-        self.first, self.world_size = nodes.number * self.count, nodes.count * self.count
-        self.where = f" on {nodes.name}" if nodes.count > 1 else ""
+        self.nproc_per_node = options.nproc_per_node
+        self.first, self.world_size = nodes.node_rank * self.nproc_per_node, nodes.nnodes * self.nproc_per_node
+        self.where = f" on {nodes.name}" if nodes.nnodes > 1 else ""
         self.signals = []  # received, of those that end the job
         self.dump_requested = False  # by SIGUSR1
         self.logs = []  # a file for each rank of this node
@@ -33,28 +33,28 @@ class Job:
         end_signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
             end_signals.remove(signal.SIGHUP)
-        for number in end_signals:
-            signal.signal(number, lambda number, frame: self.signals.append(number))
-        signal.signal(signal.SIGUSR1, lambda number, frame: setattr(self, "dump_requested", True))
+        for signum in end_signals:
+            signal.signal(signum, lambda signum, frame: self.signals.append(signum))
+        signal.signal(signal.SIGUSR1, lambda signum, frame: setattr(self, "dump_requested", True))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.nodes)
             if self.options.log_dir:
                 self.open_logs(stack)
             try:
-                outcome = self.attempt(0)
+                outcome = self.run_attempt(0)
                 while outcome.restart:
-                    outcome = self.attempt(outcome.restart)
+                    outcome = self.run_attempt(outcome.restart)
                 return outcome.code
             finally:  # a SIGTERM from srun, when all is over, must not change the exit code
-                for number in end_signals:
-                    signal.signal(number, signal.SIG_IGN)
+                for signum in end_signals:
+                    signal.signal(signum, signal.SIG_IGN)
 
     def open_logs(self, stack):
         """Open DIR/rank_K.log for each rank K of this node; a job appends to the files of an earlier one."""
         folder = Path(self.options.log_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            paths = [folder / f"rank_{self.first + rank}.log" for rank in range(self.count)]
+            paths = [folder / f"rank_{self.first + rank}.log" for rank in range(self.nproc_per_node)]
             self.logs = [stack.enter_context(path.open("ab", buffering=0)) for path in paths]
         except OSError as error:
             raise UsageError(f"--log-dir {folder}: {error.strerror}: name another folder") from None
@@ -66,23 +66,24 @@ class Job:
         for file in self.logs:
             file.write(encoded(f"launch.sh: {text}\n"))
 
-    def attempt(self, number):
-        """Start the ranks and watch them; returns the Outcome of the job. number: of the restart, 0 at first."""
+    def run_attempt(self, attempt):
+        """Start the ranks and watch them; returns the Outcome of the job. attempt: 0, or the number of the restart."""
         with contextlib.ExitStack() as stack:
             port = 0
             if self.nodes.is_leader:
-                wanted = self.options.master_port if self.nodes.count == 1 else 0
+                wanted = self.options.master_port if self.nodes.nnodes == 1 else 0
                 port = stack.enter_context(reserve_port(wanted)).getsockname()[1]
             start = self.nodes.begin(port, self.deadline, lambda: self.signals)
             if start is None:
                 say(f"{signal.Signals(self.signals[0]).name}: nothing was started")
-                return Outcome(128 + self.signals[0], Cause.SIGNAL, self.nodes.number)
-            assignment = RankAssignment(self.world_size, count=self.count, first=self.first, **start)
-            output = stack.enter_context(contextlib.closing(Output(self.count, self.prefix, self.logs)))
+                return Outcome(128 + self.signals[0], Cause.SIGNAL, self.nodes.node_rank)
+            here = {"nproc_per_node": self.nproc_per_node, "first": self.first}
+            assignment = RankAssignment(self.world_size, **here, **start)
+            output = stack.enter_context(contextlib.closing(Output(self.nproc_per_node, self.prefix, self.logs)))
             script = [self.options.script, *self.options.arguments]
             with RankProcesses(script, assignment, **output.writing) as ranks:
                 output.close_writing()
-                outcome = self.watch(ranks, output, number)
+                outcome = self.watch(ranks, output, attempt)
                 self.announce(outcome, ranks, output)
             output.on_terminal = outcome.cause is Cause.SIGNAL  # what a script says that ends in good order
             output.read_rest()
@@ -125,7 +126,7 @@ class Job:
                     return ending.outcome_from(message["verdict"])
                 else:
                     received.append(Received(ending.outcome_from(message["outcome"]), now))
-            verdict = ending.decide(received, now, self.nodes.count, self.nodes.is_leader, len(self.nodes.peers))
+            verdict = ending.decide(received, now, self.nodes.nnodes, self.nodes.is_leader, len(self.nodes.peers))
             if verdict:
                 if self.nodes.is_leader:
                     verdict = ending.with_restart(verdict, attempt, self.options.max_restarts)
@@ -134,16 +135,16 @@ class Job:
 
     def outcome_here(self, ranks, output):
         """The Outcome of this node's ranks; None while they run and nothing has happened that ends the job."""
-        node = self.nodes.number
+        node = self.nodes.node_rank
         if self.signals:
-            number = self.signals[0]
-            text = f"{signal.Signals(number).name}{self.where}: every rank is ended"
-            return Outcome(128 + number, Cause.SIGNAL, node, text)
+            signum = self.signals[0]
+            text = f"{signal.Signals(signum).name}{self.where}: every rank is ended"
+            return Outcome(128 + signum, Cause.SIGNAL, node, text)
         if time.monotonic() >= self.deadline:
             text = f"time limit of {self.options.timeout:g} s reached (--timeout)"
             return Outcome(ending.TIME_LIMIT_REACHED, Cause.TIME_LIMIT, node, text)
         codes = ranks.exit_codes()
-        if any(codes.values()) or len(codes) == self.count:
+        if any(codes.values()) or len(codes) == self.nproc_per_node:
             output.read_rest()
         if output.closed:
             text = f"nobody reads the output{self.where} any more: every rank is ended"
@@ -151,7 +152,7 @@ class Job:
         rank = ending.first_failure(codes, output.reports)
         if rank is not None:
             return self.failure(rank, codes[rank], output.reports[rank])
-        return Outcome(0, Cause.DONE, node) if len(codes) == self.count else None
+        return Outcome(0, Cause.DONE, node) if len(codes) == self.nproc_per_node else None
 
     def failure(self, rank, code, report):
         """The Outcome of a local rank that has failed."""
@@ -161,15 +162,15 @@ class Job:
         if code == ending.BAD_INPUT:  # every rank says the same, and would say it again after a restart
             cause, text = Cause.ARGUMENTS, report.text or f"launch.sh: {text}"
         shell_code, ended = ending.exit_code(code), min(report.time, time.time())
-        return Outcome(shell_code, cause, self.nodes.number, text, rank, ended, is_consequence(code))
+        return Outcome(shell_code, cause, self.nodes.node_rank, text, rank, ended, is_consequence(code))
 
     def announce(self, outcome, ranks, output):
         """Print how the job ended."""
-        here = outcome.node == self.nodes.number
+        here = outcome.node == self.nodes.node_rank
         if outcome.cause is Cause.DONE and self.first == 0 and output.reports[0].text:
             write(sys.stdout, encoded(output.reports[0].text) + b"\n")  # --help
         if outcome.cause in (Cause.DONE, Cause.TIME_LIMIT):
-            for rank in range(self.count):
+            for rank in range(self.nproc_per_node):
                 output.show_error(rank)
         if outcome.cause is Cause.TIME_LIMIT:
             self.show_ranks(outcome, ranks, output)

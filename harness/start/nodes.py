@@ -18,17 +18,17 @@ HEARTBEAT = 1.0  # seconds between messages that only say that a launcher is ali
 class Nodes:
     """This node among those of a job; a context manager that closes the connections."""
 
-    def __init__(self, count, number, ranks_each, address, port, same):
-        """count: of nodes; number: of this one; address, port: where node 0 listens.
+    def __init__(self, nnodes, node_rank, nproc_per_node, address, port, same):
+        """nnodes, node_rank, nproc_per_node: as the options of these names. address, port: where node 0 listens.
 
         same: name -> value that must be equal on all nodes, such as the script and its arguments.
         """
-        self.count, self.number, self.address, self.port = count, number, address, port
-        self.ranks_each, self.same = ranks_each, same
+        self.nnodes, self.node_rank, self.address, self.port = nnodes, node_rank, address, port
+        self.nproc_per_node, self.same = nproc_per_node, same
         cores = sorted(os.sched_getaffinity(0))  # a scheduler may give each node cores of its own on one host
-        self.hello = {"node": number, "host": socket.gethostname(), "cores": cores, "same": same}
-        self.name = f"node {number} ({self.hello['host']})"
-        self.is_leader = number == 0
+        self.hello = {"node": node_rank, "host": socket.gethostname(), "cores": cores, "same": same}
+        self.name = f"node {node_rank} ({self.hello['host']})"
+        self.is_leader = node_rank == 0
         self.peers, self.last_heartbeat = [], 0.0
         self.start = None  # what `begin` returned last
 
@@ -69,7 +69,7 @@ class Nodes:
         """
         if not self.is_leader:
             return self.start if wait_for(Joining(self), deadline, stopped) else None
-        if self.count > 1 and self.start is None:
+        if self.nnodes > 1 and self.start is None:
             with Gathering(self) as gathering:
                 if not wait_for(gathering, deadline, stopped):
                     return None
@@ -79,7 +79,7 @@ class Nodes:
 
     def _check_hosts(self):
         """Raises UsageError, here and on all other nodes, if OneFlow 0.9.0 does not run on so many hosts."""
-        hosts, ranks = len({"", *(peer.address for peer in self.peers)}), self.count * self.ranks_each
+        hosts, ranks = len({"", *(peer.address for peer in self.peers)}), self.nnodes * self.nproc_per_node
         if ranks % hosts:
             refusal = f"OneFlow 0.9.0 would hang: {ranks} ranks cannot be divided by {hosts} hosts"
             self.send(refused=refusal)
@@ -89,7 +89,7 @@ class Nodes:
         """Node 0: tell each node where to start its ranks."""
         members = [("", self.hello), *((peer.address, peer.hello) for peer in self.peers)]
         members.sort(key=lambda member: member[1]["node"])
-        shares = shares_of(members, self.ranks_each)
+        shares = shares_of(members, self.nproc_per_node)
         # A host may know its own name as 127.0.1.1, where other hosts cannot reach it.
         reachable = next((peer.our_address for peer in self.peers if peer.address), self.address)
         self.start = {"port": port, "address": reachable, **shares[0]}
@@ -98,7 +98,7 @@ class Nodes:
             peer.send(start={"port": port, "address": address, **shares[peer.hello["node"]]})
 
 
-def shares_of(members, ranks_each):
+def shares_of(members, nproc_per_node):
     """How nodes share addresses and cores: for each the local_rank and cores of a RankAssignment.
 
     members: (address, hello) of each node. local_rank is None where addresses differ in their number of ranks or take
@@ -111,9 +111,9 @@ def shares_of(members, ranks_each):
     for node, (address, hello) in enumerate(members):
         same_address = [other for other, where in enumerate(addresses) if where == address]
         same_cores = [other for other in same_address if members[other][1]["cores"] == hello["cores"]]
-        local_rank = ranks_each * same_address.index(node)
-        first = ranks_each * same_cores.index(node)
-        sharing = ranks_each * len(same_cores)
-        cores = [cores_of(first + i, sharing, hello["cores"]) for i in range(ranks_each)]
+        local_rank = nproc_per_node * same_address.index(node)
+        first = nproc_per_node * same_cores.index(node)
+        sharing = nproc_per_node * len(same_cores)
+        cores = [cores_of(first + i, sharing, hello["cores"]) for i in range(nproc_per_node)]
         shares.append({"local_rank": local_rank if even else None, "cores": cores})
     return shares

@@ -62,15 +62,15 @@ class RankAssignment:
 
     world_size: int
     port: int  # of rank 0
-    count: int = 0  # number of ranks on this node; 0: all
+    nproc_per_node: int = 0  # ranks on this node; 0: all
     first: int = 0  # the lowest of them
     local_rank: Optional[int] = 0  # its LOCAL_RANK, which counts the ranks at this node's address; None: unset
     cores: Optional[list] = None  # of each rank on this node; None: they share all evenly
     address: str = "127.0.0.1"  # of rank 0
 
     def __post_init__(self):
-        self.count = self.count or self.world_size
-        self.cores = self.cores or [cores_of(i, self.count) for i in range(self.count)]
+        self.nproc_per_node = self.nproc_per_node or self.world_size
+        self.cores = self.cores or [cores_of(i, self.nproc_per_node) for i in range(self.nproc_per_node)]
 
     def environment(self, i):
         """The environment of local rank i. Settings of the user's, such as OMP_NUM_THREADS, are kept."""
@@ -106,7 +106,7 @@ class RankProcesses:
         """
         self.processes, self.job = [], uuid.uuid4().hex
         try:
-            for rank in range(assignment.count):
+            for rank in range(assignment.nproc_per_node):
                 own = {"HARNESS_JOB": self.job, name: str(pipes[rank])}
                 process = subprocess.Popen(
                     assignment.command(rank, script),
@@ -179,7 +179,7 @@ class RankProcesses:
                         if f"HARNESS_JOB={self.job}".encode() in file.read().split(b"\0"):
                             yield int(entry.name)
 
-    def _signal_groups(self, number):
+    def _signal_groups(self, signum):
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+                os.killpg(process.pid, signum)

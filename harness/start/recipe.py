@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 HARNESS = Path(__file__).resolve().parent.parent
-RECIPES = HARNESS.parent / "recipes"
+ROOT = HARNESS.parent
+RECIPES = ROOT / "recipes"
 
 
 def all_paths():

@@ -54,8 +54,8 @@ class Gathering:
 
     def missing(self):
         joined = self._joined()
-        numbers = [str(number) for number in range(1, self.nodes.count) if number not in joined]
-        return f"node{'s' if len(numbers) > 1 else ''} {', '.join(numbers)} of {self.nodes.count}"
+        numbers = [str(number) for number in range(1, self.nodes.nnodes) if number not in joined]
+        return f"node{'s' if len(numbers) > 1 else ''} {', '.join(numbers)} of {self.nodes.nnodes}"
 
     def step(self):
         with contextlib.suppress(BlockingIOError):
@@ -68,7 +68,7 @@ class Gathering:
                 self.newcomers.remove(peer)
         for _ in iter(self.nodes.receive, None):  # drops a node that is lost: it may come again
             pass
-        return len(self.nodes.peers) == self.nodes.count - 1
+        return len(self.nodes.peers) == self.nodes.nnodes - 1
 
     def _joined(self):
         return {peer.hello["node"] for peer in self.nodes.peers}
@@ -95,7 +95,7 @@ class Gathering:
             if theirs.get(name) != value:
                 return f"{name} {theirs.get(name)} here, and {value} on node 0: type the same on each node"
         if hello["node"] in self._joined() | {0}:
-            last = self.nodes.count - 1
+            last = self.nodes.nnodes - 1
             return f"--node_rank {hello['node']} is taken: number the nodes from 0 to {last}, each once"
         return None
 

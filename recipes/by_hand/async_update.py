@@ -55,8 +55,8 @@ def gradients_of(model, x, y, size):
     return loss, flow.autograd.grad(loss, list(model.parameters()))
 
 
-def update(model, optimizer, gradients):
-    """Apply the gradients of one worker to the server's model."""
+def apply_gradients(model, optimizer, gradients):
+    """Update the server's model with the gradients of one worker."""
     for w, gradient in zip(model.parameters(), gradients):
         w.grad = gradient.to_global(placement=w.placement, sbp=flow.sbp.broadcast)
     optimizer.step()
@@ -67,15 +67,15 @@ def placements(device, n):
     return [flow.placement(device, [rank]) for rank in range(n)]
 
 
-def train(workers, seed=0, steps=4, sync_every=2, batch=None, in_features=4, hidden=8, out_features=4):
+def train(workers, steps=4, sync_every=2, batch=None, in_features=4, hidden_size=8, out_features=4):
     """Train in float32; returns the model, the loss of each step, and how old each worker's weights were in it."""
     n = len(workers)
     batch = batch or max(8, n)  # a row for each worker, at least
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
-    w0 = rng.standard_normal((in_features, hidden), dtype=np.float32)
-    w1 = rng.standard_normal((hidden, out_features), dtype=np.float32)
+    w0 = rng.standard_normal((in_features, hidden_size), dtype=np.float32)
+    w1 = rng.standard_normal((hidden_size, out_features), dtype=np.float32)
 
     x = rows_of_workers(x, workers)
     y = rows_of_workers(y, workers)
@@ -94,7 +94,7 @@ def train(workers, seed=0, steps=4, sync_every=2, batch=None, in_features=4, hid
                 fetched_at[k] = step
             results.append(gradients_of(copies[k], x[k], y[k], batch * out_features))
         for _, gradients in results:  # the server waits for all, and applies them one by one
-            update(model, optimizer, gradients)
+            apply_gradients(model, optimizer, gradients)
         losses.append(sum(loss.numpy() for loss, _ in results))  # collective: all ranks call it
         staleness.append(step - fetched_at)
     return model, losses, staleness

@@ -66,15 +66,15 @@ def placements(device, n, loss="first"):
     return [flow.placement.all(device), flow.placement.all(device)]
 
 
-def train(stages, graph=False, seed=0, steps=3, batch=None, in_features=4, hidden=8, out_features=4):
+def train(stages, graph=False, steps=3, batch=None, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on the placements of the model and the loss; returns the model and the loss of each step."""
     ranks, loss_ranks = stages
     batch = batch or max(8, flow.env.get_world_size())  # a row for each rank, at least
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
-    w0 = rng.standard_normal((in_features, hidden), dtype=np.float32)
-    w1 = rng.standard_normal((hidden, out_features), dtype=np.float32)
+    w0 = rng.standard_normal((in_features, hidden_size), dtype=np.float32)
+    w1 = rng.standard_normal((hidden_size, out_features), dtype=np.float32)
 
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
     y = flow.tensor(y, placement=loss_ranks, sbp=flow.sbp.split(0) if loss_ranks == ranks else flow.sbp.broadcast)

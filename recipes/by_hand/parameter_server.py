@@ -69,14 +69,14 @@ def placements(device, n):
     return [flow.placement(device, [rank]) for rank in range(n)]
 
 
-def train(workers, graph=False, seed=0, steps=3, batch=None, in_features=4, hidden=8, out_features=4):
+def train(workers, graph=False, steps=3, batch=None, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 with a placement for each worker; returns the model, on the first, and the loss of each step."""
     batch = batch or max(8, flow.env.get_world_size())  # a row for each worker, at least
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
-    w0 = rng.standard_normal((in_features, hidden), dtype=np.float32)
-    w1 = rng.standard_normal((hidden, out_features), dtype=np.float32)
+    w0 = rng.standard_normal((in_features, hidden_size), dtype=np.float32)
+    w1 = rng.standard_normal((hidden_size, out_features), dtype=np.float32)
 
     x = rows_of_workers(x, workers)
     y = rows_of_workers(y, workers)

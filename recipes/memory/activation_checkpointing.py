@@ -76,16 +76,16 @@ def count_saved(work):
     return count
 
 
-def train(ranks, graph=False, seed=0, steps=3, checkpointing=True, batch=None, in_features=4, hidden=8, out_features=4):
+def train(ranks, graph=False, steps=3, checkpointing=True, batch=None, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on a placement; returns the model and the loss of each step."""
     batch = batch or max(8, flow.env.get_world_size())  # a row for each rank, at least
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
     blocks = []
     for width in (in_features, out_features):  # of what a block returns
-        w_up = rng.standard_normal((in_features, hidden), dtype=np.float32) / 4
-        w_down = rng.standard_normal((hidden, width), dtype=np.float32) / 4
+        w_up = rng.standard_normal((in_features, hidden_size), dtype=np.float32) / 4
+        w_down = rng.standard_normal((hidden_size, width), dtype=np.float32) / 4
         blocks.append(Block(w_up, w_down, ranks))
 
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))

@@ -51,14 +51,14 @@ class TrainingGraph(flow.nn.Graph):
         return loss
 
 
-def train(ranks, seed=0, steps=3, batch=None, in_features=256, hidden=1024, out_features=256):
+def train(ranks, steps=3, batch=None, in_features=256, hidden_size=1024, out_features=256):
     """Train in float32 on a placement; returns the model and the loss of each step."""
     batch = batch or max(8, flow.env.get_world_size())  # a row for each rank, at least
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
-    w0 = rng.standard_normal((in_features, hidden), dtype=np.float32) / 16
-    w1 = rng.standard_normal((hidden, out_features), dtype=np.float32) / 16
+    w0 = rng.standard_normal((in_features, hidden_size), dtype=np.float32) / 16
+    w1 = rng.standard_normal((hidden_size, out_features), dtype=np.float32) / 16
 
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))

@@ -54,15 +54,15 @@ class TrainingGraph(flow.nn.Graph):
         return loss
 
 
-def train(ranks, seed=0, steps=3, shard_min_size=1, batch=None, in_features=None, hidden=None, out_features=4):
+def train(ranks, steps=3, shard_min_size=1, batch=None, in_features=None, hidden_size=None, out_features=4):
     """Train in float32 on a placement; returns the model and the loss of each step."""
     n = flow.env.get_world_size()  # a row of x, w0 and w1 for each rank, at least
-    batch, in_features, hidden = batch or max(8, n), in_features or max(4, n), hidden or max(8, n)
-    rng = np.random.default_rng(seed)
+    batch, in_features, hidden_size = batch or max(8, n), in_features or max(4, n), hidden_size or max(8, n)
+    rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
-    w0 = rng.standard_normal((in_features, hidden), dtype=np.float32)
-    w1 = rng.standard_normal((hidden, out_features), dtype=np.float32)
+    w0 = rng.standard_normal((in_features, hidden_size), dtype=np.float32)
+    w1 = rng.standard_normal((hidden_size, out_features), dtype=np.float32)
 
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))

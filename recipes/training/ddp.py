@@ -38,7 +38,7 @@ class MLP(flow.nn.Module):
         return flow.matmul(hidden, self.w1)
 
 
-def train(device="cpu", distributed=True, seed=0, steps=3, batch=None, in_features=4, hidden=8, out_features=4):
+def train(device="cpu", distributed=True, seed=0, steps=3, batch=None, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on this rank's rows, or else on all; returns the model and the loss of each step."""
     batch = batch or 4 * flow.env.get_world_size()  # 4 rows for each rank
     rng = np.random.default_rng(seed)
@@ -47,8 +47,8 @@ def train(device="cpu", distributed=True, seed=0, steps=3, batch=None, in_featur
     n = flow.env.get_world_size() if distributed else 1
     rank = flow.env.get_rank() if distributed else 0
     rng = np.random.default_rng([seed, rank])
-    own_w0 = rng.standard_normal((in_features, hidden), dtype=np.float32)  # different on each rank
-    own_w1 = rng.standard_normal((hidden, out_features), dtype=np.float32)
+    own_w0 = rng.standard_normal((in_features, hidden_size), dtype=np.float32)  # different on each rank
+    own_w1 = rng.standard_normal((hidden_size, out_features), dtype=np.float32)
 
     x = flow.tensor(np.array_split(x, n)[rank], device=device)
     y = flow.tensor(np.array_split(y, n)[rank], device=device)

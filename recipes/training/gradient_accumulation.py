@@ -64,14 +64,14 @@ def accumulate(model, x, y, micro_batches):
     return losses
 
 
-def train(ranks, graph=False, seed=0, steps=3, micro_batches=2, batch=None, in_features=4, hidden=8, out_features=4):
+def train(ranks, graph=False, steps=3, micro_batches=2, batch=None, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on a placement; returns the model and the loss of each step."""
     batch = batch or 4 * flow.env.get_world_size()  # 4 rows for each rank
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
-    w0 = rng.standard_normal((in_features, hidden), dtype=np.float32)
-    w1 = rng.standard_normal((hidden, out_features), dtype=np.float32)
+    w0 = rng.standard_normal((in_features, hidden_size), dtype=np.float32)
+    w1 = rng.standard_normal((hidden_size, out_features), dtype=np.float32)
 
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))

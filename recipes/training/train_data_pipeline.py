@@ -55,13 +55,13 @@ def placements(device, n):
     return [flow.placement(device, ranks.tolist()) for ranks in np.split(np.arange(n), 2)]
 
 
-def train(stages, graph=False, seed=0, steps=3, batch=8, in_features=4, hidden=8, out_features=4):
+def train(stages, graph=False, steps=3, batch=8, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on a placement for each stage; returns the model and the loss of each step."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
-    w0 = rng.standard_normal((in_features, hidden), dtype=np.float32)
-    w1 = rng.standard_normal((hidden, out_features), dtype=np.float32)
+    w0 = rng.standard_normal((in_features, hidden_size), dtype=np.float32)
+    w1 = rng.standard_normal((hidden_size, out_features), dtype=np.float32)
 
     x = flow.tensor(x, placement=stages[0], sbp=flow.sbp.split(0))
     y = flow.tensor(y, placement=stages[1], sbp=flow.sbp.split(0))

@@ -53,14 +53,14 @@ def placements(device, n):
     return flow.placement(device, np.arange(n).reshape(2, -1).tolist())
 
 
-def train(mesh, graph=False, seed=0, steps=3, batch=8, in_features=4, hidden=8, out_features=4):
+def train(mesh, graph=False, steps=3, batch=8, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on a mesh; returns the model and the loss of each step."""
     # on a mesh a graph of OneFlow 0.9.0 hangs or aborts if the number of ranks does not divide each size
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
-    w0 = rng.standard_normal((in_features, hidden), dtype=np.float32)
-    w1 = rng.standard_normal((hidden, out_features), dtype=np.float32)
+    w0 = rng.standard_normal((in_features, hidden_size), dtype=np.float32)
+    w1 = rng.standard_normal((hidden_size, out_features), dtype=np.float32)
 
     x = flow.tensor(x, placement=mesh, sbp=(flow.sbp.split(0), flow.sbp.broadcast))
     y = flow.tensor(y, placement=mesh, sbp=(flow.sbp.split(0), flow.sbp.broadcast))

@@ -58,10 +58,10 @@ def placements(device, n):
     return [flow.placement(device, [rank]) for rank in range(n)]
 
 
-def train(stages, graph=False, seed=0, steps=3, micro_batches=2, batch=8, in_features=4, hidden=8, out_features=4):
+def train(stages, graph=False, steps=3, micro_batches=2, batch=8, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on a placement for each stage; returns the model and the loss of each step."""
-    widths = [in_features, *[hidden] * (len(stages) - 1), out_features]
-    rng = np.random.default_rng(seed)
+    widths = [in_features, *[hidden_size] * (len(stages) - 1), out_features]
+    rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
     weights = [rng.standard_normal(shape, dtype=np.float32) / 2 for shape in zip(widths, widths[1:])]

@@ -8,7 +8,8 @@
 q is (seq_len, num_heads, head_size). For the ring each rank has tensors of its own: q0, k0 and v0 on rank 0, and so on.
 Moves: all_gather: all of k and v, and back their gradients: 4 (n-1)/n x q from each of n ranks.
        all_to_all (Ulysses): q, k and v from rows to heads, out back, and again backward: 8 (n-1)/n^2 x q from each.
-       ring: k and v of a rank to the next, on to the last (a graph sends them straight), and back: 2 (n-1) x q in all.
+       ring: k and v of a rank to the next, on to the last, and back their gradients: 2 (2r+1)/n x q from rank r, and
+       2 (n-1)/n x q from the last. A graph sends them straight to each later rank: 2 (n-1)/n x q from each.
 Run:   ./launch.sh recipes/transformer/context_parallel.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/context_parallel.py [--graph]
 Use it when a sequence is too long for one device. all_to_all needs n to divide the heads. The ring has one block of k,
@@ -125,15 +126,15 @@ class QKV(flow.nn.Module):
 class Attention(QKV):
     """All-gather or all-to-all: q, k and v are split by rows over all ranks."""
 
-    def __init__(self, q, k, v, y, ranks, way):
+    def __init__(self, q, k, v, y, ranks, method):
         rows = flow.sbp.split(0)
-        mask_sbp = rows if way == "all_gather" else flow.sbp.broadcast  # for the scores that each rank computes
+        mask_sbp = rows if method == "all_gather" else flow.sbp.broadcast  # for the scores that each rank computes
         super().__init__(q, k, v, y, causal_mask(len(q), ranks, mask_sbp), ranks, rows)
-        self.way = way
+        self.method = method
 
     def forward(self):
         q, k, v = self.inputs()
-        if self.way == "all_gather":
+        if self.method == "all_gather":
             out = all_gather(q, k, v, self.mask)
         else:
             out = all_to_all(q, k, v, self.mask)
@@ -180,17 +181,17 @@ class TrainingGraph(flow.nn.Graph):
         return loss
 
 
-def train(ranks, graph=False, way="all_gather", seed=0, steps=3, seq_len=None, num_heads=None, head_size=4):
+def train(ranks, graph=False, method="all_gather", seed=0, steps=3, seq_len=None, num_heads=None, head_size=4):
     """Move q, k and v so that out comes closer to y; returns the model and the loss, sum((out - y)^2), of each step."""
     seq_len = seq_len or 4 * flow.env.get_world_size()
     num_heads = num_heads or flow.env.get_world_size()  # a head for each rank
     rng = np.random.default_rng(seed)
     q, k, v, y = rng.standard_normal((4, seq_len, num_heads, head_size), dtype=np.float32)
 
-    if way == "ring":
+    if method == "ring":
         model = RingAttention(q, k, v, y, ranks)
     else:
-        model = Attention(q, k, v, y, ranks, way)
+        model = Attention(q, k, v, y, ranks, method)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
     training = TrainingGraph(model, optimizer)
     losses = []
@@ -213,13 +214,13 @@ def main():
     args = parser.parse_args()
 
     _, alone = train(flow.placement(args.device, [0]), args.graph)  # plain attention on a single device
-    for way in ("all_gather", "all_to_all", "ring"):
-        model, losses = train(flow.placement.all(args.device), args.graph, way)
+    for method in ("all_gather", "all_to_all", "ring"):
+        model, losses = train(flow.placement.all(args.device), args.graph, method)
         held = [f"{name} {tuple(w.to_local().shape)}" for name, w in model.named_parameters() if w.to_local().numel()]
-        print(f"{way}: {', '.join(held)}")
+        print(f"{method}: {', '.join(held)}")
         np.testing.assert_allclose(losses, alone, rtol=1e-5)
         if flow.env.get_rank() == 0:
-            print(f"{way}: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
+            print(f"{method}: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 
 if __name__ == "__main__":

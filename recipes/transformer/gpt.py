@@ -20,6 +20,7 @@ Source: D. Narayanan et al., arXiv:2104.04473; V. Korthikanti et al., arXiv:2205
 
 import argparse
 import dataclasses
+import math
 import os
 import pathlib
 import pydoc_data.topics
@@ -142,13 +143,13 @@ class Embedding(StageModule):
 class Block(StageModule):
     def __init__(self, config, stage, mesh, rng):
         super().__init__(config, stage, mesh)
-        hidden = config.hidden_size
-        self.add_weight("norm", "replicated", np.ones(hidden, np.float32))
-        self.add_weight("qkv", "column", normal(rng, hidden, 3 * hidden))
-        self.add_weight("project", "row", normal(rng, hidden, hidden))
-        self.add_weight("norm_mlp", "replicated", np.ones(hidden, np.float32))
-        self.add_weight("up", "column", normal(rng, hidden, 4 * hidden))
-        self.add_weight("down", "row", normal(rng, 4 * hidden, hidden))
+        hidden_size = config.hidden_size
+        self.add_weight("norm", "replicated", np.ones(hidden_size, np.float32))
+        self.add_weight("qkv", "column", normal(rng, hidden_size, 3 * hidden_size))
+        self.add_weight("project", "row", normal(rng, hidden_size, hidden_size))
+        self.add_weight("norm_mlp", "replicated", np.ones(hidden_size, np.float32))
+        self.add_weight("up", "column", normal(rng, hidden_size, 4 * hidden_size))
+        self.add_weight("down", "row", normal(rng, 4 * hidden_size, hidden_size))
 
     def forward(self, x):
         x = x.to_global(placement=self.mesh)  # from the stage before
@@ -159,15 +160,15 @@ class Block(StageModule):
 
     def attention(self, x):
         """Causal, each rank of the tensor axis with its own heads: between qkv and project nothing moves."""
-        seq_len, batch, hidden = x.shape  # in a graph, of a micro-batch
-        heads, head_size = self.config.num_heads, hidden // self.config.num_heads
+        seq_len, batch, hidden_size = x.shape  # in a graph, of a micro-batch
+        heads, head_size = self.config.num_heads, hidden_size // self.config.num_heads
         qkv = flow.matmul(x, self.weight("qkv"))  # its columns are in the order of the heads
         qkv = qkv.reshape(seq_len, batch, heads, 3 * head_size).permute(1, 2, 0, 3)
         q, k, v = qkv.chunk(3, -1)
         scores = flow.matmul(q, k.transpose(2, 3)) * head_size**-0.5
         scores = scores + self.mask(seq_len, x.dtype)  # flow.where would gather the scores
         values = flow.matmul(scores.softmax(-1), v)
-        values = values.permute(2, 0, 1, 3).reshape(seq_len, batch, hidden)
+        values = values.permute(2, 0, 1, 3).reshape(seq_len, batch, hidden_size)
         return flow.matmul(values, self.weight("project"))
 
     def mask(self, seq_len, dtype):
@@ -278,12 +279,14 @@ def training_state(step, model, optimizer, graph):
     """Weights and moments by the names of the parameters, the same in eager mode (graph None) and in a graph."""
     names = [name for name, _ in model.named_parameters()]
     state = {"step": step, "model": model.state_dict()}
-    own = graph.state_dict() if graph else optimizer.state_dict()["state"]
-    for moment, letter in MOMENTS.items():
-        if graph:
-            state[moment] = {name: own[f"model.{name}-{letter}"] for name in names}
-        else:
-            state[moment] = {name: own[i][moment] for i, name in enumerate(names)}
+    if graph:
+        graph_state = graph.state_dict()
+        for moment, letter in MOMENTS.items():
+            state[moment] = {name: graph_state[f"model.{name}-{letter}"] for name in names}
+    else:
+        moments = optimizer.state_dict()["state"]
+        for moment in MOMENTS:
+            state[moment] = {name: moments[i][moment] for i, name in enumerate(names)}
     return state
 
 
@@ -291,16 +294,16 @@ def load_training_state(state, model, optimizer, graph):
     """What training_state returned, onto any mesh. A graph must not have been called yet."""
     names = [name for name, _ in model.named_parameters()]
     if graph:
-        own = {"model": state["model"]}
+        graph_state = {"model": state["model"]}
         for moment, letter in MOMENTS.items():
-            own.update({f"model.{name}-{letter}": state[moment][name] for name in names})
+            graph_state.update({f"model.{name}-{letter}": state[moment][name] for name in names})
         rank_0 = flow.placement("cpu", [0])
-        own[GRAPH_STEP] = flow.tensor([state["step"]], dtype=flow.int64, placement=rank_0, sbp=B)
-        graph.load_state_dict(own)
+        graph_state[GRAPH_STEP] = flow.tensor([state["step"]], dtype=flow.int64, placement=rank_0, sbp=B)
+        graph.load_state_dict(graph_state)
     else:
         model.load_state_dict(state["model"])
-        own = {i: {moment: state[moment][name] for moment in MOMENTS} for i, name in enumerate(names)}
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": {**own, "step": state["step"]}})
+        moments = {i: {moment: state[moment][name] for moment in MOMENTS} for i, name in enumerate(names)}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {**moments, "step": state["step"]}})
 
 
 def save(state, checkpoint_dir, step):
@@ -352,7 +355,7 @@ def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir="", 
     config = config or Config()
     config.check(meshes)
     characters, tokens = corpus()
-    vocab_size = -(-len(characters) // config.num_heads) * config.num_heads  # rounded up: --tensor divides the heads
+    vocab_size = math.ceil(len(characters) / config.num_heads) * config.num_heads  # --tensor divides num_heads
 
     model = GPT(meshes, config, vocab_size, seed)
     clipping = {"clip_grad_max_norm": config.clip_grad, "clip_grad_norm_type": 2.0} if config.clip_grad else {}

@@ -1,16 +1,15 @@
-"""What each recipe must do, as data: a file for each chapter. Tests and benchmarks share it.
+"""What each recipe must do, as data: a file for each chapter. Benchmarks know it too.
 
 `reference.py` has the values in plain numpy, `ladder.py` what is asserted of a run.
 """
 
 from functools import lru_cache
-from pathlib import Path
 
 from harness.start.recipe import RECIPES, entry, path_of, world_sizes
 from tests.cases import byhand, data, forward, memory, starting, state, training, transformer, your_model  # noqa: F401
 from tests.cases.case import CASES, GRAPH_ONLY, SIZES
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = RECIPES.parent
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
 ONE_LAYER = [name for name in CASES if path_of(name).parent in (RECIPES, RECIPES / "layouts")]
 TRANSFORMERS = [name for name in CASES if path_of(name).parent == RECIPES / "transformer"]

@@ -7,7 +7,7 @@ from tests.cases import reference
 from tests.cases.case import Case, all_reduce, case_of_recipe, placed, through_stages
 from tests.cases.reference import Value
 
-UNEVEN_LAYERS = {"batch": 7, "in_features": 6, "hidden": 10, "out_features": 9, "seed": 1}
+UNEVEN_LAYERS = {"batch": 7, "in_features": 6, "hidden_size": 10, "out_features": 9, "seed": 1}
 UNEVEN_TENSOR = {"rows": 7, "columns": 9, "seed": 1}
 
 

@@ -13,6 +13,7 @@ from tests.cases.ladder import Checks, check_operations, check_tensors, shard_of
 from tests.cases.reference import Value
 
 TRAINED = f"{ROOT / 'tests' / 'on_rank_gpt.py'}:trained"
+FOUND = ROOT / "docs" / "gpt.json"  # what `./launch.sh meshes` has found
 MESHES = [
     (data, tensor, pipeline)
     for data in (1, 2, 4)
@@ -76,6 +77,14 @@ def row_run(pool, mesh, layout, graph, **shorter):
     options = {**LAYOUTS[layout], **shorter, "graph": graph}
     seen, exact = prove_run(pool, path_of("gpt"), mesh, options, SIZES, mesh, layout)
     return {"mesh": mesh, "layout": layout, "graph": graph, **facts(seen, exact, mesh)}
+
+
+def by_row(found):
+    """{(mesh, layout): [what was found in eager mode, in a graph]}."""
+    rows = {}
+    for run in found["runs"]:
+        rows.setdefault((tuple(run["mesh"]), run["layout"]), []).append(run)
+    return rows
 
 
 def facts(seen, exact, mesh):

@@ -8,6 +8,7 @@ from tests.cases import CASES, ROOT, TRAINED, modes, proven_on, reference, sizes
 from tests.cases.reference import Value
 
 OBSERVE = f"{ROOT / 'harness' / 'measure' / 'observe.py'}:observe"
+MAIN = f"{ROOT / 'harness' / 'measure' / 'main.py'}:main_of"
 SCALE = 2.0  # of each matmul; a power of two rounds nothing
 
 

@@ -21,8 +21,8 @@ def fully_sharded(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     )
 
 
-FEW_ROWS = {"batch": 4, "in_features": 3, "hidden": 2, "seed": 2}  # fewer than ranks: such a weight stays B
-SMALL_SHARDS = {"in_features": 6, "hidden": 12, "out_features": 5, "shard_min_size": 20}
+FEW_ROWS = {"batch": 4, "in_features": 3, "hidden_size": 2}  # fewer than ranks: such a weight stays B
+SMALL_SHARDS = {"in_features": 6, "hidden_size": 12, "out_features": 5, "shard_min_size": 20}
 
 
 @case_of_recipe({"uneven": UNEVEN, "few rows": FEW_ROWS, "small shards": SMALL_SHARDS}, graph_only=True)
@@ -48,13 +48,13 @@ BLOCKS = {"w0": "w_up0", "w1": "w_down0", "w2": "w_up1", "w3": "w_down1"}
 
 @case_of_recipe({"uneven": UNEVEN, "off": {"checkpointing": False}})
 def activation_checkpointing(
-    n, graph=False, steps=3, checkpointing=True, batch=8, in_features=4, hidden=8, out_features=4, **more
+    n, graph=False, steps=3, checkpointing=True, batch=8, in_features=4, hidden_size=8, out_features=4, **more
 ):
     """block(block(x)), where block(x) = relu(x @ w_up) @ w_down."""
-    ranks, widths = list(range(n)), [in_features, hidden, in_features, hidden, out_features]
+    ranks, widths = list(range(n)), [in_features, hidden_size, in_features, hidden_size, out_features]
     trained = reference.trained("sgd", batch=batch, widths=widths, linear=(1,), shrink=4, steps=steps, **more)
     values = {" ".join(BLOCKS.get(word, word) for word in name.split()): value for name, value in trained.items()}
-    a0 = a2 = ("S(0)", ranks, (batch, hidden))
+    a0 = a2 = ("S(0)", ranks, (batch, hidden_size))
     a1, out = [("S(0)", ranks, values[name].exact.shape) for name in ("x", "y")]
     first, second = [("x", "w_up0", a0), (a0, "w_down0", a1)], [(a1, "w_up1", a2), (a2, "w_down1", out)]
     again = second + first if checkpointing and not graph else []  # in a graph OneFlow's compiler adds them
@@ -70,20 +70,20 @@ def activation_checkpointing(
 
 AUTO_PARALLEL = {
     "even": {"steps": 1},
-    "uneven": {"batch": 7, "in_features": 250, "hidden": 1022, "out_features": 251, "steps": 1, "seed": 1},
+    "uneven": {"batch": 7, "in_features": 250, "hidden_size": 1022, "out_features": 251, "steps": 1},
     "large batch": {"batch": 1024, "steps": 1},
-    "small weights": {"in_features": 4, "hidden": 8, "out_features": 4},
+    "small weights": {"in_features": 4, "hidden_size": 8, "out_features": 4},
 }
 
 
 @case_of_recipe(AUTO_PARALLEL, graph_only=True)
 def auto_parallel(
-    n, graph=True, steps=3, matmul_scale=1.0, batch=8, in_features=256, hidden=1024, out_features=256, seed=0
+    n, graph=True, steps=3, matmul_scale=1.0, batch=8, in_features=256, hidden_size=1024, out_features=256
 ):
     """What OneFlow chooses cannot be derived: these are the two layouts, and the sizes here are not near the border."""
     ranks = list(range(n))
-    sizes = {"batch": batch, "in_features": in_features, "hidden": hidden, "out_features": out_features}
-    values = reference.trained("sgd", seed=seed, steps=steps, matmul_scale=matmul_scale, shrink=16, **sizes)
+    sizes = {"batch": batch, "in_features": in_features, "hidden_size": hidden_size, "out_features": out_features}
+    values = reference.trained("sgd", steps=steps, matmul_scale=matmul_scale, shrink=16, **sizes)
     values = {name: value for name, value in values.items() if not name.endswith(" grad")}
     columns, rows = ("S(1)", "S(0)") if batch <= 512 and in_features > 100 else ("B", "B")
     layout = placed([name for name in values if name.startswith("new ")], ranks, w0=columns, w1=rows)

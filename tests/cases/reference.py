@@ -154,11 +154,11 @@ def one_layer(seed=0, batch=4, in_features=5, out_features=8, matmul_scale=1.0):
     return {"x": x, "w": w, "out": matmul_scale * (x @ w)}
 
 
-def layers(stages, seed=0, batch=4, in_features=5, hidden=8, out_features=3, matmul_scale=1.0):
+def layers(stages, seed=0, batch=4, in_features=5, hidden_size=8, out_features=3, matmul_scale=1.0):
     """x0, w0, out0 = matmul_scale * x0 @ w0, x1 = out0, ...: weights (in, hidden), (hidden, hidden), (hidden, out)."""
     rng = np.random.default_rng(seed)
     x, values = drawn(rng, batch, in_features), {}
-    features = [in_features, *[hidden] * (stages - 1), out_features]
+    features = [in_features, *[hidden_size] * (stages - 1), out_features]
     for k, shape in enumerate(zip(features, features[1:])):
         w = drawn(rng, *shape)
         values.update({f"x{k}": x, f"w{k}": w, f"out{k}": matmul_scale * (x @ w)})
@@ -256,7 +256,7 @@ def network(
     steps=3,
     batch=8,
     in_features=4,
-    hidden=8,
+    hidden_size=8,
     out_features=4,
     layers=2,
     matmul_scale=1.0,
@@ -273,7 +273,7 @@ def network(
     shrink: a power of two that divides the weights; widths: of all layers, in place of the sizes; returned: "out", if
     the output is wanted too.
     """
-    widths, rng = widths or [in_features, *[hidden] * (layers - 1), out_features], np.random.default_rng(seed)
+    widths, rng = widths or [in_features, *[hidden_size] * (layers - 1), out_features], np.random.default_rng(seed)
     x, y = drawn(rng, batch, widths[0]), drawn(rng, batch, widths[-1])
     weights = {f"w{i}": drawn(rng, *shape, by=shrink) for i, shape in enumerate(zip(widths, widths[1:]))}
 

@@ -6,7 +6,7 @@ from tests.cases import reference
 from tests.cases.case import Case, all_reduce, case_of_recipe, in_steps, placed, reduced, through_stages, weights_of
 from tests.cases.reference import Value
 
-UNEVEN = {"batch": 7, "in_features": 6, "hidden": 10, "out_features": 5, "steps": 1, "seed": 1}
+UNEVEN = {"batch": 7, "in_features": 6, "hidden_size": 10, "out_features": 5, "steps": 1}
 MICRO = {**UNEVEN, "batch": 36, "micro_batches": 3}
 
 
@@ -94,7 +94,7 @@ def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, *
     )
 
 
-@case_of_recipe({"other": {**UNEVEN, "batch": 16, "in_features": 12, "hidden": 20, "out_features": 8}})
+@case_of_recipe({"other": {**UNEVEN, "batch": 16, "in_features": 12, "hidden_size": 20, "out_features": 8}})
 def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     values, parts = reference.network(steps=steps, matmul_scale=matmul_scale, parts=2, **sizes)
     mesh, shape, rows = [[0, 1], [2, 3]], values["y"].exact.shape, "S(0), B"
@@ -134,7 +134,7 @@ def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     )
 
 
-@case_of_recipe({"uneven": {**UNEVEN, "steps": 2}})
+@case_of_recipe({"uneven": {**UNEVEN, "steps": 2, "seed": 1}})
 def ddp(n, graph=False, seed=0, steps=3, batch=None, matmul_scale=1.0, **sizes):
     """Each rank draws weights of its own; those of rank 0 are trained on the whole batch."""
     start = reference.trained("sgd", seed=seed, steps=0, batch=batch or 4 * n, **sizes)  # what all ranks draw

@@ -121,26 +121,26 @@ def vocab_parallel(
 
 @case_of_recipe(
     {
-        "uneven ring": {"way": "ring", "seq_len": 10, "num_heads": 3, "steps": 1, "seed": 1},
+        "uneven ring": {"method": "ring", "seq_len": 10, "num_heads": 3, "steps": 1, "seed": 1},
         "other": {"seq_len": 24, "num_heads": 12, "head_size": 2, "steps": 2, "seed": 1},
-        "all-to-all": {"way": "all_to_all", "seed": 1},
-        "ring": {"way": "ring"},
+        "all-to-all": {"method": "all_to_all", "seed": 1},
+        "ring": {"method": "ring"},
     }
 )
 def context_parallel(
-    n, graph=False, steps=3, way="all_gather", seq_len=None, num_heads=None, head_size=4, matmul_scale=1.0, seed=0
+    n, graph=False, steps=3, method="all_gather", seq_len=None, num_heads=None, head_size=4, matmul_scale=1.0, seed=0
 ):
     seq_len, num_heads = seq_len or 4 * n, num_heads or n
     values = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
-    if way == "ring":
+    if method == "ring":
         return ring(n, graph, steps, values)
     ranks, size = list(range(n)), values["q"].exact.size
-    inside = "S(0)" if way == "all_gather" else "S(1)"  # of q, and of k and v
-    others = "B" if way == "all_gather" else inside
+    inside = "S(0)" if method == "all_gather" else "S(1)"  # of q, and of k and v
+    others = "B" if method == "all_gather" else inside
     turned = {"S(0)": "S(1)", "S(1)": "S(0)", "B": "B"}  # heads first
     layout = {name: ("S(0)", ranks) for name in values}
     layout.update({name: (turned[inside], ranks) for name in ("scores", "probs")})
-    layout["mask"] = ("S(0)" if way == "all_gather" else "B", ranks)
+    layout["mask"] = ("S(0)" if method == "all_gather" else "B", ranks)
     q, v = ((turned[sbp], ranks, (num_heads, seq_len, head_size)) for sbp in (inside, others))
     moves = [(("S(0)", ranks), (sbp, ranks), "S(0)") for sbp in ((others, others) if others == "B" else [inside] * 3)]
     moves += [] if others == "B" else [((inside, ranks), ("S(0)", ranks), inside)]
@@ -151,7 +151,7 @@ def context_parallel(
         in_steps(graph, steps, matmuls),
         in_steps(graph, steps, moves),
         reads=[("P", ranks)] * steps,
-        sends=[4 * (n - 1) / n * size if way == "all_gather" else 8 * (n - 1) / n**2 * size] * n,
+        sends=[4 * (n - 1) / n * size if method == "all_gather" else 8 * (n - 1) / n**2 * size] * n,
     )
 
 

@@ -155,7 +155,7 @@ def test_page_is_that_of_this_run(measured):
 
 def test_costs_of_training_are_those_of_every_strategy():
     compared = [name for names in runs.STRATEGIES.values() for name in names]
-    trains = {path.stem for path in all_paths() if {"steps", "hidden"} <= set(entry(path))}
+    trains = {path.stem for path in all_paths() if {"steps", "in_features", "hidden_size"} <= set(entry(path))}
     assert sorted([*compared, *NOT_COMPARED]) == sorted(trains)
 
 

@@ -10,9 +10,10 @@ import subprocess
 
 import pytest
 
+from harness.jobs.run import Run, wait_until
 from tests.cases import ROOT
 from tests.clusters import POD, Cluster, install
-from tests.jobs import EQUAL, MET, SLEEPS, Run, ended, launch, wait_until
+from tests.jobs import EQUAL, MET, SLEEPS, ended, launch
 from tests.linters import linter
 from tests.markdown import CLUSTERS as PAGE
 from tests.markdown import blocks

@@ -22,13 +22,14 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from harness.pool import Pool
+from harness.jobs.run import LAUNCH, NO_LIBIBVERBS, Run, free_port, wait_until
+from harness.pool import Pool, pool_cache
 from tests.cases import ROOT
-from tests.jobs import LAUNCH, NO_LIBIBVERBS, Run, free_port, wait_until
 from tests.markdown import slug
 
 INDEX = ROOT / "docs" / "diagnosing.md"
@@ -258,10 +259,8 @@ def jobs(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def own_pools():
     """As `pools`, but only of this module: blocks change the seed, and leave ranks with an exception."""
-    started = {}
-    yield lambda n: started.setdefault(n, Pool(n, repeat=True, variables={"CUDA_VISIBLE_DEVICES": ""}))
-    for pool in started.values():
-        pool.close()
+    with pool_cache(partial(Pool, repeat=True, variables={"CUDA_VISIBLE_DEVICES": ""})) as pools:
+        yield pools
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.own_job], ids=str)

@@ -11,11 +11,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from benchmarks import meshes
 from harness.pool import Pool, PoolError
 from harness.start.recipe import path_of
 from tests.cases import ROOT
-from tests.cases.gpt import MESHES, ROWS, TRAINED, formulas, known, mesh_of, prove_run, row_run, sent_in_a_step
+from tests.cases.gpt import FOUND, MESHES, ROWS, TRAINED, by_row, known, mesh_of, prove_run, row_run, sent_in_a_step
 from tests.cases.ladder import Checks
 
 GPT = str(path_of("gpt"))
@@ -34,7 +33,7 @@ RESUMED = [  # (mesh, whether in a graph) that saves, and that loads; the first 
     (((1, 2, 1), False), ((4, 1, 1), False)),
     (((2, 1, 2), False), ((1, 4, 1), False)),
 ]
-FOUND = json.loads(meshes.FOUND.read_text())
+STORED = by_row(json.loads(FOUND.read_text()))
 SHORTER = [  # runs of the page; in a graph on four ranks, which compiles for ten seconds, the plain ones along one axis
     (row, graph)
     for row in ROWS
@@ -190,7 +189,7 @@ def test_recipe_without_its_cure_sends_more(pools, tmp_path, sends_by_formula, c
 @pytest.mark.parametrize("row, graph", SHORTER, ids=str)
 def test_row_of_the_page_trains_as_numpy(measured, row, graph):
     """Four of its steps. Layout, first gradients and losses are checked where they are made."""
-    found, stored = measured("gpt", row, graph), meshes.by_row(FOUND)[row][graph]
+    found, stored = measured("gpt", row, graph), STORED[row][graph]
     errors = np.array(found["loss_errors"])
     apart = np.abs(errors - stored["loss_errors"][: len(errors)]).max()
     Checks.that(apart <= 1e-5, row, "losses and those of docs/gpt.json are apart by", apart)
@@ -198,22 +197,3 @@ def test_row_of_the_page_trains_as_numpy(measured, row, graph):
     for axis, before in stored["sent"].items():
         near = abs(found["sent"][axis] - before) <= 0.02 * before + CONTROL
         Checks.that(near, row, axis, "sent", found["sent"][axis], "and in docs/gpt.json", before)
-
-
-def test_page_and_picture_are_of_what_was_found():
-    for path, text in meshes.made(FOUND).items():
-        assert path.read_text() == text, f"{path}; ./launch.sh meshes makes it anew"
-    assert list(meshes.by_row(FOUND)) == ROWS
-
-
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_bytes_and_memory_are_those_of_the_formulas(row):
-    moved, kept = formulas(*row)
-    for run in meshes.by_row(FOUND)[row]:
-        mode = meshes.MODES[run["graph"]]
-        Checks.equal(sum(run["held"].values()), kept, *row, mode, "bytes that a rank keeps")
-        Checks.that(run["sent"]["others"] <= 0.01 * sum(moved.values()), *row, mode, "between ranks of no axis")
-        for axis, formula in moved.items():
-            found = run["sent"][axis]
-            off, explained = meshes.off(found, formula), (*row, axis, mode) in meshes.KNOWN
-            Checks.equal(off, explained, *row, mode, axis, found, "is more than 5 % from", formula)

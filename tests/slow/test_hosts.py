@@ -1,15 +1,19 @@
 """Every recipe on two hosts: the proof ladder of one host, and the bytes that go from one host to the other."""
 
+from functools import partial
+
 import pytest
 
+from harness.jobs.hosts import NO_HOSTS
 from harness.measure import theory
 from harness.measure.sbp import Layout
+from harness.pool import pool_cache
 from harness.report import atlas
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, modes, sizes_of
 from tests.cases.ladder import Checks, check_recipe
-from tests.hosts import NO_HOSTS, PoolOnHosts
 from tests.markdown import CLUSTERS, tables
+from tests.pools import RecipePool
 
 HERE = str(ROOT / "tests" / "on_rank_hosts.py")
 SIZE = 1024  # rows and columns of what is moved between hosts: 4 MB
@@ -19,10 +23,8 @@ CONTROL = 0.02  # of the tensor: what OneFlow says besides to move it
 @pytest.fixture(scope="module")
 def pools(hosts):
     """A function from a world size to a pool of as many ranks, half of them on each host."""
-    started = {}
-    yield lambda n: started.setdefault(n, PoolOnHosts(n, hosts))
-    for pool in started.values():
-        pool.close()
+    with pool_cache(partial(RecipePool, place=hosts.place)) as pools:
+        yield pools
 
 
 def on_two_hosts():

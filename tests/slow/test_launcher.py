@@ -8,8 +8,10 @@ import signal
 
 import pytest
 
+from harness.jobs.run import LAUNCH, Run, free_port, wait_until
+from harness.start.ranks import RankAssignment, cores_of
 from harness.start.recipe import RECIPES, all_paths, path_of
-from tests.jobs import LAUNCH, MET, PLAIN, SLEEPS, Run, ended, free_port, launch, wait_until
+from tests.jobs import MET, PLAIN, SLEEPS, ended, launch
 
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.01)"  # the test makes the file
 
@@ -52,6 +54,24 @@ def test_script_of_the_user_anywhere_with_its_arguments(script, tmp_path):
     assert job.code == 0, job.err
     expected = f"{[str(path), '-n', '7', '--graph', 'a b']} __main__ / beside 2"
     assert sorted(job.out.splitlines()) == [f"[{rank}] {expected}" for rank in range(2)]
+
+
+def test_threads_that_the_user_has_set_stay(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert RankAssignment(2, port=1).environment(0)["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    "cores, n, wanted",
+    [
+        ([0, 1], 2, [[0], [1]]),
+        ([0, 1], 4, [[0], [1], [0], [1]]),
+        ([2, 3, 5, 7, 8], 2, [[2, 3], [5, 7]]),
+        ([4], 1, [[4]]),
+    ],
+)
+def test_each_rank_has_its_cores(cores, n, wanted):
+    assert [cores_of(rank, n, cores) for rank in range(n)] == wanted
 
 
 def test_each_rank_keeps_to_its_cores(script):

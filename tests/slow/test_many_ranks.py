@@ -6,10 +6,10 @@ In eager mode where there is one; the recipes of a single layer also in a graph.
 import pytest
 
 from harness.start.recipe import path_of, world_sizes
-from tests.cases import CASES, ONE_LAYER, ROOT, modes
+from tests.cases import CASES, ONE_LAYER, modes
+from tests.cases.ladder import MAIN
 from tests.pools import RecipePool
 
-ON_RANK = str(ROOT / "tests" / "on_rank.py")
 RANKS = 6  # with more of them, each collective waits longer for a core than it works
 RUNS = [
     (name, graph)
@@ -28,5 +28,5 @@ def six():
 @pytest.mark.parametrize("name, graph", RUNS)
 def test_main_on_six_ranks(six, name, graph):
     arguments = ["--graph"] * (graph and len(modes(name)) == 2)
-    for code, _, err in six.call(f"{ON_RANK}:main_of", path=str(path_of(name)), arguments=arguments):
+    for code, _, err in six.call(MAIN, path=str(path_of(name)), arguments=arguments):
         assert (code, err) == (0, "")

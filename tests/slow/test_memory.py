@@ -7,12 +7,11 @@ import pytest
 from harness.pool import Pool, PoolError
 from harness.start.recipe import HARNESS, path_of
 from tests.cases import ROOT
-from tests.cases.ladder import OBSERVE, Checks
+from tests.cases.ladder import MAIN, OBSERVE, Checks
 
 MEMORY = f"{HARNESS / 'measure' / 'training.py'}:memory"
-MAIN = f"{ROOT / 'tests' / 'on_rank.py'}:main_of"
 COMPILED = f"{ROOT / 'tests' / 'on_rank_memory.py'}:compiled"
-LARGE = {"batch": 16, "in_features": 1024, "hidden": 4096, "out_features": 1024, "steps": 2}
+LARGE = {"batch": 16, "in_features": 1024, "hidden_size": 4096, "out_features": 1024, "steps": 2}
 WEIGHTS = 4 * 2 * 1024 * 4096  # bytes of both weights at these sizes
 
 
@@ -101,7 +100,7 @@ def test_checkpointing_lowers_the_peak_of_eager_mode_and_raises_that_of_a_graph_
 
     Buffers live longer where the machine is busy: each peak is the least of some tries, and half the change is enough.
     """
-    sizes = {"graph": graph, "batch": 8192, "in_features": 8, "hidden": 1024, "out_features": 8, "steps": 2}
+    sizes = {"graph": graph, "batch": 8192, "in_features": 8, "hidden_size": 1024, "out_features": 8, "steps": 2}
     hidden, least = 4 * 8192 // 2 * 1024, {True: float("inf"), False: float("inf")}
     for _ in range(6):
         for on in least:

@@ -7,9 +7,10 @@ import socket
 
 import pytest
 
+from harness.jobs.hosts import NO_HOSTS
+from harness.jobs.run import LAUNCH, Run, free_port, wait_until
 from harness.start.peer import Peer
-from tests.hosts import NO_HOSTS
-from tests.jobs import EQUAL, LAUNCH, MET, PLAIN, SLEEPS, Run, ended, free_port, wait_until
+from tests.jobs import EQUAL, MET, PLAIN, SLEEPS, ended
 from tests.markdown import BY_HAND
 
 NOWHERE = ("--master_addr", "nowhere.invalid", "--master_port", 29500)

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from tests.jobs import Run, official
+from harness.jobs.run import Run
+from tests.jobs import official
 from tests.markdown import ENGLISH, blocks
 
 

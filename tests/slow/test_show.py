@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from harness.jobs.run import LAUNCH, Run, wait_until
 from harness.measure.theory import matmul_boxings
 from harness.report import show as program
 from tests.cases import ROOT
-from tests.jobs import LAUNCH, Run, ended, launch, wait_until
+from tests.jobs import ended, launch
 
 PLAIN = """
 import oneflow as flow

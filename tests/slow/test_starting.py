@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
+from harness.jobs.hosts import NO_HOSTS
+from harness.jobs.run import LAUNCH, Run, free_port, wait_until
 from tests.cases import ROOT
-from tests.hosts import NO_HOSTS
-from tests.jobs import LAUNCH, Run, ended, free_port, repeated, wait_until
+from tests.jobs import ended, repeated
 from tests.markdown import BY_HAND, CLUSTERS, blocks
 
 HELLO, RENDEZVOUS, SPAWN, ELASTIC = (

@@ -7,10 +7,9 @@ import pytest
 from harness.pool import PoolError
 from harness.start.recipe import path_of
 from tests.cases import ROOT, reference
-from tests.cases.ladder import OBSERVE, Checks, assert_close
+from tests.cases.ladder import MAIN, OBSERVE, Checks, assert_close
 from tests.hanging import assert_hangs
 
-ON_RANK = str(ROOT / "tests" / "on_rank.py")
 HERE = str(ROOT / "tests" / "on_rank_state.py")
 CHECKPOINT = str(path_of("checkpoint"))
 MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
@@ -51,7 +50,7 @@ def test_training_resumes_on_another_number_of_ranks(pools, tmp_path, graph, wor
 def test_next_job_resumes(pools, tmp_path):
     for n, steps in ((2, 4), (3, 8)):
         arguments = ["--checkpoint-dir", str(tmp_path), "--steps", str(steps)]
-        answers = pools(n).call(f"{ON_RANK}:main_of", path=CHECKPOINT, arguments=arguments)
+        answers = pools(n).call(MAIN, path=CHECKPOINT, arguments=arguments)
         assert [(code, err) for code, _, err in answers] == [(0, "")] * n
         assert f" in {steps} steps, as in one run" in answers[0][1].splitlines()[-1]
     assert sorted(os.listdir(tmp_path)) == ["2", "4", "6", "8"]

@@ -1,11 +1,11 @@
 """Hosts of their own on this machine: network namespaces, each with an address, joined by a bridge. Needs iproute2."""
 
+import itertools
 import subprocess
 from dataclasses import dataclass
 
 from harness.start.ranks import RankAssignment
-from tests.cases import ROOT
-from tests.pools import RecipePool
+from harness.start.recipe import ROOT
 
 NO_HOSTS = "no network namespaces here: run it where `unshare --user --map-root-user --mount --net ip link` works"
 SET_UP = """
@@ -41,6 +41,7 @@ class Hosts:
                 break
             self.__exit__()
         self.addresses = [f"10.0.0.{k + 1}" if self.real else "127.0.0.1" for k in range(count)]
+        self.ports = itertools.count(20000)  # nothing else uses ports of these hosts
 
     def __enter__(self):
         return self
@@ -63,6 +64,11 @@ class Hosts:
         """Pull the cable of a host, or put it back: "down" or "up"."""
         subprocess.run([*self.inside(), "ip", "link", "set", f"veth{host}", state], check=True)
 
+    def place(self, world_size, port):
+        """The `place` of a Pool whose ranks run here, as many on each host."""
+        port = next(self.ports) if self.real else port
+        return OnHosts(world_size, port, local_rank=None, address=self.addresses[0], hosts=self)
+
 
 @dataclass
 class OnHosts(RankAssignment):
@@ -73,16 +79,3 @@ class OnHosts(RankAssignment):
     def command(self, i, script):
         host = i * len(self.hosts.addresses) // self.world_size
         return [*self.hosts.on(host), *super().command(i, script)]
-
-
-class PoolOnHosts(RecipePool):
-    """A pool of ranks on several Hosts."""
-
-    def __init__(self, world_size, hosts, **options):
-        super().__init__(world_size, **options)
-        self.hosts = hosts
-
-    def assignment(self):
-        port = 20000 + self.starts % 1000  # nothing else uses ports of these hosts
-        address = self.hosts.addresses[0]
-        return OnHosts(self.world_size, port, local_rank=None, address=address, hosts=self.hosts)

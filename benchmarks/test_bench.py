@@ -1,4 +1,4 @@
-"""The benchmarks' front door and page, and the settings of launch.sh that they measure. Times are not tested."""
+"""The front door of the benchmarks and their page. Times are not tested."""
 
 import hashlib
 import json
@@ -8,27 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import bench, formulas, gpt, page, peers, steps
-from harness.start.ranks import RankAssignment, cores_of
 from tests.cases import CASES, reference_gpt
 from tests.cases.reference import Value
-
-
-def test_threads_that_the_user_has_set_stay(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert RankAssignment(2, port=1).environment(0)["OMP_NUM_THREADS"] == "3"
-
-
-@pytest.mark.parametrize(
-    "cores, n, wanted",
-    [
-        ([0, 1], 2, [[0], [1]]),
-        ([0, 1], 4, [[0], [1], [0], [1]]),
-        ([2, 3, 5, 7, 8], 2, [[2, 3], [5, 7]]),
-        ([4], 1, [[4]]),
-    ],
-)
-def test_each_rank_has_its_cores(cores, n, wanted):
-    assert [cores_of(rank, n, cores) for rank in range(n)] == wanted
 
 
 def test_without_the_peers_it_says_how_to_get_them(monkeypatch, tmp_path, capsys):
@@ -143,7 +124,7 @@ def test_flops_of_the_matmuls_of_a_gpt():
 def test_bytes_of_the_formula_are_those_that_are_proven(monkeypatch, strategy, name, n, more):
     monkeypatch.setattr(formulas, "BATCH", 32)
     monkeypatch.setattr(formulas, "FEATURES", 16)
-    case = CASES[name](n, batch=32, in_features=16, hidden=64, out_features=16, steps=1, **more)
+    case = CASES[name](n, batch=32, in_features=16, hidden_size=64, out_features=16, steps=1, **more)
     assert 4 * max(case.sends) == formulas.sent(strategy, n, 64)
 
 

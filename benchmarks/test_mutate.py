@@ -1,9 +1,12 @@
 """The command that breaks recipes on purpose finds the places to break, and tells red from green."""
 
+from functools import partial
+
 import pytest
 
 from benchmarks import mutate
 from benchmarks.mutations import lesson, mutants
+from harness.pool import Pool, pool_cache
 from harness.start.recipe import path_of
 from tests.cases import CASES, WITHOUT_CASE
 from tests.cases.ladder import OBSERVE
@@ -89,6 +92,12 @@ def test_placements_and_options_are_changed_in_main():
         *(f'flow.placement.all("cpu") -> flow.placement("cpu", [{rank}])' for rank in ("0", f"{world} - 1")),
         *(f"args.graph -> {value}" for value in (True, False)),
     ]
+
+
+@pytest.fixture(scope="module")
+def pools():
+    with pool_cache(partial(Pool, timeout=300, repeat=True)) as pools:
+        yield pools
 
 
 def test_red_is_told_from_green(pools, tmp_path):

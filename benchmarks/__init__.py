@@ -1,0 +1,1 @@
+"""Programs that take long and print figures, and their tests."""
