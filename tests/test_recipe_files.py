@@ -18,7 +18,7 @@ from tests.cases.reference import split
 RECIPE_NAMES = [*CASES, *WITHOUT_CASE]
 STANDARD_LIBRARY = {  # what a lesson may need of it, besides argparse
     *("contextlib", "dataclasses", "hashlib", "io", "json", "math", "multiprocessing", "os", "pathlib"),
-    *("pydoc_data", "shutil", "signal", "socket", "sys", "tempfile", "time", "typing", "unittest"),
+    *("pydoc_data", "re", "shutil", "signal", "socket", "sys", "tempfile", "time", "typing", "unittest"),
 }
 
 
@@ -33,7 +33,7 @@ def docstring(name):
 def drawing(name):
     """The rows of the table in a docstring: (tensor, shape, one cell for each rank and the SBP)."""
     for line in docstring(name).splitlines():
-        row = re.match(r" +(\S.*?) +\((\d+),(?: (\d+))?(?:, (\d+))?\) +(\S.*)", line)
+        row = re.match(r" +(\S.*?) +\((\d+)(?:, (\d+))?(?:, (\d+))?\) +(\S.*)", line)
         if row:
             cells = re.split(r"  +", row.group(5).strip())
             yield (

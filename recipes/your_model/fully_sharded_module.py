@@ -1,21 +1,19 @@
-"""Fully sharded (FSDP) for a model of your own: every layer holds shards, and gathers what its forward reads.
+"""Fully sharded module: each layer of an unedited model keeps shards and gathers what its forward reads.
 
-    the model on 2 ranks           rank 0      rank 1      SBP
-    ids               (8, 4)       rows 0-3    rows 4-7    S(0)
-    targets           (8)          rows 0-3    rows 4-7    S(0)
-    embedding.weight  (12, 8)      rows 0-5    rows 6-11   S(0)
-    head.bias         (5)          rows 0-2    rows 3-4    S(0)
+    the model                            rank 0       rank 1        SBP
+    ids                   (8, 4)         rows 0-3     rows 4-7      S(0)
+    embedding.weight      (12, 8)        rows 0-5     rows 6-11     S(0)
+    blocks.0.up.weight    (32, 8)        rows 0-15    rows 16-31    S(0)
+    blocks.0.down.bias    (8)            rows 0-3     rows 4-7      S(0)
 
-Weights, biases, their gradients and Adam's state take 1/n of their bytes between steps; a parameter with fewer rows
-than there are ranks stays whole. A subclass of the layer's own class, put in place by __class__, gathers each parameter
-where forward reads it; model.to_global(sbp=S(0)) alone would split activations by columns, and fails in a graph.
-
-A model need not fit on one rank: each layer is made, split and let go before the next one is made.
+Between steps weights, biases, gradients and Adam's state take 1/n of their bytes; a parameter with fewer rows than ranks
+stays whole. model.to_global(sbp=S(0)) alone is not this: it splits activations by columns, and aborts in a graph.
+The model need not fit on one rank: each block is made, split and let go before the next one is made.
 
 Moves: an all-gather of each parameter and a reduce-scatter of its gradient: (n-1)/n x their bytes from each rank, each.
 Run:   ./launch.sh recipes/your_model/fully_sharded_module.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/fully_sharded_module.py [--graph]
-Use it when weights, gradients and optimizer state do not fit on one device; the step sends what data parallel sends.
+Use it when your model's weights, gradients and optimizer state do not fit on one device.
 Source: Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277.
 """
 

@@ -1,21 +1,21 @@
-"""A pipeline of a model of your own: its parts are put on stages by index, and its code stays as it is.
+"""Pipeline module: the parts of an unedited model go to stages by index.
 
-    the model on 2 stages          rank 0      rank 1      SBP
-    ids               (8, 4)       whole       nothing     B
-    targets           (8)          nothing     whole       B
-    embedding.weight  (12, 8)      whole       nothing     B
-    blocks.0          14 tensors   whole       nothing     B
-    blocks.1                       nothing     whole       B
-    head.weight       (5, 8)       nothing     whole       B
+    two stages of two parts              rank 0     rank 1     SBP
+    ids                   (8, 4)         whole      nothing    B
+    targets               (8)            nothing    whole      B
+    embedding.weight      (12, 8)        whole      nothing    B
+    blocks.0.up.weight    (32, 8)        whole      nothing    B
+    blocks.1.up.weight    (32, 8)        nothing    whole      B
+    head.weight           (5, 8)         nothing    whole      B
 
-Each part first moves its input to the ranks of its stage. In a graph with micro-batches each layer must also read its
-weights and biases through flow._C.identity: without it 7 of 8 trainings with momentum were wrong, silently. A subclass
-of the layer's own class, put in place by __class__, does both.
+Each part first moves its input to its stage. In a graph with micro-batches each layer must also read its parameters
+through flow._C.identity: without it 7 of 8 trainings with momentum went wrong, silently (OneFlow 0.9.0). A subclass of the
+part's own class, put in place by __class__, does both.
 
 Moves: forward each stage's output, backward its gradient, (batch, seq_len, hidden_size) between neighbours.
 Run:   ./launch.sh recipes/your_model/pipeline_module.py [--graph] [--micro-batches 4]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/pipeline_module.py [--graph]
-Use it when a model has many layers, or links are slow.
+Use it when your model has many layers, or links are slow.
 Source: Y. Huang et al., "GPipe", arXiv:1811.06965.
 """
 

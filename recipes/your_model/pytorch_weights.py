@@ -1,16 +1,14 @@
-"""PyTorch's weights in a split model: each rank reads its own slice of a .safetensors file, and no more.
+"""PyTorch weights: each rank reads its own slice of a .safetensors file into a split model.
 
-    a block, tensor parallel on 2 ranks    rank 0          rank 1           SBP
-    norm.weight  (8)                       whole           whole            B
-    up.weight    (32, 8)                   rows 0-15       rows 16-31       S(0)
-    up.bias      (32)                      rows 0-15       rows 16-31       S(0)
-    down.weight  (8, 32)                   columns 0-15    columns 16-31    S(1)
-    down.bias    (8)                       whole           whole            B
+    one block                            rank 0          rank 1           SBP
+    blocks.0.norm.weight  (8)            whole           whole            B
+    blocks.0.up.weight    (32, 8)        rows 0-15       rows 16-31       S(0)
+    blocks.0.up.bias      (32)           rows 0-15       rows 16-31       S(0)
+    blocks.0.down.weight  (8, 32)        columns 0-15    columns 16-31    S(1)
 
-Names and shapes are PyTorch's: nn.Linear has (out, in) in both. The format of a file: 8 bytes, the length of a header in
-JSON; the header, {name: {"dtype", "shape", "data_offsets"}}; then the numbers of one tensor after another. np.memmap
-reads of it what a slice needs. float16 and bfloat16 become float32, in which the model computes. `save_safetensors`
-writes a file that PyTorch opens, one tensor after another, and gives it its name when it is complete.
+The format is the length of a header (8 bytes), the header in JSON, {name: {"dtype", "shape", "data_offsets"}}, and the
+numbers of one tensor after another; np.memmap reads of them what a slice needs. Names and shapes are PyTorch's. float16
+and bfloat16 become float32. `save_safetensors` writes a file that PyTorch opens.
 
 Moves: to load: whole parameters, from rank 0 to all others; nothing of the split ones. To save: split ones to rank 0.
 Run:   ./launch.sh recipes/your_model/pytorch_weights.py [--graph] [--weights model.safetensors]
@@ -223,7 +221,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--weights", default=None, help="a .safetensors file of this model (default: weights drawn here)")
+    parser.add_argument(
+        "--weights", default=None, help="a .safetensors file of this model (default: weights drawn here)"
+    )
     args = parser.parse_args()
     if args.weights:
         try:

@@ -1,24 +1,22 @@
-"""Tensor parallel for a model of your own: a plan lays it out on a data x tensor mesh, and its code stays as it is.
+"""Tensor parallel module: a plan lays an unedited model out on a data x tensor mesh.
 
-    a block of the model, 1 x 2    rank 0          rank 1           SBP
-    ids               (8, 4)       whole           whole            S(0), B
-    targets           (8)          whole           whole            S(0), B
-    embedding.weight  (12, 8)      whole           whole            B, B
-    norm.weight       (8)          whole           whole            B, B
-    up.weight         (32, 8)      rows 0-15       rows 16-31       B, S(0)
-    up.bias           (32)         rows 0-15       rows 16-31       B, S(0)
-    down.weight       (8, 32)      columns 0-15    columns 16-31    B, S(1)
-    down.bias         (8)          whole           whole            B, B
+    one block, mesh 1 x 2                rank 0          rank 1           SBP
+    ids                   (8, 4)         whole           whole            S(0), B
+    embedding.weight      (12, 8)        whole           whole            B, B
+    blocks.0.up.weight    (32, 8)        rows 0-15       rows 16-31       B, S(0)
+    blocks.0.up.bias      (32)           rows 0-15       rows 16-31       B, S(0)
+    blocks.0.down.weight  (8, 32)        columns 0-15    columns 16-31    B, S(1)
+    blocks.0.down.bias    (8)            whole           whole            B, B
 
-nn.Linear keeps its weight as (out, in), so a column-parallel layer is S(0). The bias of a row-parallel layer is added
-once, after the sum. If the weights alone are split and the layers stay plain nn.Linear, eager mode still gives the right
-values, but partial sums flow into LayerNorm and the residual: at hidden_size 512 a step on 1 x 2 sends 10 times as much.
+nn.Linear keeps its weight as (out, in), so column parallel is S(0). The bias of a row-parallel layer is added once, after
+the sum. If only the weights are split and the layers stay nn.Linear, eager mode still gives the right values, but partial
+sums flow into LayerNorm and the residual: at batch 256 and hidden_size 512 a step sends 10 times as much.
 
-Moves: for each block an all-reduce of (batch, seq_len, hidden_size) forward and one backward along the tensor axis; for
-       each parameter an all-reduce of its gradient along the data axis.
+Moves: along the tensor axis for each block an all-reduce of (batch, seq_len, hidden_size) forward and one backward; along
+       the data axis an all-reduce of each parameter's gradient.
 Run:   ./launch.sh recipes/your_model/tensor_parallel_module.py [--graph] [--data 2]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/tensor_parallel_module.py [--graph]
-Use it when one layer's weights or activations are too big for one device, and links are fast.
+Use it when your model's layers do not fit on one device, and links are fast.
 Source: M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
 

@@ -17,8 +17,14 @@ def shapes(hidden_size=8, num_layers=2):
     found = {"embedding.weight": (VOCAB_SIZE, hidden_size)}
     for i in range(num_layers):
         found.update({f"blocks.{i}.norm.{name}": (hidden_size,) for name in ("weight", "bias")})
-        found[f"blocks.{i}.up.weight"], found[f"blocks.{i}.up.bias"] = (4 * hidden_size, hidden_size), (4 * hidden_size,)
-        found[f"blocks.{i}.down.weight"], found[f"blocks.{i}.down.bias"] = (hidden_size, 4 * hidden_size), (hidden_size,)
+        found[f"blocks.{i}.up.weight"], found[f"blocks.{i}.up.bias"] = (
+            (4 * hidden_size, hidden_size),
+            (4 * hidden_size,),
+        )
+        found[f"blocks.{i}.down.weight"], found[f"blocks.{i}.down.bias"] = (
+            (hidden_size, 4 * hidden_size),
+            (hidden_size,),
+        )
     return {**found, "head.weight": (NUM_CLASSES, hidden_size), "head.bias": (NUM_CLASSES,)}
 
 

@@ -55,7 +55,11 @@ def numbers_in(shapes, *ends):
 
 def tensor_parallel_sizes(n):
     mesh = {"data": 2} if n > 2 and n % 2 == 0 else {}
-    return {"momentum": {"optimizer": "momentum", **mesh}, "other": {**FEW_STEPS, **mesh}, "data": {"data": n, "steps": 2}}
+    return {
+        "momentum": {"optimizer": "momentum", **mesh},
+        "other": {**FEW_STEPS, **mesh},
+        "data": {"data": n, "steps": 2},
+    }
 
 
 @case_of_recipe(tensor_parallel_sizes)
