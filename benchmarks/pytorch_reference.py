@@ -2,7 +2,7 @@
 
     python benchmarks/pytorch_reference.py [FOLDER]
 
-Needs torch, safetensors and numpy, in an environment of their own; PyTorch 2.13.0 and safetensors 0.8.0 made tests/data.
+Needs torch, safetensors and numpy in an environment of its own; PyTorch 2.13.0 and safetensors 0.8.0 made tests/data.
 The model is the one of recipes/your_model, with the same names; its weights are drawn with seed 0.
 """
 

@@ -57,7 +57,7 @@ def refused(path, weights):
 
 
 def saved(path, weights, target, fails=False):
-    """Train from weights and save; returns the weights then. fails: where the disk is full when the file gets its name."""
+    """Train from weights and save; returns the weights then. fails: whether the disk is full when the file is named."""
     module = recipe.load(path)
     model, _, _ = module.train(flow.placement.all("cpu"), weights=weights)
 

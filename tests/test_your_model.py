@@ -1,6 +1,7 @@
 """PyTorch's weights in a split model: the logits and losses are PyTorch's, and what is wrong with a file is told."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def file_of(dtype):
 
 def read(path):
     """{name: (dtype, array)} of a .safetensors file, read here and not by the recipe."""
-    content = open(path, "rb").read()
+    content = Path(path).read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     header.pop("__metadata__", None)
@@ -108,7 +109,7 @@ def check_refused(pool, weights, words):
 def test_damaged_file_is_refused(pools, tmp_path, what):
     change, words = FILES[what]
     path = tmp_path / "model.safetensors"
-    path.write_bytes(change(open(file_of("float32"), "rb").read()))
+    path.write_bytes(change(Path(file_of("float32")).read_bytes()))
     check_refused(pools(2), str(path), words)
 
 

@@ -6,8 +6,8 @@
     blocks.0.up.weight    (32, 8)        rows 0-15    rows 16-31    S(0)
     blocks.0.down.bias    (8)            rows 0-3     rows 4-7      S(0)
 
-Between steps weights, biases, gradients and Adam's state take 1/n of their bytes; a parameter with fewer rows than ranks
-stays whole. model.to_global(sbp=S(0)) alone is not this: it splits activations by columns, and aborts in a graph.
+Between steps weights, biases, gradients and Adam's state take 1/n of their bytes; what has fewer rows than ranks stays
+whole. model.to_global(sbp=S(0)) alone is not this: it splits activations by columns, and aborts in a graph.
 The model need not fit on one rank: each block is made, split and let go before the next one is made.
 
 Moves: an all-gather of each parameter and a reduce-scatter of its gradient: (n-1)/n x their bytes from each rank, each.

@@ -130,7 +130,7 @@ def load(model, arrays, ranks):
     check_names_and_shapes(model, arrays)
     n, rank = ranks.ranks.size, flow.env.get_rank()
     for layer_name, layer in list(model.named_modules()):
-        for name, parameter in list(layer.named_parameters(recurse=False)):
+        for name, _ in list(layer.named_parameters(recurse=False)):
             whole = arrays[f"{layer_name}.{name}"]
             dim = SPLIT_DIMS.get(f"{layer_name.split('.')[-1]}.{name}")
             if dim is None:
@@ -155,18 +155,17 @@ def save_safetensors(model, path):
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the numbers begin at a multiple of 8 bytes
     rank_0 = flow.placement(next(model.parameters()).placement.type, [0])
-    unfinished = pathlib.Path(f"{path}.unfinished")
-    file = open(unfinished, "wb") if flow.env.get_rank() == 0 else None
-    if file:
+    is_writer = flow.env.get_rank() == 0
+    unfinished = pathlib.Path(f"{path}.unfinished" if is_writer else os.devnull)
+    with open(unfinished, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-    for w in model.parameters():
-        whole = w.detach().to_global(placement=rank_0, sbp=B)  # all ranks call it
-        if file:
+        for w in model.parameters():
+            whole = w.detach().to_global(placement=rank_0, sbp=B)  # all ranks call it
             file.write(whole.to_local().numpy().tobytes())
-    if file:
-        file.flush()
-        os.fsync(file.fileno())  # everything is on disk before the file gets its name
-        file.close()
+        if is_writer:
+            file.flush()
+            os.fsync(file.fileno())  # everything is on disk before the file gets its name
+    if is_writer:
         os.replace(unfinished, path)
     flow.comm.barrier()  # no rank continues before it is there
 

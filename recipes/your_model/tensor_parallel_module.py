@@ -8,11 +8,11 @@
     blocks.0.down.weight  (8, 32)        columns 0-15    columns 16-31    B, S(1)
     blocks.0.down.bias    (8)            whole           whole            B, B
 
-nn.Linear keeps its weight as (out, in), so column parallel is S(0). The bias of a row-parallel layer is added once, after
-the sum. If only the weights are split and the layers stay nn.Linear, eager mode still gives the right values, but partial
-sums flow into LayerNorm and the residual: at batch 256 and hidden_size 512 a step sends 10 times as much.
+nn.Linear keeps its weight as (out, in), so column parallel is S(0). The bias of a row-parallel layer is added once,
+after the sum. If only the weights are split and the layers stay nn.Linear, eager mode still gives the right values, but
+partial sums flow into LayerNorm and the residual: at batch 256 and hidden_size 512 a step sends 10 times as much.
 
-Moves: along the tensor axis for each block an all-reduce of (batch, seq_len, hidden_size) forward and one backward; along
+Moves: along the tensor axis an all-reduce of (batch, seq_len, hidden_size) for each block, forward and backward; along
        the data axis an all-reduce of each parameter's gradient.
 Run:   ./launch.sh recipes/your_model/tensor_parallel_module.py [--graph] [--data 2]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/tensor_parallel_module.py [--graph]
