@@ -11,6 +11,7 @@ from tests.cases import ROOT
 from tests.cases.ladder import Checks
 
 ON_RANK = str(ROOT / "tests" / "on_rank_your_model.py")
+MAIN_OF = str(ROOT / "harness" / "measure" / "main.py") + ":main_of"
 DATA = ROOT / "tests" / "data"
 WEIGHTS = str(path_of("pytorch_weights"))
 KNOWN = json.loads((DATA / "pytorch.json").read_text())  # by benchmarks/pytorch_reference.py
@@ -122,8 +123,6 @@ def test_arrays_of_another_model_are_refused(pools, what):
 def test_main_refuses_a_damaged_file_in_a_line(pools, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"")
-    for code, _, err in pools(2).call(
-        f"{ROOT / 'tests' / 'on_rank.py'}:main_of", path=WEIGHTS, arguments=["--weights", str(path)]
-    ):
+    for code, _, err in pools(2).call(MAIN_OF, path=WEIGHTS, arguments=["--weights", str(path)]):
         assert code == 2
         assert err.splitlines()[-1].endswith("cut off: 0 bytes, a header of 0")

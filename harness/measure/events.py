@@ -17,6 +17,7 @@ class Event:
     lazy: bool = False  # whether it was made while a graph was built
     line: int = 0  # of the script; 0 if it is not one of its own
     text: str = ""  # of that line
+    layer: str = ""  # the path of the innermost module around it, such as "blocks.0.up"; "" outside of all modules
     sent: Optional[int] = None  # bytes that left this rank for it, if it was measured
     times: int = 1  # how often it was made; `sent` is of the first time
     facts: dict = field(default_factory=dict)  # what else there is to say of this kind

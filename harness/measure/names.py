@@ -37,6 +37,7 @@ class Names:
         self.variables = {}  # (how many frames of the script are around the variable, its name)
         self.parameters = {}  # of buffers too: (path in the module, module)
         self.modules = {}  # module -> the variable that holds it
+        self.returned = {}  # what a part of a module returned: its path with "()"
         self.origins = {}  # (id of the tensor that it was made from, what that adds to the name)
         self.seen = set()  # (name, looks) of tensors that variables hold
 
@@ -51,6 +52,12 @@ class Names:
         """A tensor that is moved keeps its name, if it gets none of its own."""
         if new is not old:
             self.origins.setdefault(id(new), (id(old), ""))
+
+    def add_returned(self, path, tensors):
+        """What a part of a module returned is named for it, if it gets no name of its own."""
+        self.add(tensors)
+        for tensor in tensors[:1]:
+            self.returned.setdefault(id(tensor), f"{path}()")
 
     def gradients(self):
         """The gradients of all tensors that have one."""
@@ -114,6 +121,7 @@ class Names:
             variable = self.modules[module]
             of_sequential = re.sub(r"^(\d+)\.(\w+)$", r"\2\1", path)  # the w of part 0 is w0, as in the docstrings
             names[number] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else of_sequential
+        names = {**self.returned, **names}
         for number in set(self.tensors) - set(names):
             added, origin = "", number
             while origin in self.origins and origin not in names:

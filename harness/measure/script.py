@@ -59,7 +59,12 @@ def run_as_main(path, argv):
 
 def shown_tensors(trace, names):
     """The global tensors of steps, modules and variables, each with its name and "after": the events before it."""
-    in_steps = {one["id"] for event in trace.events for one in event.inputs + event.outputs}
+    in_steps = {
+        one["id"]
+        for event in trace.events
+        for one in event.inputs + event.outputs
+        if not event.layer or one["id"] in names  # what a layer makes of its weights has none
+    }
     shown = in_steps | trace.names.shown
     seen = [one for number, one in trace.names.described.items() if number in shown and one["sbp"] != "local"]
     return [{**one, "name": names.get(one["id"], "·")} for one in seen]

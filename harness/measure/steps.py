@@ -9,6 +9,8 @@ import numpy as np
 from harness.measure import theory
 from harness.measure.events import layout
 
+IMPLICIT, BY_LAYER = "OneFlow moved an operand", "of it"  # collectives of which only the bytes are known
+NOISE = 8_000  # bytes that OneFlow's own messages may take in a layer
 EXACT = 1e6  # bytes of a tensor below which OneFlow's own messages drown those of its content
 READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # they gather the value on every rank
 
@@ -80,12 +82,12 @@ def tensors_and_moves(results):
     events, names = results[0]["events"], results[0]["names"]
     known, new_moves, same_as = {}, [], []  # the last two by event: its moves without repeats; the first event like it
     for number, event in enumerate(events):
-        moves = moves_of(event, [result["events"][number].sent for result in results], names)
+        moves = moves_of(event, [result["events"][number] for result in results], names)
         firsts = [known.setdefault(move.key, (number, move)) for move in moves]
         for move, (_, one) in zip(moves, firsts):
             one.times += move.times if one is not move else 0
         new_moves.append([move for move, (_, one) in zip(moves, firsts) if one is move])
-        same_as.append(number if new_moves[-1] else firsts[0][0])
+        same_as.append(number if new_moves[-1] or not firsts else firsts[0][0])
 
     places = []  # (number of events before the tensor, whether one made it, tensor)
     for tensor in results[0]["tensors"]:
@@ -108,20 +110,34 @@ def bytes_of(tensor):
     return tensor["item"] * int(np.prod(tensor["shape"]))
 
 
-def moves_of(event, sent, names):
-    """The Moves of one event: one, or for the call of a graph one for the call and one for each boxing in it."""
+def moves_of(event, by_rank, names):
+    """The Moves of one event: one, for the call of a graph also one for each boxing in it, for backward for each layer.
+
+    by_rank: the same event on each rank.
+    """
     kind, inputs, outputs = event.kind, event.inputs, event.outputs
+    sent = [one.sent for one in by_rank]
     called = [names.get(tensor["id"], "·") for tensor in inputs]
     looks = [f"{tensor['sbp']} {tensor['ranks']} {tensor['shape']}" for tensor in inputs]
-    move = Move(kind, event.line, sent, event.times, (kind, event.name, *called, *looks))
+    where = [event.layer] if event.layer else called  # in a layer tensors have a name the first time only
+    move = Move(kind, event.line, sent, event.times, (kind, event.name, *where, *looks))
     if kind == "graph":
         return moves_of_graph(event, replace(move, what=f"a call of {event.name}"))
     if kind == "backward":  # only the bytes are known, in units of all weights
-        return [replace(move, size=sum(map(bytes_of, outputs)), collective="backward")]
+        move = replace(move, size=sum(map(bytes_of, outputs)), collective="backward")
+        return [move, *moves_of_layers(move, [one.facts["by_layer"] for one in by_rank])]
+    if kind == "layer":
+        move.size = max(map(bytes_of, inputs + outputs))
+        change = f"{inputs[0]['sbp']} -> {outputs[0]['sbp']}" if outputs else inputs[0]["sbp"]
+        fields = {"what": f"inside {event.name}", "change": change, "collective": IMPLICIT}
+        return [replace(move, **fields)] if has_moved(move) else []
+    if kind == "module to_global":
+        return [move_of_module(event, move)]
     x, size = inputs[0], bytes_of(inputs[0])
     if kind == "matmul":
         product = names.get(outputs[0]["id"], "·")
         what = f"{called[0]} @ {called[1]}" + (f" = {product}" if product != "·" else "")
+        what = f"{event.layer}: matmul" if event.layer and "·" in called else what
         boxings = theory.matmul_boxings(inputs, outputs[0], event.facts["transposed"])
         collective, boxings = theory.boxings_in_words(boxings), boxings and [one for _, one in boxings]
         return [replace(move, what=what, size=size, boxings=boxings, collective=collective)]
@@ -129,10 +145,43 @@ def moves_of(event, sent, names):
         return [move.of(theory.boxing_to(x, "B", list(range(len(sent)))), what=READS[event.name].format(called[0]))]
     [out] = outputs
     name = names.get(out["id"], "·")
-    what = event.text if called[0] == name == "·" else f"{called[0]} -> {name}"
+    what = f"{called[0]} -> {name}"
+    if called[0] == name == "·" or (event.layer and (called[0] == name or "·" in (called[0], name))):
+        what = event.layer or event.text
     if x["sbp"] == "local":
         return [replace(move, what=what, size=size, change=f"local -> {out['sbp']}", collective="local to global")]
     return [move.of(theory.boxing_to(x, out["sbp"], out["ranks"]), what=what)]
+
+
+def has_moved(move):
+    """Whether a layer sent more than OneFlow's own messages: an operand is at least a part of what it takes."""
+    return max(move.sent) >= max(0.1 * move.size, NOISE)
+
+
+def moves_of_layers(backward, by_rank):
+    """The Moves of backward by layer, from the [path, bytes] that each rank counted."""
+    moves = []
+    for parts in zip(*by_rank):
+        sent = [count for _, count in parts]
+        if max(sent) >= max(0.02 * max(backward.sent), NOISE):
+            source = (*backward.source, parts[0][0])
+            moves.append(
+                replace(backward, what=f"  backward of {parts[0][0]}", sent=sent, source=source, collective=BY_LAYER)
+            )
+    return moves
+
+
+def move_of_module(event, move):
+    """The Move of all parameters and buffers of a module, which one call moves."""
+    pairs = list(zip(event.inputs, event.outputs))
+    changes = {f"{old['sbp']} -> {new['sbp']}" for old, new in pairs}
+    change = changes.pop() if len(changes) == 1 else ""
+    fields = {"what": f"{event.name}.to_global", "change": change, "size": sum(bytes_of(old) for old, _ in pairs)}
+    if any(old["sbp"] == "local" for old, _ in pairs):
+        return replace(move, collective="local to global", **fields)
+    boxings = [theory.boxing_to(old, new["sbp"], new["ranks"]) for old, new in pairs]
+    collectives = ", ".join(dict.fromkeys(one.collective for one in boxings if one.collective != "nothing"))
+    return replace(move, boxings=boxings, collective=collectives or "nothing", **fields)
 
 
 def moves_of_graph(event, call):

@@ -8,7 +8,7 @@ overlapping placements and of meshes.
 
 import numpy as np
 
-from harness.measure.sbp import Layout
+from harness.measure.sbp import Layout, split_dim
 
 COLLECTIVES = {"SB": "all-gather", "SS": "all-to-all", "PB": "all-reduce", "PS": "reduce-scatter"}
 COLLECTIVES.update(BS="local slice", BP="local fill", SP="local fill")
@@ -138,25 +138,35 @@ def sent_with_partial_sums(shape, old, new):
 def matmul_boxings(inputs, out, transposed=(False, False)):
     """What OneFlow must have moved for a matmul of two matrices, from the SBP of its product: [("x" or "w", Boxing)].
 
-    Of all ways to that SBP it is the one that costs least. None where it is not known: other tensors than matrices, a
-    mesh, or a transposed x or w, unless the pair is legal. inputs, out: see tensors.describe.
+    Of all ways to that SBP it is the one that costs least. None where it is not known: where x has more dimensions, on
+    a mesh, or with a transposed x or w, unless the pair is legal. inputs, out: see tensors.describe.
     """
     x, w = inputs[:2]
     if "local" in (x["sbp"], w["sbp"]):
         return []
-    if len(x["shape"]) != 2 or len(w["shape"]) != 2 or x["ranks"] != w["ranks"]:
+    if len(w["shape"]) != 2 or x["ranks"] != w["ranks"]:
         return None
     swap = {ord("0"): "1", ord("1"): "0"}
-    axes = [(t["sbp"].translate(swap) if turned else t["sbp"]).split(", ") for t, turned in zip((x, w), transposed)]
+    x_sbp = x["sbp"] if len(x["shape"]) == 2 else as_matrix(x)
+    sbps = [sbp.translate(swap) if turned else sbp for sbp, turned in zip((x_sbp, w["sbp"]), transposed)]
+    axes = [sbp.split(", ") for sbp in sbps]
     if all(pair in MATMUL for pair in zip(*axes)):
         return []
-    if len(axes[0]) > 1 or any(transposed):
+    if len(axes[0]) > 1 or any(transposed) or len(x["shape"]) != 2:
         return None
     ways = []
     for sbps in (sbps for sbps, product in MATMUL.items() if product == out["sbp"]):
         moves = [(name, tensor, sbp) for name, tensor, sbp in zip("xw", (x, w), sbps) if tensor["sbp"] != sbp]
         ways.append([(name, boxing_to(tensor, sbp, tensor["ranks"])) for name, tensor, sbp in moves])
     return min(ways, key=lambda way: (sum(one.total for _, one in way), len(way)))
+
+
+def as_matrix(x):
+    """The SBP that x has as a matrix of its last dimension by all others."""
+    last = len(x["shape"]) - 1
+    return ", ".join(
+        f"S({int(split_dim(one) == last)})" if one.startswith("S") else one for one in x["sbp"].split(", ")
+    )
 
 
 def boxing_to(tensor, sbp, ranks):

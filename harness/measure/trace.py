@@ -6,6 +6,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Optional
 
 import numpy as np
 import oneflow as flow
@@ -13,14 +14,14 @@ import oneflow as flow
 from harness.measure.events import Event
 from harness.measure.graph import modules_in
 from harness.measure.names import Names, looks
-from harness.measure.recorder import Recorder
+from harness.measure.recorder import Recorder, tensors_of
 from harness.measure.sbp import label
-from harness.measure.sent import sent_by
+from harness.measure.sent import growth, quiet, sent_by
 from harness.measure.tensors import describe, is_whole, tensors_in
 from harness.start.errors import UsageError
 
 MEASURED = 20  # times that a step on one line is measured; then it is only counted, so that training takes its time
-STEPS = {"matmul", "to_global", "backward", "read", "graph"}  # the calls that can move data
+STEPS = {"matmul", "to_global", "module to_global", "backward", "read", "graph"}  # the calls that can move data
 
 
 @dataclass
@@ -28,12 +29,18 @@ class Trace(Recorder):
     """A Recorder whose events are only the steps that can move data, each measured. Collective.
 
     A call that is part of a step is no step of its own. Events of a matmul have the fact "transposed"; those of a
-    graph's call "graph" and the bytes of the "weights" that it trains.
+    graph's call "graph" and the bytes of the "weights" that it trains. A part of a module is an event "layer", whose
+    bytes are those that its steps and its own parts did not send: OneFlow moved an operand. Those of backward have
+    "by_layer": [(path of a part, bytes that its backward sent)].
     """
 
     keeps_initial: bool = False
     path: str = ""  # of the script
     alike: dict = field(default_factory=dict)  # what looks alike -> its events
+    paths: dict = field(default_factory=dict)  # module -> its path in the outermost one
+    layers: list = field(default_factory=list)  # paths of the modules that are running, the innermost last
+    told: int = 0  # bytes of all events so far
+    by_layer: Optional[list] = None  # of the backward that is running
     averages: bool = False  # whether DistributedDataParallel averages the gradients of local tensors
 
     def __post_init__(self):
@@ -61,11 +68,22 @@ class Trace(Recorder):
             return True
         return any(tensor.is_global for tensor in tensors)
 
-    def measured(self, call, inputs, rest, name="", **facts):
-        """Make a call as one step; rest: what else than its inputs tells it from others on its line."""
+    def measured(self, call, inputs, rest, name="", outputs_of=tensors_in, **facts):
+        """Make a call as one step; rest: what else than its inputs tells it from others on its line.
+
+        outputs_of: the tensors of what it returns.
+        """
         line, text = self.line()
+        layer = self.layers[-1] if self.layers else ""
         parameters = [id(one) for one in inputs if id(one) in self.names.parameters]
-        look = (call.kind, line, rest, *(looks(one) if one.is_global else "local" for one in inputs), *parameters)
+        look = (
+            call.kind,
+            line,
+            layer,
+            rest,
+            *(looks(one) if one.is_global else "local" for one in inputs),
+            *parameters,
+        )
         events = self.alike.setdefault(look, [])  # as many on all ranks, so that they measure together
         if len(events) == MEASURED:
             events[-1].times += 1
@@ -73,10 +91,11 @@ class Trace(Recorder):
         self.names.add(inputs)
         self.names.add_variables(sys._getframe(), all_frames=True)
         result, sent = sent_by(call.proceed)
-        outputs = self.names.gradients() if call.kind == "backward" else tensors_in(result)
+        outputs = outputs_of(result)
         described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
-        events.append(Event(call.kind, name or call.name, *described, False, line, text, sent, facts=facts))
+        events.append(Event(call.kind, name or call.name, *described, False, line, text, layer, sent, facts=facts))
         self.events.append(events[-1])
+        self.told += sent
         self.names.add(outputs)
         if call.kind == "to_global":
             self.names.add_moved(inputs[0], result)
@@ -102,7 +121,21 @@ class Trace(Recorder):
         return self.record(call)
 
     def see_backward(self, call):
-        return self.record(call)
+        self.by_layer, self.before = [], quiet()
+        result = self.record(call, outputs_of=lambda _: self.names.gradients(), by_layer=self.by_layer)
+        if self.by_layer:
+            self.gradient_arrived("")
+        self.by_layer = None
+        return result
+
+    def gradient_arrived(self, path):
+        """The gradient of what this layer returned: what was sent since the last one is of the backward of that."""
+        if self.by_layer is None:  # not in the backward that is measured
+            return
+        if self.by_layer:
+            self.by_layer[-1][1] = growth(self.before, quiet())
+        self.by_layer.append([path, 0])
+        self.before = quiet()
 
     def see_create(self, call):
         named = call.keywords
@@ -118,9 +151,48 @@ class Trace(Recorder):
                 sys._getframe(), all_frames=True
             )  # what the script made before the module comes first
             self.names.add_module(module)
-        return call.proceed()
+            self.paths.update({part: path for path, part in module.named_modules() if path})
+        return self.layer(call) if module in self.paths else call.proceed()
 
-    see_module_to_global = see_module
+    def layer(self, call):
+        """Call a part of a module. The first time it is measured: what its steps did not send, it sent itself."""
+        path, inputs = self.paths[call.arguments[0]], tensors_in([call.arguments, call.keywords])
+        is_global = bool(inputs) and all(one.is_global and not one.is_lazy for one in inputs)
+        if STEPS & set(call.around) or not is_global:
+            return call.proceed()
+        events = self.alike.setdefault(("layer", path, *map(looks, inputs)), [])
+        self.layers.append(path)
+        try:
+            if events:
+                events[-1].times += 1
+                return call.proceed()
+            told = self.told
+            result, sent = sent_by(call.proceed)
+        finally:
+            self.layers.pop()
+        own, outputs = sent - (self.told - told), tensors_in(result)
+        self.told += own
+        described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
+        events.append(Event("layer", path, *described, False, *self.line(), path, own))
+        self.events.append(events[-1])
+        self.names.add_returned(path, outputs)
+        for tensor in outputs[:1]:
+            if tensor.requires_grad and flow.is_grad_enabled():
+                tensor.register_hook(lambda gradient: self.gradient_arrived(path))
+        return result
+
+    def see_module_to_global(self, call):
+        """All parameters and buffers of a module move in one step."""
+        module = call.arguments[0]
+        if STEPS & set(call.around):
+            return call.proceed()
+        self.names.add_variables(sys._getframe(), all_frames=True)
+        self.names.add_module(module)
+        name = self.names.modules[module] or type(module).__name__
+        options = str([*call.arguments[1:], *call.keywords.values()])
+        result = self.measured(call, tensors_of(module), options, name, lambda _: tensors_of(module))
+        self.names.add_module(module)
+        return result
 
     def see_graph(self, call):
         """A graph's first call builds it; here it is built before, so that only the call is measured."""

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.measure.steps import Move, tensors_and_moves
+from harness.measure.steps import IMPLICIT, Move, tensors_and_moves
 from harness.pool import Pool, PoolError
 from harness.report import terminal
 from harness.report.runs import MEASURE_SCRIPT
@@ -78,12 +78,12 @@ def main(command, arguments):
     width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160))  # wide enough for any table
     console = Console(highlight=False, width=width)
     with console.capture() as captured:
-        form(console, title, results)
+        form(console, title, results, options)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0
 
 
-def show(console, title, results):
+def show(console, title, results, options):
     console.print(Text(title, "bold"))
     items = tensors_and_moves(results)
     terminal.on_terminal(console, items)
@@ -91,9 +91,10 @@ def show(console, title, results):
         console.print("\nIt makes no global tensor.")
     if not all(item.is_exact for item in items if isinstance(item, Move) and item.formula):
         hint(console, "not shown")
+    explain_implicit(console, items, options)
 
 
-def list_bytes(console, title, results):
+def list_bytes(console, title, results, options):
     moves = [item for item in tensors_and_moves(results) if isinstance(item, Move)]
     table = Table(title=f"bytes that leave each rank: {title}", title_justify="left", expand=False)
     for name in ("line", "step", "collective"):
@@ -109,6 +110,7 @@ def list_bytes(console, title, results):
     console.print(table)
     if not all(move.is_exact for move in moves if move.sent is not None):
         hint(console, "marked with ~")
+    explain_implicit(console, moves, options)
 
 
 def row(move, world_size):
@@ -121,6 +123,15 @@ def row(move, world_size):
     sent = [f"{about}{number:,}" for number in (*move.sent, total)]
     ratio = f"{total / move.formula:.3f}" if move.formula and move.is_exact else ""
     return [line, what + (f", {move.times} times" if move.times > 1 else ""), move.collective, *sent, formula, ratio]
+
+
+def explain_implicit(console, items, options):
+    """Say how to learn more, where OneFlow moved an operand by itself."""
+    if any(isinstance(item, Move) and item.collective == IMPLICIT for item in items):
+        words = "OneFlow moved operands inside these layers; in eager mode it does not tell which ones."
+        known = "graph" in recipe.entry(options.script) if keywords_of(options.script, []) is not None else False
+        more = "Add --graph" if known else "Run the model in an nn.Graph"
+        console.print(Text(f"\n{words} {more}: there each move is listed.", "dim"))
 
 
 def hint(console, how):

@@ -6,7 +6,7 @@ import numpy as np
 from rich.padding import Padding
 from rich.text import Text
 
-from harness.measure.steps import Tensor
+from harness.measure.steps import BY_LAYER, IMPLICIT, Tensor
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")  # of the ranks, in turn
 HEADS = ("tensor", "shape", "SBP")
@@ -98,6 +98,8 @@ def aligned(line, widths, style=""):
 
 def quiet(move):
     """Whether a step moves nothing, by the formula and by what was measured."""
+    if move.collective in (IMPLICIT, BY_LAYER):
+        return False
     return not move.formula and not (move.is_exact and max(move.sent or [0]) >= 0.02 * move.size)
 
 
@@ -107,6 +109,11 @@ def in_words(move):
     words += f" {move.collective}" if move.collective != "nothing" else " nothing moves"
     if move.what == "backward":
         words = "backward: the gradients"
+    about = f"about {bytes_in_words(max(move.sent or [0]))} from a rank"
+    if move.collective == BY_LAYER:
+        return f"{move.what}: {about}"
+    if move.collective == IMPLICIT and not move.is_exact:
+        words += f", {about}"
     if not (move.collective == "nothing" and quiet(move)):
         if move.formula is not None:
             words += f", {bytes_in_words(move.formula)} in all by the formula"

@@ -63,6 +63,42 @@ if __name__ == "__main__":
     main()
 """
 
+WITH_LAYERS = """
+import oneflow as flow
+from oneflow import nn
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(128)
+        self.up = nn.Linear(128, 512)
+        self.down = nn.Linear(512, 128)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.relu(self.up(self.norm(x))))
+
+class Row(nn.Linear):
+    def forward(self, x):
+        return flow.matmul(x, self.weight, transpose_b=True).to_global(sbp=B) + self.bias
+
+class Column(nn.Linear):
+    def forward(self, x):
+        return flow.matmul(x.to_global(sbp=B, grad_sbp=B), self.weight, transpose_b=True) + self.bias
+
+def train(pinned=False, graph=False):
+    ranks = flow.placement.all("cpu")
+    net = nn.Sequential(Block(), Block()).to_global(placement=ranks, sbp=B)
+    for block in net:
+        for layer, kind, dims in ((block.up, Column, (S(0), S(0))), (block.down, Row, (S(1), B))):
+            layer.weight = nn.Parameter(layer.weight.to_global(sbp=dims[0]))
+            layer.bias = nn.Parameter(layer.bias.to_global(sbp=dims[1]))
+            layer.__class__ = kind if pinned else nn.Linear
+    for step in range(3):
+        net(flow.ones(256, 128, placement=ranks, sbp=B)).sum().backward()
+"""
+
 WITH_RUN_OF_N = """
 import sys
 import oneflow as flow
@@ -146,15 +182,33 @@ def test_script_without_functions_is_run_and_traced(show):
 def test_parameters_have_their_path_and_steps_that_come_again_are_counted(show):
     job = show("show", "mine.py", "--rows", 6, script=WITH_MAIN)
     names = ["layer.weight", "layer.bias", "head.1.weight"]
-    moved = [part for name in names for part in (f"{name} -> {name}: local -> B, local to global", f"{name} B")]
     assert steps(job.out) == [
-        *(*moved, "x S(0)", "x @ layer.weight = hidden: nothing moves (24 times)", "hidden S(0)"),
-        *("· S(0)", "· @ head.1.weight = out: nothing moves (24 times)", "out S(0)", "loss P"),
+        *("Net.to_global: local -> B, local to global", *(f"{name} B" for name in names)),
+        *("x S(0)", "x @ layer.weight = hidden: nothing moves (24 times)", "hidden S(0)"),
+        *("head.0() S(0)", "head.0() @ head.1.weight = out: nothing moves (24 times)", "out S(0)", "loss P"),
         *("backward: the gradients (24 times)", *(f"{name}.grad B" for name in names)),
         "loss.numpy(): P -> B, all-reduce, 8 B in all by the formula",
     ]
     job = show("show", "mine.py", "--row", "x", script=WITH_MAIN, code=2)
     assert job.err == "launch.sh: mine.py: argument --rows: invalid int value: 'x'\n"
+
+
+def test_moves_in_a_model_name_the_layer(show):
+    found = steps(show("show", "mine.py", "--pinned", script=WITH_LAYERS).out)
+    for block in ("0", "1"):
+        assert f"{block}.up: B -> B, nothing moves (3 times)" in found
+        moved = "P -> B, all-reduce, 262 kB in all by the formula (3 times)"
+        assert f"{block}.down: {moved}" in found
+        assert any(re.fullmatch(rf" *backward of {block}.up: about 13\d kB from a rank", line) for line in found)
+    assert len([line for line in found if "backward of" in line]) == 2
+
+
+def test_moves_that_no_line_asks_for_are_told(show):
+    job = show("bytes", "mine.py", script=WITH_LAYERS)
+    implicit = re.findall(r"inside (\S+) \((.*?)\), 3 times +│ OneFlow moved an operand", job.out)
+    assert implicit == [("0", "B -> B"), ("1", "B -> B")]  # the sum with x, which is B, of what is P
+    assert re.findall(r"backward of (\S+)", job.out) == ["1.norm", "0.norm"]
+    assert "in eager mode it does not tell which ones. Add --graph: there each move is listed." in job.out
 
 
 def test_run_that_wants_arguments_is_called_by_the_script_itself(show):
