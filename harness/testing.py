@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from harness.measure.sbp import Layout
-from harness.pool import pool_cache
+from harness.pool import PoolError, pool_cache
 
 RETURNED = f"{Path(__file__).parent / 'measure' / 'observe.py'}:returned"
 
@@ -27,14 +27,25 @@ def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
         @pytest.mark.parametrize("world_size", world_sizes)
         def test(pools, world_size):
             path = inspect.getsourcefile(function)
-            results = pools(world_size).call(RETURNED, path=path, name=function.__name__)
-            problems = list(differences(results, rtol, atol))
-            assert not problems, "\n".join(problems)
+            try:
+                results = pools(world_size).call(RETURNED, path=path, name=function.__name__)
+                problems = list(differences(results, rtol, atol))
+            except PoolError as error:
+                problems = [in_own_words(error, path)]
+            if problems:
+                pytest.fail("\n".join(problems), pytrace=False)
 
         test.__name__, test.__doc__, test.on_rank = function.__name__, function.__doc__, function
         return test
 
     return decorate
+
+
+def in_own_words(error, path):
+    """What a PoolError says of the rank, with its traceback from the test's own file on."""
+    lines = str(error).replace(f"{RETURNED}: ", "", 1).splitlines()
+    [*begin] = (number for number, line in enumerate(lines) if line.startswith(f'  File "{path}"'))
+    return "\n".join(lines[:2] + lines[begin[0] :] if begin else lines)
 
 
 def differences(results, rtol, atol):
