@@ -3,8 +3,8 @@
     ./launch.sh mutate [recipe ...]
 
 Each SBP, placement, move, stage and matmul of a recipe is changed in every way listed in mutations.py, and each cure of
-a trap is taken out. A changed lesson is checked on the proof ladder, by a run of its main, and by its `TESTS` if it has any. A changed main
-is run on the ranks: it must fail, or print, multiply, move or read something else than the unchanged one.
+a trap is taken out. A changed lesson is checked on the proof ladder, by a run of its main, and by its `TESTS` if it has any. A changed
+main is run on the ranks: it must fail, or print, multiply, move or read something else than the unchanged one.
 Prints a line for each change and then the survivors; exit code 1 if one has no reason in `EQUIVALENT`. With --count it
 only prints how many changes there are.
 """
