@@ -3,8 +3,9 @@
     ./launch.sh mutate [recipe ...]
 
 Each SBP, placement, move, stage and matmul of a recipe is changed in every way listed in mutations.py, and each cure of
-a trap is taken out. A changed lesson is checked on the proof ladder, by a run of its main, and by its `TESTS` if it has any. A changed
-main is run on the ranks: it must fail, or print, multiply, move or read something else than the unchanged one.
+a trap is taken out. A changed lesson is checked on the proof ladder, by a run of its main, and by its `TESTS` if it has
+any. A changed main is run on the ranks: it must fail, or print, multiply, move or read something else than the
+unchanged one.
 Prints a line for each change and then the survivors; exit code 1 if one has no reason in `EQUIVALENT`. With --count it
 only prints how many changes there are.
 """
@@ -63,7 +64,8 @@ EQUIVALENT = {
     rf"spawn.py: .* -> flow.matmul\(x, {re.escape(WHOLE)}\(self.w\)\)$": "the weight is B already",
     r"spawn.py: rank == 0 -> (True|False)$": "it only says how long a rank waits for rank 0",
     r"elastic_training.py: .* - 1 -> True$": "the job ends when one rank dies, and when all do",
-    r"checkpoint.py: flow.comm.barrier\(\) -> pass$": "rank 0, which alone writes the checkpoint, alone reads it",
+    r"(checkpoint|gpt).py: flow.comm.barrier\(\) -> pass$": "rank 0, which alone writes the checkpoint, alone reads it",
+    r"hello_ranks.py: flow.comm.barrier\(\) -> pass$": "it only orders what the ranks print",
     r"os.close\(\w+\) -> pass$": "a few files stay open until the end",
     r"\.zero_grad\(set_to_none=True\) -> \w+\.zero_grad\(\)$": "set_to_none is faster, and the values are the same",
     rf"(zero_optimizer|auto_parallel).py: .* -> {BY_NUMPY}": "it has no eager mode",
