@@ -3,8 +3,9 @@
     ./launch.sh mutate [recipe ...]
 
 Each SBP, placement, move, stage and matmul of a recipe is changed in every way listed in mutations.py, and each cure of
-a trap is taken out. A changed lesson is checked on the proof ladder, and by its `TESTS` if it has any. A changed main
-is run on the ranks: it must fail, or print, multiply, move or read something else than the unchanged one.
+a trap is taken out. A changed lesson is checked on the proof ladder, by a run of its main, and by its `TESTS` if it has
+any. A changed main is run on the ranks: it must fail, or print, multiply, move or read something else than the
+unchanged one.
 Prints a line for each change and then the survivors; exit code 1 if one has no reason in `EQUIVALENT`. With --count it
 only prints how many changes there are.
 """
@@ -31,8 +32,9 @@ from tests.cases.ladder import check_recipe  # noqa: E402
 # Recipes whose cures do not show in values -> pytest's arguments for what looks at them.
 TESTS = {
     "random_numbers": ["tests/slow/test_data.py", "-k", "manual_seed"],
-    "rendezvous": ["tests/test_cures.py", "-k", "meet"],
-    "spawn": ["tests/test_spawn.py", "tests/test_cures.py", "-k", "spawn"],
+    "hello_ranks": ["tests/slow/test_diagnosing.py", "-k", "LOCAL_RANK"],
+    "rendezvous": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "meet"],
+    "spawn": ["tests/test_spawn.py", "tests/test_cures.py", "tests/slow/test_starting.py", "-k", "spawn"],
     "checkpoint": ["tests/test_cures.py", "tests/slow/test_state.py", "-k", "checkpoint or resumes"],
     "gpt": ["tests/test_gpt.py", "tests/slow/test_gpt.py", "-k", "not of_the_page and not with_all and not trains_as"],
     "elastic_training": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "on_disk or resumes or death"],
@@ -44,7 +46,8 @@ GPT = [  # what proves gpt.py: the runs of the default suite, and meshes on whic
     ((2, 2, 1), {}),
     ((1, 2, 2), {"graph": True}),
 ]
-MESHES = "|".join(map(re.escape, ("[[0, 1], [2, 3]]", "[[0, 3], [1, 2]]", "np.arange(n).reshape(-1, tensor).tolist()")))
+MESH_2_2, MESH_BY_TENSOR = "np.arange(n).reshape(2, -1).tolist()", "np.arange(n).reshape(-1, tensor).tolist()"
+MESHES = "|".join(map(re.escape, ("[[0, 1], [2, 3]]", "[[0, 3], [1, 2]]", MESH_2_2, MESH_BY_TENSOR)))
 ALL = rf"(list\(range\((n|world_size|{re.escape(WORLD)})\)\)|{MESHES})"
 SORTED = "OneFlow sorts the ranks of a placement"
 SAME = "it is B already, and to_global keeps an SBP that it is not told to change"
@@ -61,7 +64,8 @@ EQUIVALENT = {
     rf"spawn.py: .* -> flow.matmul\(x, {re.escape(WHOLE)}\(self.w\)\)$": "the weight is B already",
     r"spawn.py: rank == 0 -> (True|False)$": "it only says how long a rank waits for rank 0",
     r"elastic_training.py: .* - 1 -> True$": "the job ends when one rank dies, and when all do",
-    r"checkpoint.py: flow.comm.barrier\(\) -> pass$": "rank 0, which alone writes the checkpoint, alone reads it",
+    r"(checkpoint|gpt).py: flow.comm.barrier\(\) -> pass$": "rank 0, which alone writes the checkpoint, alone reads it",
+    r"hello_ranks.py: flow.comm.barrier\(\) -> pass$": "it only orders what the ranks print",
     r"os.close\(\w+\) -> pass$": "a few files stay open until the end",
     r"\.zero_grad\(set_to_none=True\) -> \w+\.zero_grad\(\)$": "set_to_none is faster, and the values are the same",
     rf"(zero_optimizer|auto_parallel).py: .* -> {BY_NUMPY}": "it has no eager mode",
@@ -173,7 +177,9 @@ def prove(name, pools, folder):
         if mutant.in_main:
             red = first_red_of_main(pools, path, name)
         else:
-            red = first_red(pools, path, name) or (None if reason else red_test(path, name))
+            red = first_red(pools, path, name)
+            if not (red or reason):  # what only main calls is not on the ladder
+                red = first_red_of_main(pools, path, name) or red_test(path, name)
         yield f"{name}.py:{mutant.line}: {mutant.change}", red, reason
 
 

@@ -120,7 +120,7 @@ class QKV(flow.nn.Module):
 
     def inputs(self):
         # without identity OneFlow 0.9.0 aborts a graph that gathers a parameter: "register.cpp:75 Check failed"
-        return flow._C.identity(self.q), flow._C.identity(self.k), flow._C.identity(self.v)
+        return self.q, flow._C.identity(self.k), flow._C.identity(self.v)
 
 
 class Attention(QKV):
