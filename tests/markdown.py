@@ -11,7 +11,11 @@ CLUSTERS = ROOT / "docs" / "clusters.md"
 
 def blocks(path, language):
     """The code blocks of a page in one language."""
-    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.DOTALL)
+    return blocks_of(path.read_text(), language)
+
+
+def blocks_of(text, language):
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def slug(heading):

@@ -1,0 +1,151 @@
+"""docs/your-model.md: each diff applies to the script, and each layout trains as the script does on one device."""
+
+import inspect
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from harness.jobs.run import LAUNCH, Run
+from harness.start.recipe import load, path_of
+from tests.cases import ROOT
+from tests.cases.ladder import Checks
+from tests.markdown import blocks_of
+
+PAGE = ROOT / "docs" / "your-model.md"
+SECTIONS = dict(part.split("\n", 1) for part in PAGE.read_text().split("\n## ")[1:])
+LAYOUTS = {  # heading -> the sections whose diffs are applied, in order; how many ranks
+    "Data parallel": (["Data parallel"], 2),
+    "Tensor parallel": (["Tensor parallel"], 2),
+    "Data x tensor": (["Tensor parallel", "Data x tensor"], 4),
+    "Fully sharded": (["Fully sharded"], 2),
+    "Pipeline": (["Pipeline"], 2),
+}
+IN_A_GRAPH = [name for name in LAYOUTS if name != "Pipeline"]
+PASTED = {"tensor": "tensor_parallel_module", "sharded": "fully_sharded_module", "stages": "pipeline_module"}
+[SCRIPT] = blocks_of(SECTIONS["The script"], "python")
+
+
+def applied(script, diff):
+    """The script with a diff of the page: each hunk must fit in one place."""
+    for hunk in diff.split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] != "+")
+        assert script.count(old) == 1, hunk
+        script = script.replace(old, "".join(line[1:] for line in lines if line[0] != "-"))
+    return script
+
+
+def files_of(sections):
+    """{name: text} of train.py and of what is pasted beside it, after the diffs of these sections."""
+    files = {"train.py": SCRIPT}
+    for name in sections:
+        for diff in blocks_of(SECTIONS[name], "diff"):
+            files["train.py"] = applied(files["train.py"], diff)
+    for name in PASTED:
+        [text] = [block for part in SECTIONS.values() for block in pasted(part, name)]
+        files[f"{name}.py"] = text
+    return files
+
+
+def pasted(section, name):
+    return re.findall(rf"`{name}\.py`:\n\n```python\n(.*?)```", section, flags=re.DOTALL)
+
+
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def losses(folder, n):
+    job = Run(LAUNCH, "-n", n, "train.py", cwd=folder).wait()
+    assert job.code == 0 and not job.err, job.err
+    found = re.findall(r"step (\d+)  loss (\S+)", job.out)
+    assert [int(step) for step, _ in found] == [5, 10, 15, 20], job.out  # by rank 0 alone
+    return np.array([float(loss) for _, loss in found])
+
+
+def commands(section):
+    """What the commands of a section print, but for the runs themselves."""
+    lines = [line for block in blocks_of(section, "bash") for line in block.splitlines()]
+    return [line.removeprefix("./launch.sh ").split() for line in lines if line.startswith("./launch.sh show")]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The losses of the script on one device, which the page shows."""
+    folder = tmp_path_factory.mktemp("alone")
+    write(folder, {"train.py": SCRIPT})
+    found = losses(folder, 1)
+    [shown] = blocks_of(SECTIONS["The script"], "text")
+    assert [f"{loss:.4f}" for loss in found] == re.findall(r"loss (\S+)", shown)
+    return found
+
+
+def check_losses(found, alone, *what):
+    Checks.that(abs(found - alone).max() <= 1.01e-4, *what, "losses", found, "on one device", alone)  # of 4 digits
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_trains_as_one_device_and_shows_what_the_page_says(tmp_path, alone, name):
+    sections, n = LAYOUTS[name]
+    write(tmp_path, files_of(sections))
+    check_losses(losses(tmp_path, n), alone, name)
+    for command in commands(SECTIONS[name]):
+        about = re.compile(r"about \d+ kB")  # with OneFlow's own messages
+        out = about.sub("", Run(LAUNCH, *command, cwd=tmp_path).wait().out)
+        shown = about.sub("", blocks_of(SECTIONS[name], "text")[0])
+        missing = [line for line in shown.splitlines() if line.rstrip() not in out]
+        assert not missing, (missing, out)
+
+
+@pytest.mark.parametrize("name", IN_A_GRAPH)
+def test_layout_in_a_graph(tmp_path, alone, name):
+    sections, n = LAYOUTS[name]
+    write(tmp_path, files_of([*sections, "In a graph"]))
+    check_losses(losses(tmp_path, n), alone, name, "in a graph")
+
+
+def test_split_weights_alone_are_told(tmp_path):
+    files = files_of(["Tensor parallel"])
+    files["tensor.py"] = files["tensor.py"].replace("            layer.__class__ = kind\n", "")
+    write(tmp_path, files)
+    out = Run(LAUNCH, "bytes", "-n", 2, "train.py", cwd=tmp_path).wait().out
+    for line in blocks_of(SECTIONS["Tensor parallel"], "text")[1].splitlines():
+        assert line in out, out
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_pytorch_checkpoint_under_each_layout(tmp_path, alone, name):
+    """The weights that the script draws, as a file: so the losses are the same."""
+    sections, n = LAYOUTS[name]
+    files = files_of([*sections, "From a PyTorch checkpoint"])
+    files["train.py"] = files["train.py"].replace(
+        "flow.manual_seed(0)", "flow.manual_seed(1)"
+    )  # what it draws is not used
+    write(tmp_path, files)
+    shutil.copy(path_of("pytorch_weights"), tmp_path / "weights.py")
+    save = SCRIPT.replace(
+        "    loss_function = nn.", '    weights.save_safetensors(model, "model.safetensors")\n    return\n    #'
+    )
+    save = "import weights\n" + save.replace("    loss_function", "    # loss_function", 1)
+    save = save.replace(
+        "    weights.save",
+        '    model.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)\n    weights.save',
+    )
+    (tmp_path / "save.py").write_text(save)
+    job = Run(LAUNCH, "-n", 1, "save.py", cwd=tmp_path).wait()
+    assert job.code == 0, job.err
+    check_losses(losses(tmp_path, n), alone, name, "from a checkpoint")
+
+
+@pytest.mark.parametrize("name", PASTED)
+def test_what_is_pasted_is_the_recipe_s(tmp_path, name):
+    [text] = [block for section in SECTIONS.values() for block in pasted(section, name)]
+    (tmp_path / f"pasted_{name}.py").write_text(text)
+    page, recipe = load(tmp_path / f"pasted_{name}.py"), load(path_of(PASTED[name]))
+    own = [key for key, value in vars(page).items() if getattr(value, "__module__", None) == page.__name__]
+    assert own
+    for key in own:
+        assert inspect.getsource(getattr(page, key)) == inspect.getsource(getattr(recipe, key)), key
