@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from harness.start.recipe import all_paths, path_of
-from tests.cases import CASES, TRANSFORMERS, WITHOUT_CASE, is_default, modes, proven_on, run_id, runs, sizes_of
+from tests.cases import CASES, LONG, WITHOUT_CASE, is_default, modes, proven_on, run_id, runs, sizes_of
 from tests.cases.ladder import MAIN, OBSERVE, Checks, check_recipe, runs_of
 
 RUNS = [pytest.param(run, id=run_id(run), marks=() if is_default(run) else pytest.mark.slow) for run in runs()]
 IN_BOTH_MODES = [param for param in RUNS if param.values[0][2] and len(modes(param.values[0][0])) == 2]
 MODES = [
-    pytest.param(name, graph, marks=pytest.mark.slow if graph and name in TRANSFORMERS else ())
+    pytest.param(name, graph, marks=pytest.mark.slow if graph and name in LONG else ())
     for name in CASES
     for graph in modes(name)
 ]

@@ -13,6 +13,8 @@ ROOT = RECIPES.parent
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
 ONE_LAYER = [name for name in CASES if path_of(name).parent in (RECIPES, RECIPES / "layouts")]
 TRANSFORMERS = [name for name in CASES if path_of(name).parent == RECIPES / "transformer"]
+YOUR_MODEL = [name for name in CASES if path_of(name).parent == RECIPES / "your_model"]
+LONG = (*TRANSFORMERS, *YOUR_MODEL)  # they take long: on their first world size alone in the default suite
 WITHOUT_CASE = ("gpt",)  # a whole model on any mesh: test_gpt.py
 TRAINED = [name for name in CASES if "steps" in entry(path_of(name))]
 
@@ -52,13 +54,13 @@ def runs():
 def is_default(run):
     """Whether a run is in the default suite: on the first world size the even and the uneven sizes, then the uneven.
 
-    Transformers, which take long, are in it on the first world size alone.
+    Those in LONG are in it on the first world size alone.
     """
     name, n, _, which = run
     even, *uneven = list(SIZES[name](n))[:2]
     if n == proven_on(name)[0]:
         return which in (even, *uneven)
-    return name not in TRANSFORMERS and which in (uneven or [even])
+    return name not in LONG and which in (uneven or [even])
 
 
 def run_id(run):
