@@ -56,8 +56,8 @@ def numbers_in(shapes, *ends):
 def tensor_parallel_sizes(n):
     mesh = {"data": 2} if n > 2 and n % 2 == 0 else {}
     return {
-        "momentum": {"optimizer": "momentum", **mesh},
         "other": {**FEW_STEPS, **mesh},
+        "momentum": {"optimizer": "momentum", **mesh},
         "data": {"data": n, "steps": 2},
     }
 
@@ -110,7 +110,7 @@ def tensor_parallel_module(
     )
 
 
-@case_of_recipe({"adam": {"optimizer": "adam"}, "other": {**FEW_STEPS, "micro_batches": 3}})
+@case_of_recipe({"other": {**FEW_STEPS, "micro_batches": 3}, "adam": {"optimizer": "adam"}})
 def pipeline_module(
     n, graph=False, seed=0, steps=20, optimizer="momentum", micro_batches=2, batch=8, hidden_size=8, matmul_scale=1.0
 ):
@@ -161,7 +161,7 @@ def pipeline_module(
     )
 
 
-@case_of_recipe({"momentum": {"optimizer": "momentum"}, "other": {**FEW_STEPS, "batch": 7, "num_layers": 1}})
+@case_of_recipe({"other": {**FEW_STEPS, "batch": 7, "num_layers": 1}, "momentum": {"optimizer": "momentum"}})
 def fully_sharded_module(
     n, graph=False, seed=0, steps=20, optimizer="adam", batch=8, hidden_size=8, num_layers=2, matmul_scale=1.0
 ):
