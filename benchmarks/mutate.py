@@ -32,9 +32,9 @@ from tests.cases.ladder import check_recipe  # noqa: E402
 # Recipes whose cures do not show in values -> pytest's arguments for what looks at them.
 TESTS = {
     "random_numbers": ["tests/slow/test_data.py", "-k", "manual_seed"],
-    "hello_ranks": ["tests/slow/test_diagnosing.py", "-k", "LOCAL_RANK"],
-    "rendezvous": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "meet"],
-    "spawn": ["tests/test_spawn.py", "tests/test_cures.py", "tests/slow/test_starting.py", "-k", "spawn"],
+    "hello_ranks": ["tests/test_cures.py", "-k", "shard_of_another"],
+    "rendezvous": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "gets_its_name or launcher_meet"],
+    "spawn": ["tests/test_spawn.py", "tests/test_cures.py", "tests/slow/test_starting.py", "-k", "spawned"],
     "checkpoint": ["tests/test_cures.py", "tests/slow/test_state.py", "-k", "checkpoint or resumes"],
     "gpt": ["tests/test_gpt.py", "tests/slow/test_gpt.py", "-k", "not of_the_page and not with_all and not trains_as"],
     "elastic_training": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "on_disk or resumes or death"],

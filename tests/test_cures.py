@@ -1,8 +1,10 @@
 """Cures of traps whose harm is too rare to wait for, or shows only after a crash: the cure itself is looked for."""
 
+import io
 import multiprocessing
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,26 @@ def test_file_by_which_ranks_meet_gets_its_name_when_it_is_whole(pools, tmp_path
     where, path = str(tmp_path / "job"), str(path_of("rendezvous"))
     [[[address, of_rank_1], written]] = pools(1).call(f"{__file__}:addresses_by_file", path=path, where=where)
     assert address == of_rank_1 and written == [(address, where)] and os.listdir(tmp_path) == ["job"]
+
+
+def checked_shard(path, others):
+    """On a rank: what hello_ranks.py prints of its shard, and its exit code, if it is the rank `others` further on."""
+    from harness.measure.calls import replaced
+
+    module, rank, said, codes = load(path), int(os.environ["RANK"]), io.StringIO(), []
+    places = {(module.flow.env, "get_rank"): lambda: rank + others, (os, "_exit"): codes.append, (sys, "stderr"): said}
+    with replaced(places):
+        module.check_shard("cpu")
+    return said.getvalue(), codes
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_shard_of_another_rank_ends_the_job(pools, others):
+    """As where two ranks of a host have the same LOCAL_RANK."""
+    seen = pools(2).call(f"{__file__}:checked_shard", path=str(path_of("hello_ranks")), others=others)
+    for rank, found in enumerate(seen):
+        message = f"rank {rank + 1} holds [{rank}] in place of [{rank + 1}]: unset LOCAL_RANK\n"
+        assert found == ((message, [1]) if others else ("", []))
 
 
 def end_of_rank_0(path):

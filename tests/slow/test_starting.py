@@ -52,6 +52,7 @@ def meetings(hosts, tmp_path_factory):
 def test_ranks_of_a_launcher_meet_by_a_file(meetings, tmp_path):  # those wait while others run
     job = Run(LAUNCH, "-n", 3, RENDEZVOUS, "--init-method", f"file://{tmp_path}/job").wait()
     assert (job.code, job.err) == (0, "") and "[0] the sum over ranks is 3, as in numpy: 0 1 2\n" in job.out
+    assert os.listdir(tmp_path) == []
 
 
 def test_rank_that_waits_in_vain_for_the_file_says_so(hosts, tmp_path):
