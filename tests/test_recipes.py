@@ -40,6 +40,8 @@ def test_graph_equals_eager_bit_by_bit(pools, seen, run):
                 seen[name, n, mode, sizes] = pools(n).call(OBSERVE, path=str(path_of(name)), **of_recipe)
     eager, graph = (seen[name, n, mode, sizes] for mode in (False, True))
     eager_case, case = (CASES[name](n, mode, **arguments) for mode in (False, True))
+    eager_case.draw(eager[0]["tensors"])
+    case.draw(graph[0]["tensors"])
     for rank in range(n):
         for tensor in case.layout:
             if tensor in graph[rank]["in_graph"] and tensor not in graph[rank]["tensors"]:  # it has no value there
