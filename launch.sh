@@ -40,7 +40,7 @@ END
 
 list() {
     echo "The recipes. Run one by its name: ./launch.sh data_parallel"
-    for chapter in '' layouts/ training/ memory/ transformer/ by_hand/ data_and_state/ starting/; do
+    for chapter in '' layouts/ training/ memory/ transformer/ your_model/ by_hand/ data_and_state/ starting/; do
         printf '\nrecipes/%s\n' "$chapter"
         files=("$here/recipes/$chapter"*.py)
         [[ $chapter ]] || files=("$here"/recipes/{single_device,{data,model,row,pipeline,hybrid}_parallel}.py)
