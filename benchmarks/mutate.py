@@ -67,6 +67,7 @@ EQUIVALENT = {
     r"(checkpoint|gpt).py: flow.comm.barrier\(\) -> pass$": "rank 0, which alone writes the checkpoint, alone reads it",
     r"hello_ranks.py: flow.comm.barrier\(\) -> pass$": "it only orders what the ranks print",
     r"os.close\(\w+\) -> pass$": "a few files stay open until the end",
+    r"data_loading.py: flow\.tensor\(own, .*::-1\]\.copy\(\)": "the numbers of the samples are sorted afterwards",
     r"spawn.py: theirs.close\(\) -> pass$": "CPython closes it when start_rank returns",
     r"\.zero_grad\(set_to_none=True\) -> \w+\.zero_grad\(\)$": "set_to_none is faster, and the values are the same",
     rf"(zero_optimizer|auto_parallel).py: .* -> {BY_NUMPY}": "it has no eager mode",
