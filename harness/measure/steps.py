@@ -191,6 +191,9 @@ def moves_of_graph(event, call):
     size = weights or max((boxing.size for boxing in boxings), default=0)
     collectives = ", ".join(dict.fromkeys(boxing.collective for boxing in boxings)) or "nothing"
     moves = [replace(call, size=size, boxings=boxings, collective="a whole step" if weights else collectives)]
+    micro_batches = event.facts["micro_batches"]
+    if micro_batches > 1:  # the graph tells what moves for one of them, and not which moves come once
+        moves[0].boxings, moves[0].collective = None, f"a whole step of {micro_batches} micro-batches"
     for edge, boxing in zip(edges, boxings):
         what = f"{op_in_words(edge['producer'])} -> {op_in_words(edge['consumer'])}"
         moves.append(call.of(boxing, what=what, line=0, sent=None, source=(event.name, what, len(moves))))

@@ -29,9 +29,9 @@ class Trace(Recorder):
     """A Recorder whose events are only the steps that can move data, each measured. Collective.
 
     A call that is part of a step is no step of its own. Events of a matmul have the fact "transposed"; those of a
-    graph's call "graph" and the bytes of the "weights" that it trains. A part of a module is an event "layer", whose
-    bytes are those that its steps and its own parts did not send: OneFlow moved an operand. Those of backward have
-    "by_layer": [(path of a part, bytes that its backward sent)].
+    graph's call "graph", the bytes of the "weights" that it trains and the number of "micro_batches". A part of a module
+    is an event "layer", whose bytes are those that its steps and its own parts did not send: OneFlow moved an operand.
+    Those of backward have "by_layer": [(path of a part, bytes that its backward sent)].
     """
 
     keeps_initial: bool = False
@@ -205,7 +205,8 @@ class Trace(Recorder):
             graph._compile(*arguments, **call.keywords)
         inputs = tensors_in([arguments, call.keywords]) + parameters
         weights = sum(one.numel() * one.element_size() for one in parameters) if graph.training else 0
-        return self.measured(call, inputs, str(id(graph)), type(graph).__name__, graph=graph, weights=weights)
+        facts = {"weights": weights, "micro_batches": graph.config.proto.num_gradient_accumulation_steps}
+        return self.measured(call, inputs, str(id(graph)), type(graph).__name__, graph=graph, **facts)
 
     def check(self, shape, placement, sbp):
         """Raises UsageError if a rank would hold nothing of a tensor: OneFlow 0.9.0 ends the rank there."""

@@ -89,8 +89,12 @@ def move_input(part, ranks):
     part.__class__ = type(kind.__name__, (kind,), {"forward": forward})
 
 
-def lay_out(parts, stages):
+def lay_out(model, parts, stages):
     """Put the parts of a model, in the order of its forward, on stages; returns the number of each part's stage."""
+    placed = {id(parameter) for part in parts for parameter in part.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in placed:
+            raise ValueError(f"{name} is in none of the parts")
     stage_of = [k * len(stages) // len(parts) for k in range(len(parts))]
     for part, k in zip(parts, stage_of):
         part.to_global(placement=stages[k], sbp=flow.sbp.broadcast)
@@ -130,7 +134,7 @@ def train(stages, graph=False, seed=0, steps=20, optimizer="momentum", micro_bat
     """Train in float32 on a placement for each stage; returns the model and the loss of each step."""
     flow.manual_seed(seed)
     model = Classifier(hidden_size=hidden_size)
-    stage_of = lay_out(parts_of(model), stages)
+    stage_of = lay_out(model, parts_of(model), stages)
     rng = np.random.default_rng(seed)
     ids = flow.tensor(rng.integers(12, size=(batch, 4)), placement=stages[0], sbp=flow.sbp.broadcast)
     targets = flow.tensor(rng.integers(5, size=batch), placement=stages[-1], sbp=flow.sbp.broadcast)
