@@ -30,8 +30,8 @@ class Trace(Recorder):
 
     A call that is part of a step is no step of its own. Events of a matmul have the fact "transposed"; those of a
     graph's call "graph", the bytes of the "weights" that it trains and the number of "micro_batches". A part of a
-    module is an event "layer", whose bytes are those that its steps and its own parts did not send: OneFlow moved an operand.
-    Those of backward have "by_layer": [(path of a part, bytes that its backward sent)].
+    module is an event "layer": its bytes are those that its steps and its own parts did not send, as OneFlow moved an
+    operand. Those of backward have "by_layer": [(path of a part, bytes that its backward sent)].
     """
 
     keeps_initial: bool = False
