@@ -1,0 +1,197 @@
+"""A step of a ready-made layer of oneflow.nn on this rank: its SBPs, what it sends, and how far its values are off.
+
+docs/layers.md is made of these. The values are compared with those of the same layer on rank 0 alone.
+"""
+
+import numpy as np
+import oneflow as flow
+from oneflow import nn
+
+from harness.measure.sbp import label, sbp_of, split_dim
+from harness.measure.sent import sent_by
+from harness.start import recipe
+
+B = flow.sbp.broadcast
+MAX_NORM = 16.0
+
+
+class Step(nn.Module):
+    """A layer and its input. A float input is a parameter as well, so that a graph has its gradient, too."""
+
+    def __init__(self, layer, x, partial=False):
+        super().__init__()
+        self.layer, self.partial = layer, partial
+        self.x = nn.Parameter(x) if x.is_floating_point() else x
+
+    def forward(self, *more):
+        x = flow._C.identity(self.x) if self.x.is_floating_point() else self.x
+        if self.partial:
+            x = x.to_global(sbp=flow.sbp.partial_sum)
+        out = self.layer(x, *([more] if len(more) == 2 else more))  # an LSTM takes h0 and c0 as a tuple
+        return out[0] if isinstance(out, tuple) else out
+
+
+class StepGraph(nn.Graph):
+    """SGD at lr=1 takes from each parameter its gradient."""
+
+    def __init__(self, step, clip):
+        super().__init__()
+        self.step = step
+        clipping = {"clip_grad_max_norm": MAX_NORM, "clip_grad_norm_type": 2.0} if clip else {}
+        groups = [
+            {"params": list(step.layer.parameters()), **clipping},
+            {"params": list(step.parameters(recurse=False))},
+        ]
+        self.add_optimizer(flow.optim.SGD([group for group in groups if group["params"]], lr=1.0))
+
+    def build(self, d, *more):
+        out = self.step(*more)
+        (out * d).sum().backward()
+        return out
+
+
+def arrays_of(kind, options, shape):
+    """x and what else the layer takes, as numpy arrays: the same on every rank."""
+    rng = np.random.default_rng(0)
+    if kind == "Embedding":
+        return rng.integers(options["num_embeddings"], size=shape), []
+    x, more = rng.standard_normal(shape, dtype=np.float32), []
+    if kind == "CrossEntropyLoss":
+        more = [rng.integers(shape[1], size=shape[0])]
+    if kind == "LSTM":
+        more = [rng.standard_normal((1, shape[1], options["hidden_size"]), dtype=np.float32) for _ in ("h0", "c0")]
+    return x, more
+
+
+def layer_of(kind, options):
+    """The layer, local, with the same parameters on every rank; those of a norm are not its ones and zeros."""
+    layer, rng = getattr(nn, kind)(**options), np.random.default_rng(1)
+    for parameter in layer.parameters():
+        values = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) / 4
+        parameter.data.copy_(flow.tensor(values))
+    return layer
+
+
+def lay_out(layer, ranks, sbps, how):
+    """Split the parameters; those that sbps does not name, and buffers, are B.
+
+    how: "file.py:name" of a class that the layer becomes, or of a function shard(layer, ranks) that lays it out.
+    """
+    path, _, name = (how or "").rpartition(":")
+    for key, buffer in list(layer.named_buffers()):
+        setattr(layer, key, buffer.to_global(placement=ranks, sbp=B))
+    if name == "shard":
+        return recipe.load(path).shard(layer, ranks)
+    for key, parameter in list(layer.named_parameters()):
+        whole = parameter.to_global(placement=ranks, sbp=B)
+        setattr(layer, key, nn.Parameter(whole.to_global(sbp=sbp_of(sbps.get(key, "B")))))
+    if name:
+        layer.__class__ = getattr(recipe.load(path), name)
+    return layer
+
+
+def run(kind, options, shape, layout, clip=False, graph=False, arrays=False):
+    """A step of one layer. Collective.
+
+    layout: the SBPs "x", "more" of the other inputs, "sbps" of the parameters by name; and "how", see lay_out. clip:
+    whether clip_grad_norm_ follows. Returns {"sbp": {tensor: SBP}, "sent": {"forward", "backward", "clip" or "graph":
+    what this rank sent}, "sizes": {x, W, out: bytes}, "off": {tensor: error}}, of Dropout "same mask" as well, and with
+    `arrays` the numpy arrays by name. W is all parameters together.
+    """
+    ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
+    x, more = arrays_of(kind, options, shape)
+    partial = layout["x"] == "P"
+    inputs = flow.tensor(x, placement=ranks, sbp=sbp_of("B" if partial else layout["x"]))
+    others = [flow.tensor(array, placement=ranks, sbp=sbp_of(layout["more"])) for array in more]
+    flow.manual_seed(0)
+    step = Step(lay_out(layer_of(kind, options), ranks, layout["sbps"], layout["how"]), inputs, partial)
+    initial = values_of(step)
+
+    out, forward = sent_by(lambda: step(*others))
+    d = gradient_of_out(out.shape, shape)
+    d_global = flow.tensor(d, placement=ranks, sbp=sbp_of(label(out.sbp).replace("P", "B")))
+    if graph:
+        out, sent, found = graph_step(step, d_global, others, clip)
+    else:
+        sent, found = backward(step, out, d_global, clip)
+        sent["forward"] = forward
+    found["out"] = out.numpy()
+    layer = step.layer
+    result = {
+        "sbp": {
+            "x": layout["x"],
+            **{name: label(w.sbp) for name, w in layer.named_parameters()},
+            "out": label(out.sbp),
+        },
+        "sent": sent,
+        "sizes": {"x": x.nbytes, "W": sum(4 * w.numel() for w in layer.parameters()), "out": 4 * out.numel()},
+        "same mask": kind == "Dropout" and same_mask(found["out"], label(out.sbp), ranks.ranks.size),
+    }
+    wanted = dropped(x, d, found["out"]) if kind == "Dropout" else alone(kind, options, x, more, d, clip)
+    result["off"] = {name: off(found[name], wanted[name]) for name in found}
+    if arrays:
+        result["arrays"] = {"x": x, "more": more, "d": d, **initial, **found}
+    return result
+
+
+def backward(step, out, d, clip):
+    """What this rank sends for the gradients, and to clip them; and the gradients."""
+    _, sent = sent_by(lambda: (out.backward(d), [w.grad for w in step.parameters()])[1])
+    sent = {"backward": sent}
+    if clip:
+        _, sent["clip"] = sent_by(lambda: nn.utils.clip_grad_norm_(step.layer.parameters(), MAX_NORM))
+    assert all(label(w.grad.sbp) == label(w.sbp) for w in step.parameters())
+    return sent, gradients_of(step)
+
+
+def graph_step(step, d, more, clip):
+    """The output, what this rank sends, and the gradients."""
+    graph, before = StepGraph(step, clip), values_of(step)
+    graph._compile(d, *more)
+    out, sent = sent_by(lambda: graph(d, *more))
+    after = values_of(step)
+    return out, {"graph": sent}, {f"{name} grad": values - after[name] for name, values in before.items()}
+
+
+def same_mask(out, sbp, n):
+    """Whether all n shards have their zeros at the same places."""
+    masks = np.split(out != 0, n, axis=split_dim(sbp))
+    return all((mask == masks[0]).all() for mask in masks)
+
+
+def dropped(x, d, out):
+    """What Dropout must return where it has drawn the mask of out."""
+    return {"out": 2 * x * (out != 0), "x grad": 2 * d * (out != 0)}
+
+
+def values_of(step):
+    """The parameters by name, copied: numpy() of a tensor that is B shares its memory."""
+    return {name.replace("layer.", ""): w.numpy().copy() for name, w in step.named_parameters()}
+
+
+def gradients_of(step):
+    return {f"{name.replace('layer.', '')} grad": w.grad.numpy().copy() for name, w in step.named_parameters()}
+
+
+def gradient_of_out(shape, shape_of_x):
+    """What backward begins with. Of a mean it is the number of rows: else gradients are small beside the weights."""
+    if not shape:
+        return np.float32(shape_of_x[0])
+    return np.random.default_rng(2).standard_normal(tuple(shape), dtype=np.float32)
+
+
+def alone(kind, options, x, more, d, clip):
+    """The output and the gradients of the layer on rank 0 alone."""
+    rank = flow.placement("cpu", [0])
+    x, d, *more = (flow.tensor(array, placement=rank, sbp=B) for array in (x, d, *more))
+    step = Step(lay_out(layer_of(kind, options), rank, {}, None), x)
+    out = step(*more)
+    out.backward(d)
+    if clip:
+        nn.utils.clip_grad_norm_(step.layer.parameters(), MAX_NORM)
+    return {**gradients_of(step), "out": out.numpy()}
+
+
+def off(found, wanted):
+    """The largest error, relative to the largest entry or to 1: a graph's gradients are differences of parameters."""
+    return float(abs(found - wanted).max() / max(abs(wanted).max(), 1))
