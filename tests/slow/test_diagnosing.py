@@ -5,7 +5,7 @@ Every code block of these pages is run, as the comment in front of it says:
     <!-- 2 ranks: raises -->  an exception on every rank  <!-- 2 ranks: fails -->  in a job of its own, which ends badly
     <!-- 2 ranks: wrong -->   runs through, wrong values  <!-- 2 ranks: waits -->  in a job of its own, which never ends
     <!-- 2 ranks: works -->   runs through                <!-- file NAME -->       a script that shell blocks start
-    <!-- shell: fails -->     by bash; waits, works likewise; then, behind commas, what else is asked for
+    <!-- shell: fails -->     by bash; wrong, waits, works likewise; then, behind commas, what else is asked for
 
 What a block prints must hold each line of the ```text block behind it and, up to the cure, the message in the heading.
 """
