@@ -9,7 +9,7 @@
     head.weight           (5, 8)         nothing    whole      B
 
 Each part first moves its input to its stage. In a graph with micro-batches each layer must also read its parameters
-through flow._C.identity: without it 7 of 8 trainings with momentum went wrong, silently (OneFlow 0.9.0). A subclass
+through flow._C.identity: else it may read them while the optimizer changes them, silently (OneFlow 0.9.0). A subclass
 of the part's own class, put in place by __class__, does both.
 
 Moves: forward each stage's output, backward its gradient, (batch, seq_len, hidden_size) between neighbours.
