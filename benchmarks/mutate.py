@@ -36,6 +36,7 @@ TESTS = {
     "rendezvous": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "gets_its_name or launcher_meet"],
     "spawn": ["tests/test_spawn.py", "tests/test_cures.py", "tests/slow/test_starting.py", "-k", "spawned"],
     "checkpoint": ["tests/test_cures.py", "tests/slow/test_state.py", "-k", "checkpoint or resumes"],
+    "pytorch_weights": ["tests/test_your_model.py"],
     "gpt": ["tests/test_gpt.py", "tests/slow/test_gpt.py", "-k", "not of_the_page and not with_all and not trains_as"],
     "elastic_training": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "on_disk or resumes or death"],
 }
@@ -51,6 +52,7 @@ MESHES = "|".join(map(re.escape, ("[[0, 1], [2, 3]]", "[[0, 3], [1, 2]]", MESH_2
 ALL = rf"(list\(range\((n|world_size|{re.escape(WORLD)})\)\)|{MESHES})"
 SORTED = "OneFlow sorts the ranks of a placement"
 SAME = "it is B already, and to_global keeps an SBP that it is not told to change"
+REPLACED = "the layout puts a class of its own in place of the layer's, with another forward"
 # What is found in a recipe's name and the change -> why nothing changes; a survivor with a reason is no failure.
 EQUIVALENT = {
     rf"\(\(np.array\({ALL}\) \+ 1\) % {re.escape(WORLD)}\).tolist\(\)\)$": SORTED,
@@ -71,6 +73,7 @@ EQUIVALENT = {
     r"spawn.py: theirs.close\(\) -> pass$": "CPython closes it when start_rank returns",
     r"\.zero_grad\(set_to_none=True\) -> \w+\.zero_grad\(\)$": "set_to_none is faster, and the values are the same",
     rf"(zero_optimizer|auto_parallel).py: .* -> {BY_NUMPY}": "it has no eager mode",
+    r"(tensor_parallel_module|pytorch_weights).py: nn.Linear\([\w *]*hidden_size, [\w *]*hidden_size\) -> type": REPLACED,
 }
 
 

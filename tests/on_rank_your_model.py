@@ -72,6 +72,31 @@ def saved(path, weights, target, fails=False):
     return {name: w.numpy() for name, w in model.named_parameters()}
 
 
+def order_of_saving(path, target):
+    """What this rank does with the file while it saves: (what, bytes that the file has by then) in order."""
+    module, done = recipe.load(path), []
+    fsync, replace, barrier = os.fsync, os.replace, flow.comm.barrier
+
+    def recording_fsync(descriptor):
+        done.append(("on disk", os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def recording_replace(source, name):
+        done.append(("named", os.path.getsize(source)))
+        replace(source, name)
+
+    def recording_barrier():
+        done.append(("met", os.path.getsize(target) if flow.env.get_rank() == 0 else 0))
+        barrier()
+
+    model, ranks = module.Classifier(), flow.placement.all("cpu")
+    module.load(model, {name: w.numpy() for name, w in model.named_parameters()}, ranks)
+    places = {(os, "fsync"): recording_fsync, (os, "replace"): recording_replace}
+    with replaced({**places, (flow.comm, "barrier"): recording_barrier}):
+        module.save_safetensors(model, pathlib.Path(target))
+    return done
+
+
 def losses_of(path, **arguments):
     """The losses of a training by tensor_parallel_module.py with a mesh of `data` ranks, and those on one rank."""
     module, data = recipe.load(path), arguments.pop("data")

@@ -68,6 +68,15 @@ def test_saved_file_is_the_trained_model(pools, tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_file_is_on_disk_before_it_gets_its_name_and_named_before_ranks_go_on(pools, tmp_path):
+    """And rank 0 alone writes it."""
+    target = tmp_path / "model.safetensors"
+    writer, other = pools(2).call(f"{ON_RANK}:order_of_saving", path=WEIGHTS, target=str(target))
+    size = target.stat().st_size
+    assert writer == [("on disk", size), ("named", size), ("met", size)]
+    assert other == [("met", 0)]
+
+
 def test_full_disk_leaves_the_earlier_file(pools, tmp_path):
     target = tmp_path / "model.safetensors"
     target.write_bytes(b"earlier")

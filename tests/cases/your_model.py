@@ -26,7 +26,7 @@ def layouts(shapes, optimizer, where, rows, out, gradients=None):
 
 def case_of(layout, shapes, optimizer, graph, seed, steps, batch, matmul_scale, parts=0, **facts):
     """The Case of a training whose initial weights OneFlow draws: its values are known when those are."""
-    sizes = {"ids": (batch, SEQ_LEN), "targets": (batch,), "losses": (steps,)}
+    sizes = {"ids": (batch, SEQ_LEN), "targets": (batch,), "losses": (steps,), "logits": (batch, NUM_CLASSES)}
 
     def values_of(arrays):
         drawn = {name: arrays[name] for name in shapes}
@@ -161,14 +161,21 @@ def pipeline_module(
     )
 
 
-@case_of_recipe({"other": {**FEW_STEPS, "batch": 7, "num_layers": 1}, "momentum": {"optimizer": "momentum"}})
+def fully_sharded_sizes(n):
+    sizes = {"other": {**FEW_STEPS, "batch": 7, "num_layers": 1}, "momentum": {"optimizer": "momentum"}}
+    return {**sizes, "fewer rows than ranks": {**FEW_STEPS, "hidden_size": 3}} if n > 3 else sizes
+
+
+@case_of_recipe(fully_sharded_sizes)
 def fully_sharded_module(
     n, graph=False, seed=0, steps=20, optimizer="adam", batch=8, hidden_size=8, num_layers=2, matmul_scale=1.0
 ):
     ranks = list(range(n))
     shapes = reference_module.shapes(hidden_size, num_layers)
     rows, whole = ("S(0)", ranks), ("B", ranks)
-    layout = layouts(shapes, optimizer, lambda name: rows, rows, rows)
+    held = {name: rows if shape[0] >= n else whole for name, shape in shapes.items()}
+    made = sorted(shapes, key=lambda name: name.startswith("blocks."))  # the blocks after all else
+    layout = layouts(shapes, optimizer, held.get, rows, rows)
     matmuls = three_matmuls(batch, hidden_size, rows, [whole] * 3, rows, rows, rows)
     matmuls = [*matmuls[: 2 * num_layers], matmuls[-1]]
     return case_of(
@@ -182,8 +189,8 @@ def fully_sharded_module(
         matmul_scale,
         matmuls=in_steps(graph, steps, matmuls),
         moves=[
-            *[(LOCAL, whole), (whole, rows)] * len(shapes),
-            *in_steps(graph, steps, [(rows, whole, "S(0)")] * len(shapes)),
+            *[move for name in made for move in ((LOCAL, whole), (whole, held[name]))],
+            *in_steps(graph, steps, [(own, whole, own[0]) for own in held.values()]),
         ],
         reads=[("P", ranks)] * steps,
         sends=[reduced(n, numbers_in(shapes))] * n,
@@ -200,7 +207,7 @@ def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):
         return next((sbp for end, sbp in split.items() if name.endswith(end)), "B"), ranks
 
     whole, summed = ("B", ranks), ("P", ranks)
-    layout = layouts(shapes, "momentum", where, whole, whole)
+    layout = {**layouts(shapes, "momentum", where, whole, whole), "logits": LOCAL}
     matmuls = three_matmuls(
         batch, hidden_size, whole, [("S(0)", ranks), ("S(1)", ranks), whole], ("S(2)", ranks), summed, whole
     )
@@ -218,5 +225,6 @@ def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):
         lazy=[False] * len(matmuls) + [graph] * len(in_steps(graph, steps, matmuls)),
         moves=[*[(LOCAL, where(name)) for name in shapes], *in_block, *in_steps(graph, steps, in_block)],
         reads=[whole] * (steps + 1),
+        numbers=("logits",),
         sends=[2 * LAYERS * reduced(n, batch * SEQ_LEN * hidden_size)] * n,
     )
