@@ -73,7 +73,7 @@ EQUIVALENT = {
     r"spawn.py: theirs.close\(\) -> pass$": "CPython closes it when start_rank returns",
     r"\.zero_grad\(set_to_none=True\) -> \w+\.zero_grad\(\)$": "set_to_none is faster, and the values are the same",
     rf"(zero_optimizer|auto_parallel).py: .* -> {BY_NUMPY}": "it has no eager mode",
-    r"(tensor_parallel_module|pytorch_weights).py: nn.Linear\([\w *]*hidden_size, [\w *]*hidden_size\) -> type": REPLACED,
+    r"(tensor_parallel_module|pytorch_weights).py: nn\.Linear\([\w *]+, [\w *]*hidden_size\) -> type\(": REPLACED,
 }
 
 

@@ -196,6 +196,13 @@ def test_damage_is_seen_and_cured(clone):
     assert library.read_text() == "x" * 1000 and clone.whole()
 
 
+def test_oneflow_is_bytecode_even_where_python_is_told_not_to_write_any(clone, monkeypatch):
+    """As in many images: else each rank would compile it anew."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    said_hello(clone.start())
+    assert list(clone.path.glob(".venv/lib/python3*/site-packages/oneflow/__pycache__/__init__.*.pyc"))
+
+
 def test_second_clone_needs_no_network(tmp_path, uv):
     with index(tmp_path / "index", stand_ins(tmp_path / "wheels")) as address:
         clone = Clone(tmp_path, uv, address)
