@@ -77,6 +77,26 @@ def test_training_that_resumes_has_the_bits_of_one_in_one_run(pools, tmp_path, g
     assert os.listdir(tmp_path) == ["4"]  # the last one, alone
 
 
+STEP_OF = {"elastic_training": "last_step", "gpt": "newest_checkpoint"}
+
+
+def step_found(path, name, folders):
+    """On a rank: the step of the newest checkpoint, where each rank sees a folder of its own."""
+    import oneflow as flow
+
+    return getattr(load(path), name)(folders[flow.env.get_rank()])
+
+
+@pytest.mark.parametrize("name", STEP_OF)
+def test_ranks_that_do_not_see_the_checkpoints_resume_where_rank_0_does(pools, tmp_path, name):
+    """As on a host without the shared file system: else each rank would start from a different step."""
+    for folder in ("seen", "seen/4", "empty"):
+        (tmp_path / folder).mkdir()
+    arguments = {"path": str(path_of(name)), "name": STEP_OF[name]}
+    folders = [str(tmp_path / "seen"), str(tmp_path / "empty")]
+    assert pools(2).call(f"{__file__}:step_found", folders=folders, **arguments) == [4, 4]
+
+
 def addresses_by_file(path, where):
     """On a rank: where rendezvous.py finds rank 0 as rank 0 and as rank 1, and what is in the file when it is named."""
     from harness.measure.calls import replaced
