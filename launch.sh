@@ -11,6 +11,7 @@ Run a OneFlow script on several ranks of this machine.
   ./launch.sh list             list the recipes
   ./launch.sh show SCRIPT      draw what each rank holds, and what moves
   ./launch.sh bytes SCRIPT     list the bytes that each step sends
+  ./launch.sh plan ...         choose a layout for a model and a cluster
   ./launch.sh test             run the tests; test --all: the slow ones too
 
 Options go before the script, and the script's own arguments behind it.
@@ -68,6 +69,10 @@ esac
 
 # shellcheck source=harness/start/environment.sh
 source "$here/harness/start/environment.sh"
+if [[ $1 == plan ]]; then
+    find_any_python 3 8
+    exec "$python" "$here/harness/plan" "${@:2}"
+fi
 addresses=$(ulimit -v) # kB
 [[ $addresses == unlimited || $addresses -ge 5000000 ]] \
     || refuse "ulimit -v allows $((addresses / 1000)) MB of addresses, and a rank needs 5000: type ulimit -v unlimited"

@@ -14,7 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness.measure.megatron import AXES  # noqa: E402
+from harness.plan.formulas import AXES  # noqa: E402
 from harness.pool import Pool  # noqa: E402
 from harness.report import curves  # noqa: E402
 from harness.report.svg import THEMES  # noqa: E402

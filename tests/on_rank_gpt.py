@@ -16,6 +16,7 @@ from harness.measure.recorder import Recorder
 from harness.measure.sbp import label
 from harness.measure.sent import quiet
 from harness.measure.tensors import snapshot
+from harness.measure.training import memory_size
 from harness.start import recipe
 
 COUNTED = (2, 4)  # steps after which the bytes are read: the first one connects the ranks
@@ -133,3 +134,20 @@ def die(path, moment, step, **arguments):
     if flow.env.get_rank() == 0:
         module.save = dying
     call_entry(module, arguments)
+
+
+def growth_in_forward(path, data=1, tensor=1, **sizes):
+    """The bytes that this rank gains in a forward pass in eager mode: what is kept for backward, and free blocks."""
+    module = recipe.load(path)
+    meshes = module.placements("cpu", flow.env.get_world_size(), data, tensor)
+    config = module.Config(**sizes)
+    model = module.GPT(meshes, config, 96, seed=0)
+    _, tokens = module.corpus()
+    ids, _ = module.batch_of(tokens, config, seed=0, step=1)
+    ids = module.to_mesh(ids, meshes[0])
+    flow._oneflow_internal.eager.Sync()
+    before = memory_size("VmRSS")
+    logits = model(ids)
+    flow._oneflow_internal.eager.Sync()
+    del logits
+    return memory_size("VmRSS") - before

@@ -10,6 +10,7 @@ from tests.cases import ROOT
 ROOMS = {  # the modules of a room -> those that it may import, besides its own and those that are not ours
     "recipes": (),
     "harness.start": (),
+    "harness.plan": (),
     "harness.pool": ("harness.start",),
     "harness.jobs": ("harness.start",),
     "harness.measure": ("harness.start",),

@@ -35,6 +35,16 @@ path_of_pythons() {
         {"${HOME-}",/opt}/{{mini,ana}conda3,{mini,mamba}forge{,3},conda}/{,envs/*/}bin
 }
 
+# Sets $python to the first of this machine that is no older than version $1.$2: .venv's, if there is one.
+find_any_python() {
+    local any
+    while IFS= read -r any; do
+        python=$any
+        ! "$any" -c "import sys; sys.exit(sys.version_info < ($1, $2))" 2>/dev/null || return 0
+    done < <(PATH="$venv/bin:$(path_of_pythons)" type -ap python3 python)
+    refuse "no Python $1.$2 or newer here"
+}
+
 # Sets $python to the one that PYTHON names.
 take_named_python() {
     local what why="name a Python 3.8, 3.9 or 3.10, or unset it"

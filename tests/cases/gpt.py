@@ -4,8 +4,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from harness.measure import megatron
 from harness.measure.sent import between_ranks
+from harness.plan import formulas as plan
+from harness.plan.model import Model
 from harness.start.recipe import path_of
 from tests.cases import ROOT, reference_gpt
 from tests.cases.case import Case, in_steps
@@ -94,7 +95,7 @@ def facts(seen, exact, mesh):
     for name, gradient in exact["first"].items():
         found = first["tensors"][f"{name} exp_avg in step 1"]["value"] / 0.1
         gradients.append(np.abs(found - gradient.exact).max() / np.abs(gradient.exact).max())
-    moved = dict.fromkeys((*megatron.AXES, "others"), 0)
+    moved = dict.fromkeys((*plan.AXES, "others"), 0)
     for ranks, count in sent_in_a_step(seen).items():
         moved[axis_of(mesh, *ranks)] += count
     most = max((result["kept"] for result in seen), key=lambda kept: sum(kept.values()))
@@ -119,13 +120,17 @@ def axis_of(mesh, *ranks):
     return axes[0] if len(axes) == 1 else "others"
 
 
+MODEL = Model(
+    vocab_size=reference_gpt.vocab_size_of(SIZES["num_heads"]),
+    **{name: size for name, size in SIZES.items() if name != "batch_size"},
+)
+
+
 def formulas(mesh, layout):
-    """(bytes by axis, bytes that are kept) of a row by megatron.py."""
-    sizes = {name: size for name, size in SIZES.items() if name != "num_heads"}
-    sizes["vocab_size"] = reference_gpt.vocab_size_of(SIZES["num_heads"])
+    """(bytes by axis, bytes that are kept by the fullest rank) of a row, by those of `plan`."""
     options = [name for name in LAYOUTS[layout] if name not in ("steps", "sample")]
-    sizes.update(dict.fromkeys(options, True))
-    return megatron.moved(mesh, **sizes), megatron.kept(mesh, **sizes)
+    kept = plan.state(MODEL, mesh, shard_weights="shard_weights" in options)
+    return plan.moved(MODEL, mesh, SIZES["batch_size"], options), max(kept)
 
 
 def layout_of(name, mesh, num_layers, shard_weights):

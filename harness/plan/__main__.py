@@ -1,0 +1,156 @@
+"""Which layout? `./launch.sh plan --help`. Runs with any Python from 3.8 on, and needs nothing but it."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from harness.plan import cost, devices, formulas, model, report  # noqa: E402
+from harness.plan.case import Case  # noqa: E402
+
+BAD_INPUT = 2
+SIZES = ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size")
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are a line."""
+
+    def error(self, message):
+        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+
+
+def parser():
+    it = Parser(prog="launch.sh plan", description="Which layout fits a model onto devices, and which is the fastest?")
+    it.add_argument("--config", metavar="FILE", help="config.json of a GPT- or Llama-like model, in place of the sizes")
+    for name in SIZES:
+        it.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N")
+    it.add_argument("--global-batch-size", type=positive, metavar="N", required=True, help="sequences of a step")
+    it.add_argument("--hosts", type=positive, default=1, metavar="N")
+    it.add_argument("--gpus-per-host", type=positive, metavar="N", help="default: 8; of a CPU: its cores")
+    it.add_argument("--device", choices=[*devices.DEVICES, "cpu"], help="cpu: that of this machine")
+    it.add_argument("--memory", type=amount, metavar="GB", help="of a device, in place of the table's")
+    it.add_argument("--tflops", type=amount, metavar="T", help="peak of a device")
+    it.add_argument("--bandwidth-inside", type=amount, metavar="GB/S", help="that a device sends to others of its host")
+    it.add_argument("--bandwidth-between", type=amount, metavar="GB/S", help="that a host sends to others")
+    it.add_argument("--precision", choices=list(formulas.PRECISIONS), help="default: amp, on a CPU fp32")
+    it.add_argument("--recompute", choices=[*formulas.RECOMPUTE, "any"], default="any", help="default: any")
+    it.add_argument("--why", type=positive, nargs=3, metavar=("D", "T", "P"), help="explain this mesh")
+    it.add_argument("--json", action="store_true", help="print every layout")
+    return it
+
+
+def positive(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 on")
+    return int(text)
+
+
+def amount(text):
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return number
+
+
+def model_of(options):
+    """The Model that the options describe; ValueError if they describe none."""
+    given = [name for name in SIZES if getattr(options, name)]
+    if options.config:
+        wrong = [name for name in given if name != "seq_len"]
+        if wrong:
+            raise ValueError(f"--config has the sizes; leave out --{wrong[0].replace('_', '-')}")
+        return model.of_config(options.config, options.seq_len)
+    missing = [f"--{name.replace('_', '-')}" for name in SIZES if name not in given]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} is missing; or name a config.json: --config FILE")
+    sizes = {name: getattr(options, name) for name in SIZES}
+    if sizes["hidden_size"] % sizes["num_heads"]:
+        raise ValueError(f"--num-heads {sizes['num_heads']} does not divide --hidden-size {sizes['hidden_size']}")
+    return model.Model(**sizes)
+
+
+def cluster_of(options):
+    ranks = options.gpus_per_host or 8
+    if options.device == "cpu":
+        cores, device = devices.this_machine()
+        ranks = options.gpus_per_host or cores
+    elif options.device:
+        device = devices.DEVICES[options.device]
+    else:
+        needed = ["memory", "tflops", "bandwidth_inside"] + ["bandwidth_between"] * (options.hosts > 1)
+        missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(options, name)]
+        if missing:
+            raise ValueError(f"name a --device, or give {', '.join(missing)} too")
+        device = devices.Device(0, {}, 0, 0, 1000 * devices.GB, "options")
+    precision = options.precision or ("fp32" if options.device == "cpu" else "amp")
+    flops = {precision: options.tflops * devices.TERA} if options.tflops else device.flops
+    if precision not in flops:
+        raise ValueError(f"--device {options.device} has no {precision}; use --precision {next(iter(flops))}")
+    device = device._replace(
+        flops=flops,
+        memory=options.memory * devices.GB if options.memory else device.memory,
+        inside=options.bandwidth_inside * devices.GB if options.bandwidth_inside else device.inside,
+        between=options.bandwidth_between * devices.GB if options.bandwidth_between else device.between,
+    )
+    return devices.Cluster(options.hosts, ranks, device, precision, devices.EFFICIENCY)
+
+
+def case_of(options):
+    recompute = formulas.RECOMPUTE if options.recompute == "any" else (options.recompute,)
+    return Case(model_of(options), options.global_batch_size, cluster_of(options), recompute, options.device != "cpu")
+
+
+def none_divides(case):
+    """Why no layout divides the sizes."""
+    cluster, sizes = case.cluster, case.model
+    return (
+        f"no such layout: data x tensor x pipeline must be {cluster.ranks}, data must divide the {case.batch_size}"
+        f" sequences of a step, tensor the {sizes.kv_heads or sizes.num_heads} heads, pipeline the {sizes.num_layers}"
+        " layers"
+    )
+
+
+def as_json(one, fits):
+    return {**dataclasses.asdict(one), "bytes": one.bytes, "seconds": one.seconds, "fits": fits}
+
+
+def lines(options):
+    """The lines to print; ValueError if the options make no plan."""
+    case = case_of(options)
+    fit, refused = cost.ranked(case.model, case.batch_size, case.cluster, case.recompute)
+    if not fit and not refused:
+        raise ValueError(none_divides(case))
+    if options.json:
+        yield json.dumps([*(as_json(one, True) for one in fit), *(as_json(one, False) for one in refused)])
+    elif options.why:
+        mesh = tuple(options.why)
+        if not any(one.layout.mesh == mesh for one in (*fit, *refused)):
+            raise ValueError(f"--why {' '.join(map(str, mesh))}: {none_divides(case)}")
+        yield from report.why(mesh, fit, refused, case)
+    elif fit:
+        yield from report.plan(fit, refused, case)
+    else:
+        yield from report.nothing_fits(refused, case)
+
+
+def main(arguments=None):
+    it = parser()
+    options = it.parse_args(arguments)
+    try:
+        for line in lines(options):
+            print(line if options.json else report.wrapped(line))
+    except ValueError as error:
+        print(f"launch.sh plan: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What a layout costs on a cluster: memory of the fullest rank, bytes along each axis, seconds of a step."""
+
+import dataclasses
+
+from harness.plan import formulas
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """data x tensor x pipeline ranks. micro_batch: sequences that a rank takes at a time."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    micro_batch: int
+    sequence_parallel: bool = False
+    shard_weights: bool = False
+    recompute: str = "none"
+
+    @property
+    def mesh(self):
+        return self.data, self.tensor, self.pipeline
+
+    @property
+    def options(self):
+        """What it adds to a plain one, as formulas.moved names it."""
+        has = {"sequence_parallel": self.sequence_parallel, "shard_weights": self.shard_weights}
+        return (*(name for name in has if has[name]), self.recompute)
+
+    def micro_batches(self, batch_size):
+        return batch_size // (self.data * self.micro_batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of one Layout."""
+
+    layout: Layout
+    memory: dict  # part -> bytes, of the rank that needs most
+    sent: dict  # axis -> bytes that a rank sends in a step
+    links: dict  # axis -> "inside a host" or "between hosts"
+    time: dict  # part -> seconds of a step
+
+    @property
+    def bytes(self):
+        return sum(self.memory.values())
+
+    @property
+    def seconds(self):
+        return sum(self.time.values())
+
+
+def memory(model, layout, batch_size, precision):
+    """{part: bytes} of the rank that needs most: the first stage keeps most micro-batches, the last one the logits.
+
+    A stage of 1F1B keeps as many micro-batches as there are stages from it to the end (D. Narayanan et al.,
+    arXiv:2104.04473, section 2.2).
+    """
+    _, tensor, pipeline = layout.mesh
+    tokens = layout.micro_batch * model.seq_len
+    how = {"precision": precision, "sequence_parallel": layout.sequence_parallel}
+    layer = formulas.activations(model, tokens, tensor, recompute=layout.recompute, **how)
+    working = formulas.activations(model, tokens, tensor, **how) if layout.recompute == "full" else 0
+    kept = formulas.state(model, layout.mesh, precision, layout.shard_weights)
+    elements = formulas.stages(model, pipeline)
+    weight, gradient, optimizer, _ = formulas.PRECISIONS[precision]
+    found = []
+    for stage in range(pipeline):
+        in_flight = min(layout.micro_batches(batch_size), pipeline - stage)
+        parts = {
+            "weights": kept[stage] * weight / (weight + gradient + optimizer),
+            "gradients": kept[stage] * gradient / (weight + gradient + optimizer),
+            "optimizer": kept[stage] * optimizer / (weight + gradient + optimizer),
+            "activations": in_flight * model.num_layers // pipeline * layer + working,
+        }
+        if layout.shard_weights or precision == "fp32":  # gpt.py frees its copies after backward, not after forward
+            parts["copies of weights"] = weight * formulas.elements_on_a_rank(elements[stage], tensor)
+        if stage == pipeline - 1:
+            parts["activations"] += formulas.head_activations(model, tokens, tensor, precision)
+        found.append(parts)
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
+def cost(model, layout, batch_size, cluster):
+    """The Cost of a layout. Nothing overlaps: a rank computes, or it sends.
+
+    The slowest stage sets the pace: the last one, which has the head. It does each micro-batch, and waits for
+    pipeline - 1 of them.
+    """
+    data, tensor, pipeline = layout.mesh
+    weight, gradient, optimizer, item = formulas.PRECISIONS[cluster.precision]
+    micro_batches = layout.micro_batches(batch_size)
+    totals = formulas.moved(model, layout.mesh, batch_size, layout.options, item, micro_batches)
+    sent = {axis: total / cluster.ranks for axis, total in totals.items()}
+    groups = {"data": (tensor, data), "tensor": (1, tensor), "pipeline": (data * tensor, pipeline)}
+    rates, links = {}, {}
+    for axis, (stride, members) in groups.items():
+        rates[axis], leaves = cluster.bandwidth(stride, members)
+        links[axis] = "between hosts" if leaves else "inside a host"
+
+    tokens = layout.micro_batch * model.seq_len
+    layers = model.num_layers // pipeline * formulas.layer_flops(model, tokens, layout.recompute)
+    compute = (layers + formulas.head_flops(model, tokens)) / tensor / cluster.flops
+    reduce = sent["tensor"] / rates["tensor"] / micro_batches
+    # a stage sends the residual on and its gradient back; the first one also the tied table
+    table = model.vocab_size * model.hidden_size if model.tied else 0
+    hop = 2 * item * (tokens * model.hidden_size + table) / tensor / rates["pipeline"] if pipeline > 1 else 0
+    # forward and backward read the weights, and backward adds to the gradients
+    held = max(formulas.elements_on_a_rank(stage, tensor) for stage in formulas.stages(model, pipeline))
+    reads = 2 * (weight + gradient) * held / cluster.device.hbm
+    sharded_by = data if layout.shard_weights else 1
+    time = {
+        "matmuls": micro_batches * compute,
+        "weights": micro_batches * reads,
+        "tensor": micro_batches * reduce,
+        "pipeline": micro_batches * hop,
+        "idle": (pipeline - 1) * (compute + reads + reduce + hop),
+        "data": sent["data"] / rates["data"],
+        # reads weight, gradient and optimizer state, and writes all but the gradient
+        "update": (2 * (weight + optimizer) + gradient) * held / sharded_by / cluster.device.hbm,
+    }
+    return Cost(layout, memory(model, layout, batch_size, cluster.precision), sent, links, time)
+
+
+def divisors(number):
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def layouts(model, batch_size, ranks, recompute=formulas.RECOMPUTE):
+    """Yields every Layout that divides the model, the batch and the ranks, as gpt.py checks it."""
+    kv_heads = model.kv_heads or model.num_heads
+    for tensor in divisors(model.num_heads):
+        if ranks % tensor or kv_heads % tensor:
+            continue
+        for pipeline in divisors(model.num_layers):
+            data, rest = divmod(ranks // tensor, pipeline)
+            if rest or batch_size % data:
+                continue
+            for micro_batch in divisors(batch_size // data):
+                for sequence_parallel in (False, True) if tensor > 1 and model.seq_len % tensor == 0 else (False,):
+                    for shard in (False, True) if data > 1 and model.hidden_size % data == 0 else (False,):
+                        for kept in recompute:
+                            yield Layout(data, tensor, pipeline, micro_batch, sequence_parallel, shard, kept)
+
+
+def ranked(model, batch_size, cluster, recompute=formulas.RECOMPUTE):
+    """(costs of the layouts that fit, fastest first; costs of those that do not, smallest first)."""
+    costs = [
+        cost(model, layout, batch_size, cluster) for layout in layouts(model, batch_size, cluster.ranks, recompute)
+    ]
+    fit = [one for one in costs if one.bytes <= cluster.memory]
+    fit.sort(key=lambda one: (one.seconds, one.bytes))
+    return fit, sorted((one for one in costs if one.bytes > cluster.memory), key=lambda one: one.bytes)

@@ -1,0 +1,72 @@
+"""What devices can do, from their makers' data sheets, and a cluster of them."""
+
+import os
+from collections import namedtuple
+
+# memory: bytes of a device; flops: a second, by precision, dense; inside: bytes a second that a device sends to others
+# of its host; between: that a whole host sends to other hosts, where its usual system says so; hbm: of its own memory
+Device = namedtuple("Device", "memory flops inside between hbm source")
+GB, TERA = 1e9, 1e12
+
+
+def gpu(memory, amp, fp32, inside, between, hbm, source):
+    """A Device; sizes in GB, rates in TFLOP/s and GB/s."""
+    flops = {"amp": amp * TERA, "fp32": fp32 * TERA}
+    return Device(memory * GB, flops, inside * GB, between * GB, hbm * GB, source)
+
+
+DEVICES = {
+    "v100": gpu(32, 125, 15.7, 150, 50, 900, "NVIDIA V100 and DGX-1 data sheets"),
+    "a100-40": gpu(40, 312, 19.5, 300, 200, 1555, "NVIDIA A100 and DGX A100 data sheets"),
+    "a100-80": gpu(80, 312, 19.5, 300, 200, 2039, "NVIDIA A100 and DGX A100 data sheets"),
+    "rtx3090": gpu(24, 71, 35.6, 32, 1.25, 936, "NVIDIA GA102 white paper; PCIe 4.0; 10 Gbit/s Ethernet"),
+    "rtx4090": gpu(24, 165, 82.6, 32, 1.25, 1008, "NVIDIA Ada white paper; PCIe 4.0; 10 Gbit/s Ethernet"),
+    "a10": gpu(24, 125, 31.2, 32, 3.125, 600, "NVIDIA A10 data sheet; PCIe 4.0; 25 Gbit/s Ethernet"),
+}
+# The part of the peak that matmuls and all between them reach while nothing waits: see docs/choosing.md.
+EFFICIENCY = 0.55
+KEPT_FREE = 0.08  # of a device's memory, for CUDA's context, buffers of collectives and fragmentation
+
+
+class Cluster(namedtuple("Cluster", "hosts ranks_per_host device precision efficiency")):
+    """Hosts of equal devices. A rank computes at `flops` a second."""
+
+    @property
+    def ranks(self):
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def flops(self):
+        return self.device.flops[self.precision] * self.efficiency
+
+    @property
+    def memory(self):
+        """The bytes of a device that a layout may take."""
+        return self.device.memory * (1 - KEPT_FREE)
+
+    def bandwidth(self, stride, members):
+        """(bytes a second that a rank of a group sends in a ring, whether the ring leaves the host).
+
+        The group has `members` ranks, each `stride` after the one before. The rings that leave a host share its link.
+        """
+        if stride * members <= self.ranks_per_host or self.hosts == 1:
+            return self.device.inside, False
+        on_a_host = max(1, min(members, self.ranks_per_host // stride))
+        rings = self.ranks_per_host / on_a_host
+        return min(self.device.inside, self.device.between / rings), True
+
+
+def this_machine():
+    """The CPU of this machine, as Linux tells it: each core does two multiply-adds of a vector at a time."""
+    cores = len(os.sched_getaffinity(0))
+    facts = {}
+    with open("/proc/cpuinfo") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            facts.setdefault(name.strip(), value.strip())
+    with open("/proc/meminfo") as file:
+        memory = int(file.readline().split()[1]) * 1024
+    numbers = 16 if "avx512f" in facts.get("flags", "") else 8  # float32 in a vector
+    hertz = float(facts.get("cpu MHz", 2000)) * 1e6
+    flops = hertz * numbers * 2 * 2
+    return cores, Device(memory / cores, {"fp32": flops}, 4 * GB, 1.25 * GB, 10 * GB, "/proc/cpuinfo, /proc/meminfo")

@@ -1,0 +1,202 @@
+"""What a training step of a transformer computes, keeps and sends on a mesh. Each function names its source.
+
+A mesh is (data, tensor, pipeline). Rank by rank: the tensor axis changes first, then data, then pipeline. A weight that
+the tensor axis splits is "split", another one "whole": each rank of the tensor axis has a copy of it.
+"""
+
+from collections import namedtuple
+
+AXES = ("data", "tensor", "pipeline")
+Precision = namedtuple("Precision", "weight gradient optimizer activation")  # bytes of a parameter, or of a number
+# Adam: two moments. Mixed precision: also a copy of the weight in float32. (S. Rajbhandari et al., arXiv:1910.02054.)
+PRECISIONS = {"fp32": Precision(4, 4, 8, 4), "amp": Precision(2, 2, 12, 2)}
+RECOMPUTE = ("none", "selective", "full")
+
+
+def matrices(model):
+    """The elements of the weights that a token of a layer is multiplied by."""
+    attention = model.hidden_size * (2 * model.query_size + 2 * model.kv_size)
+    return attention + (3 if model.gated else 2) * model.hidden_size * model.inner_size
+
+
+def weights(model, num_layers=None):
+    """{part: (split, whole)}: the elements of the weights. num_layers: of a stage.
+
+    With biases they add up to 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)), D. Narayanan et al., arXiv:2104.04473.
+    """
+    hidden, layers = model.hidden_size, model.num_layers if num_layers is None else num_layers
+    split, whole = matrices(model), 2 * hidden
+    norm = hidden
+    if model.biases:
+        split += model.query_size + 2 * model.kv_size + model.inner_size
+        whole, norm = 6 * hidden, 2 * hidden  # norms with a bias, and the biases of two row-parallel matmuls
+    return {
+        "table": (model.vocab_size * hidden, 0),
+        "layers": (layers * split, layers * whole),
+        "positions": (0, model.seq_len * hidden if model.learned_positions else 0),
+        "norm": (0, norm),
+        "head": (0 if model.tied else model.vocab_size * hidden, 0),
+    }
+
+
+def parameters(model):
+    return sum(split + whole for split, whole in weights(model).values())
+
+
+def stages(model, pipeline):
+    """[(split, whole)]: the elements of the weights of each stage; the embedding is in the first, the head the last."""
+    found = [["layers"] for _ in range(pipeline)]
+    found[0] += ["table", "positions"]
+    found[-1] += ["norm", "head"]
+    parts = weights(model, model.num_layers // pipeline)
+    return [tuple(sum(parts[name][i] for name in stage) for i in (0, 1)) for stage in found]
+
+
+def elements_on_a_rank(stage, tensor, sharded_by=1):
+    """Of one stage of `stages`. sharded_by: the ranks over which weights that the mesh splits are sharded as well."""
+    split, whole = stage
+    return split / tensor / sharded_by + whole
+
+
+def state(model, mesh, precision="fp32", shard_weights=False):
+    """[bytes on a rank of each stage]: weights, gradients and Adam's state.
+
+    ZeRO's stage 3 divides all of them by the data axis (arXiv:1910.02054); so does --shard-weights, but for norms and
+    positions.
+    """
+    data, tensor, pipeline = mesh
+    size = sum(PRECISIONS[precision][:3])
+    sharded_by = data if shard_weights else 1
+    return [size * elements_on_a_rank(stage, tensor, sharded_by) for stage in stages(model, pipeline)]
+
+
+def zero(elements, data, stage):
+    """Bytes a rank of mixed precision and Adam in ZeRO's stages 0 (plain data parallel) to 3: arXiv:1910.02054."""
+    weight, gradient, optimizer, _ = PRECISIONS["amp"]
+    sizes = (weight / (data if stage > 2 else 1), gradient / (data if stage > 1 else 1))
+    return elements * (sum(sizes) + optimizer / (data if stage > 0 else 1))
+
+
+def moved(model, mesh, batch_size, layout=(), item=4, micro_batches=1):
+    """{axis: bytes that all ranks together send along it in a step of a graph}, as docs/gpt.md measures them.
+
+    layout: those of "sequence_parallel", "shard_weights" and "full" recomputation that it has. A ring all-reduce of K
+    bytes among n ranks sends 2 (n-1) K. The data axis sums the gradients once; under shard_weights it gathers the
+    weights and scatters the gradients, as much, in each micro-batch. A layer has 4 all-reduces of its activation along
+    the tensor axis, or 4 pairs of an all-gather and a reduce-scatter, and the two ends have one each; full
+    recomputation does 2 more in each layer. (arXiv:2104.04473, arXiv:2205.05198.)
+    """
+    data, tensor, pipeline = mesh
+    activation = item * batch_size * model.seq_len * model.hidden_size
+    table = item * model.vocab_size * model.hidden_size
+    copies = 1 if "sequence_parallel" in layout else tensor  # of the residual
+    all_reduces = (6 if "full" in layout else 4) * model.num_layers + 2
+    elements = weights(model).values()
+    split, whole = sum(part[0] for part in elements), tensor * sum(part[1] for part in elements)
+    times = micro_batches if "shard_weights" in layout else 1
+    # a tied table goes from the first stage to the last in each micro-batch, and its gradient back
+    tied = 2 * data * table * micro_batches if model.tied and pipeline > 1 else 0
+    return {
+        "data": 2 * (data - 1) * item * (times * split + whole),
+        "tensor": 2 * (tensor - 1) * all_reduces * activation,
+        "pipeline": 2 * (pipeline - 1) * copies * activation + tied,
+    }
+
+
+def layer_flops(model, tokens, recompute="none"):
+    """Of a layer, forward and backward: 2 for each token and element of a matrix, and 4 s for each query's column.
+
+    Backward takes twice as much as forward. Full recomputation does forward again, a selective one the attention alone.
+    """
+    products = 2 * matrices(model)
+    attention = 4 * model.seq_len * model.query_size
+    again = {"none": 0, "selective": attention, "full": products + attention}[recompute]
+    return tokens * (3 * (products + attention) + again)
+
+
+def head_flops(model, tokens):
+    return 3 * tokens * 2 * model.hidden_size * model.vocab_size
+
+
+def flops(model, batch_size, recompute="none"):
+    """Of a step: 72 B s l h^2 (1 + s / (6 h) + V / (12 l h)); with full recomputation 96 B s l h^2
+    (1 + s / (6 h) + V / (16 l h)), arXiv:2104.04473.
+    """
+    tokens = batch_size * model.seq_len
+    return model.num_layers * layer_flops(model, tokens, recompute) + head_flops(model, tokens)
+
+
+# What a layer keeps from forward to backward: what -> (which size of a token, bytes of each number, who splits it).
+# Sizes: of the model, or "scores": a row of the scores for each head. "sequence": the residual's part, which only
+# sequence parallelism splits; "tensor": always split along the tensor axis; "gathered": never.
+Saved = namedtuple("Saved", "size bytes split selective", defaults=(False,))
+
+
+def saved_in_16_bit(model):
+    """V. Korthikanti et al., arXiv:2205.05198, section 4.1: of a GPT with dropout s b h (34 + 5 a s / h) bytes.
+
+    Without dropout its masks and what it made of the scores are not there; a gated MLP keeps three inner activations.
+    """
+    inner = 3 if model.gated else 2
+    masks = {
+        "mask of the scores": Saved("scores", 1, "tensor", True),
+        "scores after dropout": Saved("scores", 2, "tensor", True),
+        "mask of attention": Saved("hidden_size", 1, "sequence"),
+        "mask of the MLP": Saved("hidden_size", 1, "sequence"),
+    }
+    return {
+        "inputs of the norms": Saved("hidden_size", 2 * 2, "sequence"),
+        "inputs of qkv and up": Saved("hidden_size", 2 * 2, "sequence"),
+        "queries": Saved("query_size", 2, "tensor"),
+        "keys and values": Saved("kv_size", 2 * 2, "tensor"),
+        "scores after softmax": Saved("scores", 2, "tensor", True),
+        "input of project": Saved("query_size", 2, "tensor"),
+        "inner activations": Saved("inner_size", 2 * inner, "tensor"),
+        **(masks if model.dropout else {}),
+    }
+
+
+def saved_in_gpt_py(_):
+    """What gpt.py's operations keep in eager mode, float32, fitted to measurements: see tests/slow/test_plan.py."""
+    return {
+        "norms and sums": Saved("hidden_size", 4 * 12, "sequence"),
+        "inputs of qkv and up": Saved("hidden_size", 4 * 4, "gathered"),
+        "queries, keys and values": Saved("query_size", 4 * 3, "tensor"),
+        "scores": Saved("scores", 4, "tensor", True),
+        "input of project": Saved("query_size", 4, "tensor"),
+        "inner activations": Saved("inner_size", 4 * 1.5, "tensor"),
+    }
+
+
+def activations(model, tokens, tensor, precision="fp32", sequence_parallel=False, recompute="none"):
+    """The bytes that a layer keeps for backward on a rank, of `tokens` of a micro-batch: sequences times seq_len.
+
+    selective: the scores are computed again; full: all but the layer's input is.
+    """
+    if recompute == "full":
+        return PRECISIONS[precision].activation * tokens * model.hidden_size
+    saved = saved_in_16_bit(model) if precision == "amp" else saved_in_gpt_py(model)
+    total = 0
+    for one in saved.values():
+        if one.selective and recompute == "selective":
+            continue
+        size = model.num_heads * model.seq_len if one.size == "scores" else getattr(model, one.size)
+        splits = one.split == "tensor" or (one.split == "sequence" and sequence_parallel)
+        total += one.bytes * tokens * size / (tensor if splits else 1)
+    return total
+
+
+def head_activations(model, tokens, tensor, precision="fp32"):
+    """The bytes that the head keeps on a rank: its norm's input, its input, and the logits in float32.
+
+    4 s b h (1 + V / h) in 16 bit, arXiv:2205.05198, section 4.3. In float32 the first two take 4 bytes a number, and
+    the loss keeps its probabilities beside the logits.
+    """
+    item = PRECISIONS[precision].activation
+    logits = 4 if precision == "amp" else 8
+    return tokens * (2 * item * model.hidden_size + logits * model.vocab_size / tensor)
+
+
+def idle_share(micro_batches, pipeline):
+    """The part of a step in which a stage waits, (p - 1) / (m + p - 1): Y. Huang et al., arXiv:1811.06965."""
+    return (pipeline - 1) / (micro_batches + pipeline - 1)

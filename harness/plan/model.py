@@ -1,0 +1,117 @@
+"""The sizes of a dense transformer, from options or from the config.json of Hugging Face."""
+
+import dataclasses
+import json
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder: an embedding, layers of attention and MLP, a head.
+
+    By default it is the one of recipes/transformer/gpt.py: learned positions, norms without a bias, an MLP of four
+    times the hidden size, a head that is tied to the embedding. kv_heads: of grouped-query attention. gated: an MLP of
+    three matrices, as in Llama.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    seq_len: int
+    vocab_size: int
+    kv_heads: int = 0  # 0: as many as heads
+    head_size: int = 0  # 0: hidden_size / num_heads
+    mlp_size: int = 0  # 0: 4 * hidden_size
+    gated: bool = False
+    biases: bool = False
+    dropout: bool = False
+    learned_positions: bool = True
+    tied: bool = True
+
+    @property
+    def query_size(self):
+        """The columns of the matrix that makes the queries."""
+        return self.num_heads * (self.head_size or self.hidden_size // self.num_heads)
+
+    @property
+    def kv_size(self):
+        """The columns of the matrix that makes the keys."""
+        return self.query_size * (self.kv_heads or self.num_heads) // self.num_heads
+
+    @property
+    def inner_size(self):
+        return self.mlp_size or 4 * self.hidden_size
+
+    @property
+    def runs_in_gpt(self):
+        """Whether gpt.py has every part of it."""
+        plain = dataclasses.replace(self, biases=False, dropout=False)
+        sizes = (self.num_layers, self.hidden_size, self.num_heads, self.seq_len, self.vocab_size)
+        return plain == Model(*sizes) and not self.biases
+
+
+class ConfigError(ValueError):
+    """A config.json that does not describe a dense decoder; the message is one line."""
+
+
+GPT2 = {
+    "num_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_heads": "n_head",
+    "seq_len": "n_positions",
+    "vocab_size": "vocab_size",
+}
+USUAL = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "seq_len": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+}
+GPT_LIKE = {"biases": True, "dropout": True}
+LLAMA_LIKE = {"gated": True, "learned_positions": False, "tied": False}
+KINDS = {  # model_type -> (names of the sizes, what else it is, where config.json does not say)
+    "gpt2": (GPT2, {**GPT_LIKE}),
+    "opt": (USUAL, {**GPT_LIKE}),
+    "gpt_neox": (USUAL, {**GPT_LIKE, "learned_positions": False, "tied": False}),
+    "llama": (USUAL, LLAMA_LIKE),
+    "mistral": (USUAL, LLAMA_LIKE),
+    "qwen2": (USUAL, LLAMA_LIKE),
+    "qwen3": (USUAL, LLAMA_LIKE),
+    "gemma": (USUAL, {**LLAMA_LIKE, "tied": True}),
+}
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def of_config(path, seq_len=None):
+    """The Model of a config.json. seq_len: that of training, by default the longest that the model takes.
+
+    Raises ConfigError where it is not one of a dense decoder.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error.strerror if isinstance(error, OSError) else 'not JSON'}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: not a model's config.json")
+    kind = config.get("model_type")
+    if any((config.get(name) or 0) > 1 for name in EXPERTS):
+        raise ConfigError(f"{path}: a mixture of experts; plan knows dense models")
+    if kind not in KINDS:
+        raise ConfigError(f"{path}: model_type is {kind!r}; plan knows {', '.join(KINDS)}")
+    names, facts = KINDS[kind]
+    missing = [name for name in names.values() if not isinstance(config.get(name), int)]
+    if missing:
+        raise ConfigError(f"{path}: {', '.join(missing)} is missing")
+    sizes = {size: config[name] for size, name in names.items()}
+    sizes["seq_len"] = seq_len or sizes["seq_len"]
+    return Model(
+        **sizes,
+        **{
+            **facts,
+            "tied": config.get("tie_word_embeddings", facts.get("tied", True)),
+            "kv_heads": config.get("num_key_value_heads") or 0,
+            "head_size": config.get("head_dim") or 0,
+            "mlp_size": config.get("n_inner") or config.get("intermediate_size") or config.get("ffn_dim") or 0,
+        },
+    )

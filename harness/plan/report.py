@@ -1,0 +1,300 @@
+"""The text of a plan: a table of layouts, one of them in detail, three sentences, and a command."""
+
+import re
+import textwrap
+
+from harness.plan import cost, formulas
+
+WIDTH = 100  # characters
+SHOWN = 6  # layouts in the table
+PARTS = {  # of a step's time, as one says them
+    "matmuls": "matmuls",
+    "weights": "reads of the weights in each micro-batch",
+    "tensor": "sends of the tensor axis",
+    "pipeline": "sends between stages",
+    "idle": "idle stages",
+    "data": "sends of the data axis",
+    "update": "the update",
+}
+CHANGES = {  # what of a cluster one may change -> what it is called
+    "between": "the hosts sent {} faster to each other",
+    "inside": "the devices of a host sent {} faster to each other",
+    "flops": "the devices computed {} faster",
+}
+
+
+def size(count):
+    """Of bytes."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def duration(seconds):
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
+
+
+def rows(header, body, left=2):
+    """Lines of a table whose columns are as wide as they need be; the first ones start at the left."""
+    cells = [header, *body]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    for row in cells:
+        words = (
+            word.ljust(width) if i < left else word.rjust(width) for i, (word, width) in enumerate(zip(row, widths))
+        )
+        yield "  " + "   ".join(words).rstrip()
+
+
+def wrapped(line):
+    """A line of prose in lines of 100 characters; one of a table or a command as it is."""
+    if "   " in line.strip() or "\n" in line or len(line) <= WIDTH:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()))
+    hanging = indent + "  " if indent else ""
+    tied = re.sub(r"(\d) (GB|MB|TFLOP|s|ms|%)(?!\w)", "\\1\0\\2", line)  # a number stays with its unit
+    return textwrap.fill(tied, WIDTH, subsequent_indent=hanging, break_on_hyphens=False).replace("\0", " ")
+
+
+def name_of(layout):
+    """Such as "2 x 8 x 1, sequence parallel, micro-batch 4"."""
+    options = [" x ".join(map(str, layout.mesh))]
+    options += ["sequence parallel"] * layout.sequence_parallel + ["sharded weights"] * layout.shard_weights
+    options.append(f"micro-batch {layout.micro_batch}")
+    options += [f"{layout.recompute} recomputation"] * (layout.recompute != "none")
+    return ", ".join(options)
+
+
+def best_of_each_mesh(costs):
+    found = {}
+    for one in costs:
+        found.setdefault(one.layout.mesh, one)
+    return list(found.values())
+
+
+def share_of_peak(one, case):
+    """What a step must compute, not what is computed again, of what all devices could in its time."""
+    peak = case.cluster.device.flops[case.cluster.precision] * case.cluster.ranks
+    return formulas.flops(case.model, case.batch_size) / one.seconds / peak
+
+
+def tokens_a_second(one, case):
+    return case.batch_size * case.model.seq_len / one.seconds
+
+
+def heading(case):
+    cluster, model = case.cluster, case.model
+    parameters = f"{formulas.parameters(model) / 1e9:.2f} B parameters"
+    yield f"{parameters}, {case.batch_size} sequences of {model.seq_len} tokens a step, {cluster.precision}"
+    links = f"{cluster.device.inside / 1e9:g} GB/s between the devices of a host"
+    if cluster.hosts > 1:
+        links += f", {cluster.device.between / 1e9:g} GB/s from host to host"
+    devices = f"{cluster.ranks_per_host} devices"
+    hosts = f"{cluster.hosts} hosts of {devices}" if cluster.hosts > 1 else devices
+    memory = f"{size(cluster.device.memory)}, of which a plan takes {size(cluster.memory)}"
+    peak = f"{cluster.device.flops[cluster.precision] / 1e12:.3g} TFLOP/s"
+    yield f"{hosts}: {memory}, {peak}, of which matmuls reach {100 * cluster.efficiency:.0f} %; {links}"
+
+
+def table(costs, case):
+    """The fastest layout of each mesh."""
+    body = [
+        [
+            " x ".join(map(str, one.layout.mesh)),
+            short(one.layout),
+            str(one.layout.micro_batch),
+            size(one.bytes),
+            duration(one.seconds),
+            f"{tokens_a_second(one, case):,.0f}",
+            f"{100 * share_of_peak(one, case):.0f} %",
+        ]
+        for one in costs
+    ]
+    return rows(["D x T x P", "options", "micro-batch", "memory", "step", "tokens/s", "of the peak"], body)
+
+
+def short(layout):
+    """The options of a layout in a table."""
+    options = ["SP"] * layout.sequence_parallel + ["sharded"] * layout.shard_weights
+    options += [layout.recompute] * (layout.recompute != "none")
+    return ", ".join(options)
+
+
+def detail(one):
+    """Memory, bytes and time of a layout by part."""
+    yield "  memory of the fullest rank: " + ", ".join(f"{part} {size(count)}" for part, count in one.memory.items())
+    used = [axis for axis, count in one.sent.items() if count]
+    sent = [f"{axis} axis {size(one.sent[axis])} {one.links[axis]}" for axis in used]
+    yield "  a rank sends in a step: " + (", ".join(sent) or "nothing")
+    parts = [f"{PARTS[part]} {duration(seconds)}" for part, seconds in one.time.items() if seconds]
+    yield "  time of a step: " + ", ".join(parts)
+
+
+def faster(cluster, change, factor):
+    """The cluster with something of it faster by a factor."""
+    device = cluster.device
+    if change == "flops":
+        changed = device._replace(flops={name: factor * rate for name, rate in device.flops.items()})
+    else:
+        changed = device._replace(**{change: factor * getattr(device, change)})
+    return cluster._replace(device=changed)
+
+
+def factor_for(second, first, change, case, most=100):
+    """How much faster something must be for the second layout to be as fast as the first; None beyond `most` times."""
+
+    def loses(factor):
+        cluster = faster(case.cluster, change, factor)
+        times = [cost.cost(case.model, one.layout, case.batch_size, cluster).seconds for one in (second, first)]
+        return times[0] > times[1]
+
+    if loses(most):
+        return None
+    low, high = 1.0, float(most)
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if loses(middle) else (low, middle)
+    return high
+
+
+def dearer(one, other):
+    """The part of which one layout spends most more than another: (part, seconds)."""
+    return max(((part, one.time[part] - other.time[part]) for part in one.time), key=lambda pair: pair[1])
+
+
+def reasons(costs, refused, case):
+    """Three sentences: why the first is first, when the second would be, and what was too large."""
+    first, *others = costs
+    part, seconds = max(first.time.items(), key=lambda pair: pair[1])
+    yield f"It spends {100 * seconds / first.seconds:.0f} % of a step on {PARTS[part]}."
+    if others:
+        yield about_second(first, others[0], case)
+    quicker = [one for one in refused if one.seconds < first.seconds]
+    if quicker:
+        closest = min(quicker, key=lambda one: one.bytes)
+        yield (
+            f"Faster, but too large: {name_of(closest.layout)} takes {duration(closest.seconds)} and needs"
+            f" {size(closest.bytes)}."
+        )
+    else:
+        yield "No layout that is too large would be faster."
+
+
+def about_second(first, second, case):
+    part, seconds = dearer(second, first)
+    says = (
+        f"The second, {name_of(second.layout)}, takes {duration(second.seconds - first.seconds)} longer:"
+        f" {PARTS[part]} take {duration(seconds)} more."
+    )
+    changes = CHANGES if case.cluster.hosts > 1 else {name: CHANGES[name] for name in ("inside", "flops")}
+    factors = {change: factor_for(second, first, change, case) for change in changes}
+    possible = {change: factor for change, factor in factors.items() if factor}
+    if not possible:
+        return f"{says} No faster link and no faster device, up to 100 times, would make it win."
+    change = min(possible, key=possible.get)
+    return f"{says} It would win if {CHANGES[change].format(f'{possible[change]:.3g} times')}."
+
+
+def command(layout, case):
+    """The lines that run a layout, or why no recipe does."""
+    model, cluster = case.model, case.cluster
+    data, tensor, pipeline = layout.mesh
+    lacks = missing_in_gpt(layout, case)
+    if lacks:
+        yield f"No recipe runs all of this: gpt.py has no {', no '.join(lacks)}. It runs the rest:"
+    elif cluster.hosts > 1:
+        yield "On each host, with its own number for K:"
+    hosts = f"--nnodes {cluster.hosts} --node_rank K --master_addr HOST0 " if cluster.hosts > 1 else ""
+    device = " --device cuda" if case.on_gpus else ""
+    options = ["--sequence-parallel"] * layout.sequence_parallel + ["--shard-weights"] * layout.shard_weights
+    parts = [
+        f"./launch.sh {hosts}-n {cluster.ranks_per_host} gpt{device} --graph",
+        " ".join([f"--data {data} --tensor {tensor} --pipeline {pipeline}", *options]),
+        f"--num-layers {model.num_layers} --hidden-size {model.hidden_size} --num-heads {model.num_heads}"
+        f" --seq-len {model.seq_len}",
+        f"--batch-size {case.batch_size} --micro-batches {layout.micro_batches(case.batch_size)}",
+    ]
+    yield "  " + " \\\n    ".join(parts)
+
+
+def missing_in_gpt(layout, case):
+    """What of a plan gpt.py does not have."""
+    model, found = case.model, []
+    found += ["mixed precision"] * (case.cluster.precision == "amp")
+    found += [f"{layout.recompute} recomputation"] * (layout.recompute != "none")
+    found += ["grouped heads"] * (model.kv_size != model.query_size)
+    found += ["gated MLP"] * model.gated
+    found += ["biases"] * model.biases
+    found += ["untied head"] * (not model.tied)
+    found += ["more than 1,024 ranks"] * (case.cluster.ranks > 1024)
+    found += ["rotary positions"] * (not model.learned_positions)
+    return found
+
+
+def plan(costs, refused, case):
+    """The lines of a plan."""
+    best = best_of_each_mesh(costs)
+    yield from heading(case)
+    yield ""
+    yield from table(best[:SHOWN], case)
+    if len(best) > SHOWN:
+        yield f"  and {len(best) - SHOWN} more meshes"
+    yield "D x T x P: ranks along data, tensor, pipeline. SP: sequence parallel. sharded: weights, along data."
+    yield ""
+    yield f"The first, {name_of(best[0].layout)}:"
+    yield from detail(best[0])
+    yield ""
+    yield from reasons(best, refused, case)
+    yield ""
+    yield from command(best[0].layout, case)
+
+
+def nothing_fits(refused, case):
+    """By how much the smallest layout is too large, and the least that would do."""
+    smallest = refused[0]
+    yield from heading(case)
+    yield ""
+    yield (
+        f"Nothing fits: the smallest layout, {name_of(smallest.layout)}, needs {size(smallest.bytes)} and a device has"
+        f" {size(case.cluster.memory)} for it."
+    )
+    yield from detail(smallest)
+    yield f"Devices of {size(smallest.bytes / case.cluster.memory * case.cluster.device.memory)} would do."
+    hosts = next(fewest_hosts(case), None)
+    if hosts:
+        yield f"So would {hosts} hosts of {case.cluster.ranks_per_host}."
+    if case.recompute != formulas.RECOMPUTE:
+        fit, _ = cost.ranked(case.model, case.batch_size, case.cluster)
+        if fit:
+            yield f"So would --recompute {fit[0].layout.recompute}."
+
+
+def fewest_hosts(case):
+    """Yields numbers of hosts, the least first, on which a layout fits."""
+    hosts = case.cluster.hosts
+    while hosts < 64 * case.cluster.hosts:
+        hosts *= 2
+        if cost.ranked(case.model, case.batch_size, case.cluster._replace(hosts=hosts), case.recompute)[0]:
+            yield hosts
+
+
+def why(mesh, costs, refused, case):
+    """Why a mesh does not fit, or is slower than the first."""
+    name = " x ".join(map(str, mesh))
+    mine = [one for one in costs if one.layout.mesh == mesh]
+    yield from heading(case)
+    yield ""
+    if not mine:
+        too_large = [one for one in refused if one.layout.mesh == mesh]
+        smallest = too_large[0]
+        yield f"{name} does not fit: {name_of(smallest.layout)}, its smallest layout, needs {size(smallest.bytes)}."
+        yield from detail(smallest)
+        return
+    first, own = costs[0], mine[0]
+    rate = f"{tokens_a_second(own, case):,.0f} tokens/s"
+    yield f"{name_of(own.layout)}: {size(own.bytes)}, {duration(own.seconds)}, {rate}"
+    yield from detail(own)
+    if own.layout.mesh == first.layout.mesh:
+        yield "It is the first."
+    else:
+        yield f"The first is {name_of(first.layout)}, {duration(first.seconds)}."
+        yield about_second(first, own, case).replace("The second", "This one", 1)
+    yield ""
+    yield from command(own.layout, case)

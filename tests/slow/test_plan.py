@@ -1,0 +1,46 @@
+"""The formulas of `./launch.sh plan` against runs of gpt.py: memory that a layer keeps, bytes with micro-batches."""
+
+import pytest
+
+from harness.plan import formulas
+from harness.plan.model import Model
+from harness.pool import Pool
+from harness.start.recipe import path_of
+from tests.cases import ROOT, gpt
+from tests.cases.ladder import Checks
+
+GPT, ON_RANK = str(path_of("gpt")), str(ROOT / "tests" / "on_rank_gpt.py")
+PLAIN = {"batch_size": 16, "seq_len": 256, "hidden_size": 512, "num_heads": 8}
+GROWTHS = [  # data, tensor, sequence parallel, sizes
+    (1, 1, False, {}),
+    (1, 1, False, {"seq_len": 128, "hidden_size": 1024}),
+    (1, 2, True, {}),
+    (1, 4, False, {}),
+]
+
+
+@pytest.mark.parametrize("data, tensor, sequence_parallel, changes", GROWTHS)
+def test_memory_that_a_layer_keeps_is_within_15_percent(data, tensor, sequence_parallel, changes):
+    """The difference of 8 layers and 2: what else a forward pass takes is the same."""
+    sizes, grown = {**PLAIN, **changes}, []
+    for num_layers in (2, 8):
+        with Pool(data * tensor, timeout=120, repeat=True) as pool:  # OneFlow gives no memory back
+            arguments = {"data": data, "tensor": tensor, "sequence_parallel": sequence_parallel, **sizes}
+            found = pool.call(f"{ON_RANK}:growth_in_forward", path=GPT, num_layers=num_layers, **arguments)
+            grown.append(max(found))
+    model = Model(1, sizes["hidden_size"], sizes["num_heads"], sizes["seq_len"], 96)
+    tokens = sizes["batch_size"] // data * sizes["seq_len"]
+    kept = formulas.activations(model, tokens, tensor, sequence_parallel=sequence_parallel)
+    copies = 4 * formulas.matrices(model) / tensor  # of the weights, by identity
+    measured = (grown[1] - grown[0]) / 6
+    Checks.that(abs(kept + copies - measured) <= 0.15 * measured, "a layer keeps", measured, "not", kept + copies)
+
+
+@pytest.mark.parametrize("mesh, layout", [((2, 1, 1), ["shard_weights"]), ((1, 1, 2), []), ((2, 1, 1), [])], ids=str)
+def test_bytes_of_a_graph_with_micro_batches_are_those_of_the_formula(mesh, layout):
+    options = {"steps": 4, "sample": 0, "graph": True, "micro_batches": 4, **dict.fromkeys(layout, True)}
+    with Pool(2, timeout=120, repeat=True) as pool:
+        seen, _ = gpt.prove_run(pool, GPT, mesh, options, gpt.SIZES)
+    sent = sum(gpt.sent_in_a_step(seen).values())
+    wanted = sum(formulas.moved(gpt.MODEL, mesh, gpt.SIZES["batch_size"], layout, micro_batches=4).values())
+    Checks.that(abs(sent - wanted) <= 0.05 * wanted, mesh, layout, "sends", sent, "and must send", wanted)

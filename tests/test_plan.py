@@ -1,0 +1,319 @@
+"""`./launch.sh plan`: its formulas against the papers' tables, its choices against Megatron-LM's, its properties."""
+
+import dataclasses
+import itertools
+import json
+import random
+import shutil
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from harness.jobs.run import Run
+from harness.plan import __main__ as plan
+from harness.plan import cost, devices, formulas, page, report
+from harness.plan.megatron import ROWS, case_of_row, first_layouts, modelled
+from harness.plan.model import ConfigError, Model, of_config
+from harness.start.recipe import load, path_of
+from tests.cases import ROOT
+from tests.markdown import blocks
+
+GB = 1e9
+A100 = devices.DEVICES["a100-80"]
+SIZES = {"num_layers": 24, "hidden_size": 2048, "num_heads": 16, "seq_len": 2048, "vocab_size": 51200}
+MODEL = Model(**SIZES)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.billions}B")
+def test_parameters_and_flops_are_those_of_the_paper(row):
+    h, layers, s, v = row.hidden_size, row.num_layers, 2048, 51200
+    model = dataclasses.replace(case_of_row(row).model, tied=True)
+    exact = 12 * layers * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * layers * h))
+    assert formulas.parameters(model) == pytest.approx(exact + 2 * h)  # the last norm, which the paper leaves out
+    assert formulas.parameters(model) / GB == pytest.approx(row.billions, abs=0.06)
+    for recompute, factor, head in (("none", 72, 12), ("full", 96, 16)):
+        exact = factor * row.batch_size * s * layers * h**2 * (1 + s / (6 * h) + v / (head * layers * h))
+        assert formulas.flops(model, row.batch_size, recompute) == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.billions}B")
+def test_layout_that_megatron_chose_is_among_the_first_three(row):
+    assert row.mesh in [one.layout.mesh for one in first_layouts(row)[:3]]
+
+
+def test_rows_of_megatron_are_in_the_order_of_their_times_with_one_efficiency():
+    """Within 2 %: two rows took 3.70 s."""
+    times = [(modelled(row).seconds, row.seconds) for row in ROWS]
+    for (one, measured), (other, later) in itertools.combinations(times, 2):
+        assert one < other or measured > 0.98 * later
+
+
+@pytest.mark.parametrize("stage, gigabytes", enumerate([120, 31.4, 16.6, 1.88]))
+def test_state_is_that_of_table_1_of_zero(stage, gigabytes):
+    assert formulas.zero(7.5e9, 64, stage) / GB == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_weights_that_the_data_axis_shards_take_what_zero_3_takes():
+    model = dataclasses.replace(MODEL, learned_positions=False)  # positions and norms stay whole
+    whole, sharded = (sum(formulas.state(model, (64, 1, 1), "amp", shard)) for shard in (False, True))
+    assert whole == 16 * formulas.parameters(model)
+    assert sharded == pytest.approx(formulas.zero(formulas.parameters(model), 64, 3), rel=0.01)
+
+
+@pytest.mark.parametrize("h, a, s, b, t", [(6144, 64, 2048, 4, 8), (12288, 96, 2048, 1, 8), (25600, 160, 2048, 1, 8)])
+def test_activations_of_a_layer_are_those_of_table_2_of_korthikanti(h, a, s, b, t):
+    model = Model(1, h, a, s, 51200, biases=True, dropout=True)
+    scores = 5 * a * s / h
+
+    def found(tensor=t, sequence_parallel=False, recompute="none"):
+        return formulas.activations(model, s * b, tensor, "amp", sequence_parallel, recompute)
+
+    assert found(1) == pytest.approx(s * b * h * (34 + scores))
+    assert found() == pytest.approx(s * b * h * (10 + 24 / t + scores / t))
+    assert found(sequence_parallel=True) == pytest.approx(s * b * h / t * (34 + scores))
+    assert found(sequence_parallel=True, recompute="selective") == pytest.approx(34 * s * b * h / t)
+    assert found(recompute="full") == pytest.approx(2 * s * b * h)
+
+
+def test_idle_share_is_that_of_gpipe():
+    assert formulas.idle_share(8, 4) == pytest.approx(3 / 11)
+    layout = cost.Layout(1, 1, 4, 1)
+    time = cost.cost(MODEL, layout, 8, devices.Cluster(1, 4, A100, "amp", 0.5)).time
+    pace = time["matmuls"] + time["weights"] + time["tensor"] + time["pipeline"]
+    assert time["idle"] / (time["idle"] + pace) == pytest.approx(3 / 11)
+
+
+def cluster_of(hosts=1, ranks=8, precision="amp", **changes):
+    return devices.Cluster(hosts, ranks, A100._replace(**changes), precision, devices.EFFICIENCY)
+
+
+def test_one_rank_moves_nothing():
+    fit, refused = cost.ranked(MODEL, 8, cluster_of(ranks=1))
+    assert {one.layout.mesh for one in (*fit, *refused)} == {(1, 1, 1)}
+    assert not any(sum(one.sent.values()) for one in fit)
+    assert not any(one.time[part] for one in fit for part in ("tensor", "pipeline", "data", "idle"))
+
+
+@pytest.mark.parametrize("memory, plain", [(80 * GB, True), (4 * GB, False)])
+def test_bandwidth_without_end_leaves_memory_alone(memory, plain):
+    """Then data parallelism is as fast as any, and the first where it fits."""
+    fit, _ = cost.ranked(MODEL, 64, cluster_of(inside=1e30, between=1e30, memory=memory), ("none",))
+    best = report.best_of_each_mesh(fit)[0]
+    assert best.layout.pipeline == 1
+    assert any(one.layout.mesh == (8, 1, 1) and not one.layout.shard_weights for one in fit) == plain
+
+
+def test_hardly_any_bandwidth_leaves_a_pipeline():
+    untied = dataclasses.replace(MODEL, tied=False)
+    fit, _ = cost.ranked(untied, 8, cluster_of(inside=1e6), ("none",))
+    assert fit[0].layout.pipeline == 8
+
+
+def cases(count):
+    """Random models and clusters, from a seed."""
+    rng = random.Random(0)
+    for _ in range(count):
+        heads = rng.choice([4, 8, 12])
+        model = Model(
+            num_layers=rng.choice([4, 6, 12]),
+            hidden_size=64 * heads,
+            num_heads=heads,
+            seq_len=rng.choice([128, 512]),
+            vocab_size=rng.choice([1000, 50000]),
+            kv_heads=rng.choice([0, 4]),
+            gated=rng.random() < 0.5,
+            tied=rng.random() < 0.5,
+        )
+        memory, inside, between = (10 ** rng.uniform(*span) for span in ((8.5, 10.5), (9, 11.5), (8, 11)))
+        ranks, precision = rng.choice([2, 4, 8]), rng.choice(["amp", "fp32"])
+        cluster = cluster_of(rng.choice([1, 2, 3]), ranks, precision, memory=memory, inside=inside, between=between)
+        yield model, rng.choice([12, 48, 96]), cluster
+
+
+CASES = list(cases(12))
+
+
+@pytest.mark.parametrize("change", ["memory", "inside", "between"])
+def test_more_of_anything_never_makes_the_best_slower(change):
+    for model, batch, cluster in CASES:
+        device = cluster.device._replace(**{change: 1.7 * getattr(cluster.device, change)})
+        before, after = (cost.ranked(model, batch, one)[0] for one in (cluster, cluster._replace(device=device)))
+        assert not before or after[0].seconds <= before[0].seconds
+
+
+def test_parts_add_up_and_what_fits_is_what_is_said_to_fit():
+    for model, batch, cluster in CASES:
+        fit, refused = cost.ranked(model, batch, cluster)
+        for one in (*fit, *refused):
+            assert one.seconds == pytest.approx(sum(one.time.values())) and min(one.time.values()) >= 0
+            assert one.bytes == pytest.approx(sum(one.memory.values())) and min(one.memory.values()) >= 0
+            state = sum(one.memory[part] for part in ("weights", "gradients", "optimizer"))
+            kept = formulas.state(model, one.layout.mesh, cluster.precision, one.layout.shard_weights)
+            assert min(kept) * 0.999 <= state <= max(kept) * 1.001
+        assert all(one.bytes <= cluster.memory for one in fit) and all(one.bytes > cluster.memory for one in refused)
+
+
+def test_every_layout_that_is_offered_passes_the_checks_of_gpt_py():
+    gpt = load(str(path_of("gpt")))
+    number = 0
+    for model, batch, cluster in CASES:
+        for layout in set(cost.layouts(model, batch, cluster.ranks, ("none",))):
+            data, tensor, pipeline = layout.mesh
+            names = ("seq_len", "num_layers", "hidden_size", "num_heads")
+            config = gpt.Config(
+                **{name: getattr(model, name) for name in names},
+                batch_size=batch,
+                micro_batches=layout.micro_batches(batch),
+                sequence_parallel=layout.sequence_parallel,
+                shard_weights=layout.shard_weights,
+            )
+            config.check([SimpleNamespace(ranks=np.zeros((data, tensor)))] * pipeline)
+            assert data * tensor * pipeline == cluster.ranks
+            number += 1
+    assert number > 100
+
+
+@pytest.mark.slow
+def test_printed_command_runs_gpt_py(pools):
+    """With fewer steps, as many ranks as it says."""
+    options = ["--num-layers", "2", "--hidden-size", "16", "--num-heads", "2", "--seq-len", "8", "--vocab-size", "96"]
+    options += ["--global-batch-size", "4", "--gpus-per-host", "2", "--device", "cpu"]
+    *_, command = plan.lines(plan.parser().parse_args(options))
+    front, arguments = command.replace("\\\n", "").split(" gpt ")
+    assert front.split() == ["./launch.sh", "-n", "2"]
+    main = f"{ROOT / 'harness' / 'measure' / 'main.py'}:main_of"
+    short = ["--steps", "1", "--sample-tokens", "1"]
+    for code, _, err in pools(2).call(main, path=str(path_of("gpt")), arguments=[*arguments.split(), *short]):
+        assert code == 0, err
+
+
+def words(**changes):
+    """The arguments of a plan for two hosts."""
+    options = {**SIZES, "global_batch_size": 512, "hosts": 2, "gpus_per_host": 8, "device": "a100-40", **changes}
+    given = {name: value for name, value in options.items() if value is not None}
+    return [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", *str(value).split())]
+
+
+def test_plan_says_the_first_the_second_and_how_to_run_it(capsys):
+    assert plan.main(words()) == 0
+    said = capsys.readouterr().out
+    for what in (
+        "1.32 B parameters",
+        "memory of the fullest rank",
+        "The second, ",
+        "mixed precision",
+        "--nnodes 2",
+        "-n 8 gpt",
+    ):
+        assert what in said
+
+
+def test_it_explains_a_mesh_that_is_slower_and_one_that_does_not_fit(capsys):
+    assert plan.main([*words(), "--why", "1", "16", "1"]) == 0
+    assert "This one, 1 x 16 x 1" in capsys.readouterr().out
+    assert plan.main([*words(memory=3), "--why", "1", "1", "2", "--hosts", "1", "--gpus-per-host", "2"]) == 0
+    assert "1 x 1 x 2 does not fit" in capsys.readouterr().out
+
+
+def test_where_nothing_fits_it_says_by_how_much_and_what_would_do(capsys):
+    assert plan.main(words(num_layers=96, hidden_size=12288, num_heads=96)) == 0
+    said = capsys.readouterr().out
+    assert "Nothing fits" in said and "So would 16 hosts of 8" in said and "Devices of " in said
+
+
+def test_json_has_every_layout(capsys):
+    assert plan.main([*words(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) > 100 and {"memory", "sent", "time", "bytes", "seconds", "fits"} <= set(found[0])
+    assert [one["seconds"] for one in found if one["fits"]] == sorted(one["seconds"] for one in found if one["fits"])
+
+
+BAD = {  # arguments -> what the line says
+    "a size is missing": (words(num_heads=None), "--num-heads is missing"),
+    "heads that do not divide": (words(num_heads=7), "--num-heads 7 does not divide --hidden-size 2048"),
+    "no layout": (words(global_batch_size=1, num_heads=1, num_layers=1), "data x tensor x pipeline must be 16"),
+    "a mesh that is none": ([*words(), "--why", "3", "1", "1"], "--why 3 1 1"),
+    "no such device": (words(device="b200"), "invalid choice: 'b200'"),
+    "no device": (words(device=None), "name a --device, or give --memory, --tflops, --bandwidth-inside"),
+    "zero": (words(hosts=0), "0 is no whole number"),
+    "no memory": (words(memory="-3"), "-3 is no number above 0"),
+    "mixed precision on a CPU": ([*words(device="cpu"), "--precision", "amp"], "--device cpu has no amp"),
+    "no such file": (["--config", "/no/config.json", "--global-batch-size", "8"], "No such file"),
+    "a config and sizes": ([*words(), "--config", "x"], "--config has the sizes"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_a_line_and_exit_code_2(capsys, what):
+    arguments, says = BAD[what]
+    try:
+        code = plan.main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "") and err.count("\n") == 1 and says in err
+
+
+LLAMA_7B = {  # as published beside the weights of Llama 2 7B
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+LLAMA3_8B = {**LLAMA_7B, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+
+
+@pytest.mark.parametrize(
+    "config, count", [(LLAMA_7B, 6738415616), (LLAMA3_8B, 8030261248), (GPT2, 124439808)], ids=["7B", "8B", "GPT-2"]
+)
+def test_parameters_of_published_models(tmp_path, config, count):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert formulas.parameters(of_config(path)) == count
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({**LLAMA_7B, "model_type": "bert"}, "model_type is 'bert'; plan knows"),
+        ({**LLAMA_7B, "num_local_experts": 8}, "a mixture of experts"),
+        ({"model_type": "llama"}, "num_hidden_layers, hidden_size, num_attention_heads"),
+        ([], "not a model's config.json"),
+    ],
+)
+def test_config_of_another_kind_is_refused(tmp_path, config, says):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=says):
+        of_config(path)
+
+
+def test_it_runs_in_a_clone_without_environment_and_makes_none(tmp_path):
+    shutil.copy(ROOT / "launch.sh", tmp_path)
+    shutil.copytree(ROOT / "harness", tmp_path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
+    job = Run(str(tmp_path / "launch.sh"), "plan", *words()).wait()
+    assert job.code == 0 and "1.32 B parameters" in job.out, job.err
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_it_imports_the_standard_library_alone():
+    code = f"import runpy; runpy.run_path({str(ROOT / 'harness' / 'plan')!r})"
+    job = Run(sys.executable, "-ISc", code).wait()
+    assert job.code == 0, job.err
+
+
+def test_page_shows_what_its_commands_print(monkeypatch, tmp_path):
+    text = page.PAGE.read_text()
+    [config] = blocks(page.PAGE, "json")
+    (tmp_path / "config.json").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    assert len(page.COMMAND.findall(text)) >= 6
+    assert page.filled(text) == text, "python3 harness/plan/page.py makes it anew"
