@@ -105,6 +105,7 @@ def options_of(arguments):
             {"hidden_size": 15, "num_heads": 3, "shard_weights": True},
             "--data 2 does not divide the 15 columns of a weight; these do: 1, 3, 5, 15",
         ),
+        (1, {"recompute": "full"}, "--recompute full: OneFlow does that in a graph alone; add --graph"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_in_one_line(pools, n, arguments, line):

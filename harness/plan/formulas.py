@@ -83,21 +83,22 @@ def moved(model, mesh, batch_size, layout=(), item=4, micro_batches=1):
     layout: those of "sequence_parallel", "shard_weights" and "full" recomputation that it has. A ring all-reduce of K
     bytes among n ranks sends 2 (n-1) K. The data axis sums the gradients once; under shard_weights it gathers the
     weights and scatters the gradients, as much, in each micro-batch. A layer has 4 all-reduces of its activation along
-    the tensor axis, or 4 pairs of an all-gather and a reduce-scatter, and the two ends have one each; full
-    recomputation does 2 more in each layer. (arXiv:2104.04473, arXiv:2205.05198.)
+    the tensor axis, or 4 pairs of an all-gather and a reduce-scatter, and the two ends have one each. Full
+    recomputation does 2 more in each layer, and gathers its weights once more. (arXiv:2104.04473, arXiv:2205.05198.)
     """
     data, tensor, pipeline = mesh
     activation = item * batch_size * model.seq_len * model.hidden_size
     table = item * model.vocab_size * model.hidden_size
     copies = 1 if "sequence_parallel" in layout else tensor  # of the residual
     all_reduces = (6 if "full" in layout else 4) * model.num_layers + 2
-    elements = weights(model).values()
-    split, whole = sum(part[0] for part in elements), tensor * sum(part[1] for part in elements)
-    times = micro_batches if "shard_weights" in layout else 1
+    elements = weights(model)
+    split, whole = (sum(part[i] for part in elements.values()) for i in (0, 1))
+    if "shard_weights" in layout:
+        split = micro_batches * (split + (elements["layers"][0] / 2 if "full" in layout else 0))
     # a tied table goes from the first stage to the last in each micro-batch, and its gradient back
     tied = 2 * data * table * micro_batches if model.tied and pipeline > 1 else 0
     return {
-        "data": 2 * (data - 1) * item * (times * split + whole),
+        "data": 2 * (data - 1) * item * (split + tensor * whole),
         "tensor": 2 * (tensor - 1) * all_reduces * activation,
         "pipeline": 2 * (pipeline - 1) * copies * activation + tied,
     }

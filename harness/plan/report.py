@@ -204,6 +204,7 @@ def command(layout, case):
     hosts = f"--nnodes {cluster.hosts} --node_rank K --master_addr HOST0 " if cluster.hosts > 1 else ""
     device = " --device cuda" if case.on_gpus else ""
     options = ["--sequence-parallel"] * layout.sequence_parallel + ["--shard-weights"] * layout.shard_weights
+    options += ["--recompute full"] * (layout.recompute == "full")
     parts = [
         f"./launch.sh {hosts}-n {cluster.ranks_per_host} gpt{device} --graph",
         " ".join([f"--data {data} --tensor {tensor} --pipeline {pipeline}", *options]),
@@ -218,7 +219,7 @@ def missing_in_gpt(layout, case):
     """What of a plan gpt.py does not have."""
     model, found = case.model, []
     found += ["mixed precision"] * (case.cluster.precision == "amp")
-    found += [f"{layout.recompute} recomputation"] * (layout.recompute != "none")
+    found += ["selective recomputation"] * (layout.recompute == "selective")
     found += ["grouped heads"] * (model.kv_size != model.query_size)
     found += ["gated MLP"] * model.gated
     found += ["biases"] * model.biases

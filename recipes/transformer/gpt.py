@@ -61,6 +61,7 @@ class Config:
     clip_grad: float = 0.0  # the largest norm of all gradients together; 0: any
     sequence_parallel: bool = False
     shard_weights: bool = False
+    recompute: str = "none"  # or "full": backward computes each block again, from its input; in a graph
 
     def check(self, meshes):
         """Raise ValueError where the meshes do not divide a size. OneFlow would hang or abort there."""
@@ -230,6 +231,8 @@ class TrainingGraph(flow.nn.Graph):
         self.config.set_gradient_accumulation_steps(model.config.micro_batches)
         for part in [self.model.embedding, *self.model.blocks, self.model.head]:
             part.to(flow.nn.graph.GraphModule).set_stage(part.stage, part.mesh)
+        for block in self.model.blocks:
+            block.to(flow.nn.graph.GraphModule).activation_checkpointing = model.config.recompute == "full"
 
     def build(self, ids, targets):
         loss = cross_entropy(self.model(ids), targets)
@@ -390,6 +393,7 @@ def main():
     parser.add_argument("--tensor", type=int, default=1, help="ranks along the tensor axis")
     parser.add_argument("--pipeline", type=int, default=1, help="stages")
     parser.add_argument("--sequence-parallel", action="store_true", help="split the residual along the tensor axis")
+    parser.add_argument("--recompute", choices=["none", "full"], default="none", help="full: blocks, in backward")
     parser.add_argument("--shard-weights", action="store_true", help="split weights along the data axis (FSDP)")
     for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name))
@@ -402,6 +406,8 @@ def main():
     args = parser.parse_args()
     if args.save_every < 1:
         parser.error(f"--save-every {args.save_every}: 1 or more")
+    if args.recompute == "full" and not args.graph:
+        parser.error("--recompute full: OneFlow does that in a graph alone; add --graph")
 
     config = Config(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Config)})
     try:

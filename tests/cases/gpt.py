@@ -38,7 +38,7 @@ ROWS = [  # of the page's table: each layout on the meshes where it differs from
 SMALL = {"batch_size": 8, "seq_len": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 4}
 RUNS = [  # of the default suite: data, tensor, pipeline, and what else
     ((2, 1, 1), {"shard_weights": True, "micro_batches": 2, "clip_grad": 0.5}),
-    ((1, 2, 1), {"graph": True, "sequence_parallel": True, "micro_batches": 2}),
+    ((1, 2, 1), {"graph": True, "sequence_parallel": True, "micro_batches": 2, "recompute": "full"}),
     ((1, 1, 2), {"graph": True, "micro_batches": 4}),
 ]
 known = lru_cache(maxsize=None)(reference_gpt.trained)
@@ -198,6 +198,7 @@ def case_of(mesh, exact, sizes, options):
         in_steps(forward=forward_matmuls(mesh, sizes, options["micro_batches"]), **passes),
         [plain_layouts(move, mesh) for move in moves],
         stages=graph_stages(mesh, num_layers),
+        recomputed=recomputed(num_layers, options),
         reads=plain_layouts([read] * steps, mesh),
         claims=lambda ranks: mean_differences(ranks, values, layout, steps),
     )
@@ -230,6 +231,24 @@ def stage_of_each(mesh, num_layers):
     """The number of the stage of the embedding, of each block and of the head."""
     pipeline = mesh[2]
     return [0, *(i * pipeline // num_layers for i in range(num_layers)), pipeline - 1]
+
+
+RECOMPUTED = {  # type of op -> how many of it a block has, which `--recompute full` computes again
+    **dict.fromkeys(("gelu", "softmax", "constant", "triu", "broadcast_add"), 1),
+    **dict.fromkeys(("batch_matmul", "scalar_add", "sqrt", "add_n", "broadcast_sub", "broadcast_div", "reshape"), 2),
+    **dict.fromkeys(("transpose", "narrow"), 3),
+    **dict.fromkeys(("broadcast_matmul", "reduce_sum", "expand", "broadcast_mul"), 4),
+    **{"scalar_mul": 5, "identity": 6},
+}
+
+
+def recomputed(num_layers, options):
+    """With sequence parallelism also a gather and a scatter of each block; sharded weights are gathered again."""
+    if options.get("recompute") != "full":
+        return {}
+    casts = 2 * options["sequence_parallel"] + 4 * options["shard_weights"]
+    per_block = {**RECOMPUTED, **({"hierarchical_parallel_cast": casts} if casts else {})}
+    return {kind: num_layers * count for kind, count in per_block.items()}
 
 
 def graph_stages(mesh, num_layers):

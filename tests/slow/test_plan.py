@@ -36,11 +36,22 @@ def test_memory_that_a_layer_keeps_is_within_15_percent(data, tensor, sequence_p
     Checks.that(abs(kept + copies - measured) <= 0.15 * measured, "a layer keeps", measured, "not", kept + copies)
 
 
-@pytest.mark.parametrize("mesh, layout", [((2, 1, 1), ["shard_weights"]), ((1, 1, 2), []), ((2, 1, 1), [])], ids=str)
-def test_bytes_of_a_graph_with_micro_batches_are_those_of_the_formula(mesh, layout):
-    options = {"steps": 4, "sample": 0, "graph": True, "micro_batches": 4, **dict.fromkeys(layout, True)}
+@pytest.mark.parametrize(
+    "mesh, layout, micro_batches",
+    [
+        ((2, 1, 1), (), 4),
+        ((2, 1, 1), ("shard_weights",), 4),
+        ((2, 1, 1), ("shard_weights", "full"), 1),
+        ((1, 2, 1), ("full",), 1),
+        ((1, 1, 2), (), 4),
+    ],
+    ids=str,
+)
+def test_bytes_of_a_graph_are_those_of_the_formula(mesh, layout, micro_batches):
+    options = {"shard_weights": "shard_weights" in layout, "recompute": "full" if "full" in layout else "none"}
+    options.update(steps=4, sample=0, graph=True, micro_batches=micro_batches)
     with Pool(2, timeout=120, repeat=True) as pool:
-        seen, _ = gpt.prove_run(pool, GPT, mesh, options, gpt.SIZES)
+        seen = pool.call(gpt.TRAINED, path=GPT, **gpt.mesh_of(mesh), **options, **gpt.SIZES)
     sent = sum(gpt.sent_in_a_step(seen).values())
-    wanted = sum(formulas.moved(gpt.MODEL, mesh, gpt.SIZES["batch_size"], layout, micro_batches=4).values())
+    wanted = sum(formulas.moved(gpt.MODEL, mesh, gpt.SIZES["batch_size"], layout, 4, micro_batches).values())
     Checks.that(abs(sent - wanted) <= 0.05 * wanted, mesh, layout, "sends", sent, "and must send", wanted)
