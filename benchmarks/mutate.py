@@ -68,6 +68,8 @@ EQUIVALENT = {
     rf"list\(range\((n|world_size)\)\)\) -> flow.placement\(device, {ALL}\)$": "it is the world size",
     r"\(\[\[?[^,\]]+\]\]?\)\[(:1|-1:)\]\)$": "the first and the last of one rank are that rank",
     r"flow\.tensor\(\[\[.*\]\]\[::-1\]\.copy\(\)": "one row in reverse order is that row",
+    r"flow\.tensor\(\[state\S+\]\[::-1\]\.copy\(\)": "one number in reverse order is that number",
+    r"gpt.py: flow\.placement\(\"cpu\", \[0\]\) -> ": "a graph puts the number of its steps where it needs it",
     r"gpt.py: flow\.tensor\(ids.*\[::-1\]\.copy\(\)": "the loss is the mean of the rows, in any order",
     r", sbp=flow.sbp.broadcast((?:, grad_sbp=\S+)?)\) -> [\w.()]+\.to_global\(placement=[\w.[\]]+\1\)$": SAME,
     r"to_global\(sbp=x.sbp, grad_sbp=x.sbp\) -> .*\.to_global\(grad_sbp=x.sbp\)$": "it keeps its SBP either way",
