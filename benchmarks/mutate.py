@@ -69,6 +69,7 @@ EQUIVALENT = {
     r"\(\[\[?[^,\]]+\]\]?\)\[(:1|-1:)\]\)$": "the first and the last of one rank are that rank",
     r"flow\.tensor\(\[\[.*\]\]\[::-1\]\.copy\(\)": "one row in reverse order is that row",
     r"flow\.tensor\(\[state\S+\]\[::-1\]\.copy\(\)": "one number in reverse order is that number",
+    r"gpt.py: .*state\[.step.\].*: B -> S\(0\)$": "on one rank any SBP holds the number",
     r"gpt.py: flow\.placement\(\"cpu\", \[0\]\) -> ": "a graph puts the number of its steps where it needs it",
     r"gpt.py: flow\.tensor\(ids.*\[::-1\]\.copy\(\)": "the loss is the mean of the rows, in any order",
     r", sbp=flow.sbp.broadcast((?:, grad_sbp=\S+)?)\) -> [\w.()]+\.to_global\(placement=[\w.[\]]+\1\)$": SAME,
@@ -164,9 +165,11 @@ def red_test(path, name):
     return " ".join([*lines, f"pytest ended with {done.returncode}"][:1])
 
 
-def why_equal(name, change):
-    """Why nothing changes, or None."""
-    return next((why for what, why in EQUIVALENT.items() if re.search(what, f"{name}.py: {change}")), None)
+def why_equal(name, change, line=""):
+    """Why nothing changes, or None. line: the recipe's, where the change alone does not tell."""
+    places = (f"{name}.py: {change}", f"{name}.py: {line.strip()}: {change}")
+    found = (why for what, why in EQUIVALENT.items() for place in places if re.search(what, place))
+    return next(found, None)
 
 
 def names_of(recipes, parser):
@@ -188,10 +191,11 @@ def count(names):
 
 def prove(name, pools, folder):
     """Break a recipe in every way; yields (place and change, why it is red or None, why nothing changes or None)."""
-    for mutant in mutants(path_of(name).read_text()):
+    source = path_of(name).read_text()
+    for mutant in mutants(source):
         path = Path(folder) / f"{name}.py"
         path.write_text(mutant.source)
-        reason = why_equal(name, mutant.change)
+        reason = why_equal(name, mutant.change, source.splitlines()[mutant.line - 1])
         red = None if mutant.in_main else first_red(pools, path, name)
         if not (red or (reason and not mutant.in_main)):  # what only main calls is not on the ladder
             red = first_red_of_main(pools, path, name)
