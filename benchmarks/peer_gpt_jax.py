@@ -30,8 +30,7 @@ def adamw(weights, gradients, state, rate=1e-3, decay=0.01):
 
 
 def normed(x, weight):
-    x = x - x.mean(-1, keepdims=True)
-    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True)) * weight
 
 
 def loss(w, ids, targets, heads):
@@ -43,7 +42,7 @@ def loss(w, ids, targets, heads):
         of_heads = (normed(x, norm) @ qkv).reshape(*ids.shape, heads, -1)
         values = jax.nn.dot_product_attention(*jnp.split(of_heads, 3, -1), is_causal=True)
         x = x + values.reshape(x.shape) @ project
-        x = x + jax.nn.gelu(normed(x, norm_mlp) @ up, approximate=False) @ down
+        x = x + jnp.square(jax.nn.relu(normed(x, norm_mlp) @ up)) @ down
     chances = jax.nn.log_softmax(normed(x, w["head.norm"]) @ w["embedding.tokens"].T)
     return -jnp.take_along_axis(chances, targets[..., None], -1).mean()
 

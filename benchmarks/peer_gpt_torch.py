@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, relu, scaled_dot_product_attention
 
 N, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 SPLIT = {  # Megatron's, the vocabulary too
@@ -22,6 +22,7 @@ SPLIT = {  # Megatron's, the vocabulary too
     "blocks.*.down": RowwiseParallel(),
     "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
 }
+EPSILON = 1e-12  # of a norm: the recipe has none to speak of
 
 
 def linear(weight):
@@ -36,14 +37,14 @@ class Block(nn.Module):
         super().__init__()
         width = len(w["norm"])
         self.of_head = 3 * width // heads  # columns of qkv
-        self.norm, self.norm_mlp = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.norm, self.norm_mlp = nn.RMSNorm(width, EPSILON), nn.RMSNorm(width, EPSILON)
         self.qkv, self.project, self.up, self.down = (linear(w[name]) for name in ("qkv", "project", "up", "down"))
 
     def forward(self, x):
         qkv = self.qkv(self.norm(x)).unflatten(-1, (-1, self.of_head)).transpose(1, 2)  # the heads of this rank
         values = scaled_dot_product_attention(*qkv.chunk(3, -1), is_causal=True)
         x = x + self.project(values.transpose(1, 2).flatten(2))
-        return x + self.down(gelu(self.up(self.norm_mlp(x))))
+        return x + self.down(relu(self.up(self.norm_mlp(x))).square())
 
 
 class GPT(nn.Module):
@@ -58,7 +59,7 @@ class GPT(nn.Module):
                 for i in range(layers)
             )
         )
-        self.norm = nn.LayerNorm(self.tokens.embedding_dim, bias=False)
+        self.norm = nn.RMSNorm(self.tokens.embedding_dim, EPSILON)
         self.head = nn.Linear(self.tokens.embedding_dim, self.tokens.num_embeddings, bias=False)
         self.head.weight = self.tokens.weight
 

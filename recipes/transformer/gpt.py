@@ -113,11 +113,9 @@ class StageModule(flow.nn.Module):
         sbp = self.layout[self.kinds[name]]
         return weight if weight.sbp == sbp else weight.to_global(sbp=sbp, grad_sbp=weight.sbp)
 
-    def layer_norm(self, x, name):
-        """Without a bias. nn.LayerNorm, or a subtraction without expand, is slow on a CPU."""
-        centered = x - x.mean(-1, keepdim=True).expand(*x.shape)
-        variance = (centered * centered).mean(-1, keepdim=True)
-        return centered / flow.sqrt(variance + 1e-5).expand(*x.shape) * self.weight(name)
+    def rms_norm(self, x, name):
+        """Each token divided by its root mean square. Written with mean and sqrt, this is slow on a CPU."""
+        return flow.nn.functional.normalize(x, dim=-1) * (x.shape[-1] ** 0.5 * self.weight(name))
 
     def gather_sequence(self, x):
         """The whole sequence on each rank of the tensor axis. Backward, the ranks' gradients are summed."""
@@ -137,8 +135,9 @@ class Embedding(StageModule):
     def forward(self, ids):
         table = self.weight("tokens")
         x = flow._C.gather(table, ids.transpose(0, 1), 0)  # the gradient of table[ids] is wrong, silently
-        x = self.sum_parts(x) + self.weight("positions").unsqueeze(1)
-        return x, table
+        x = self.sum_parts(x)
+        positions = self.weight("positions").unsqueeze(1).expand(*x.shape)  # to add them without expand is slow
+        return x + positions, table
 
 
 class Block(StageModule):
@@ -154,9 +153,9 @@ class Block(StageModule):
 
     def forward(self, x):
         x = x.to_global(placement=self.mesh)  # from the stage before
-        out = self.attention(self.gather_sequence(self.layer_norm(x, "norm")))
+        out = self.attention(self.gather_sequence(self.rms_norm(x, "norm")))
         x = x + self.sum_parts(out)
-        out = self.mlp(self.gather_sequence(self.layer_norm(x, "norm_mlp")))
+        out = self.mlp(self.gather_sequence(self.rms_norm(x, "norm_mlp")))
         return x + self.sum_parts(out)
 
     def attention(self, x):
@@ -166,7 +165,7 @@ class Block(StageModule):
         qkv = flow.matmul(x, self.weight("qkv"))  # its columns are in the order of the heads
         qkv = qkv.reshape(seq_len, batch, heads, 3 * head_size).permute(1, 2, 0, 3)
         q, k, v = qkv.chunk(3, -1)
-        scores = flow.matmul(q, k.transpose(2, 3)) * head_size**-0.5
+        scores = flow.matmul(q, k, transpose_b=True) * head_size**-0.5
         scores = scores + self.mask(seq_len, x.dtype)  # flow.where would gather the scores
         values = flow.matmul(scores.softmax(-1), v)
         values = values.permute(2, 0, 1, 3).reshape(seq_len, batch, hidden_size)
@@ -178,7 +177,8 @@ class Block(StageModule):
         return flow._C.global_constant(shape, -1e9, dtype=dtype, placement=self.mesh, sbp=sbp).triu(1)
 
     def mlp(self, x):
-        hidden = flow.nn.functional.gelu(flow.matmul(x, self.weight("up")))
+        """Its activation is the squared ReLU, as good as GELU and far faster on a CPU (arXiv:2109.08668)."""
+        hidden = flow.square(flow.relu(flow.matmul(x, self.weight("up"))))
         return flow.matmul(hidden, self.weight("down"))
 
 
@@ -189,8 +189,8 @@ class Head(StageModule):
 
     def forward(self, x, table):
         table = table.to_global(placement=self.mesh)  # tied: it is the embedding's
-        x = self.gather_sequence(self.layer_norm(x, "norm"))
-        return flow.matmul(x, table.transpose(0, 1))
+        x = self.gather_sequence(self.rms_norm(x, "norm"))
+        return flow.matmul(x, table, transpose_b=True)
 
 
 def normal(rng, *shape):

@@ -234,11 +234,10 @@ def stage_of_each(mesh, num_layers):
 
 
 RECOMPUTED = {  # type of op -> how many of it a block has, which `--recompute full` computes again
-    **dict.fromkeys(("gelu", "softmax", "constant", "triu", "broadcast_add"), 1),
-    **dict.fromkeys(("batch_matmul", "scalar_add", "sqrt", "add_n", "broadcast_sub", "broadcast_div", "reshape"), 2),
-    **dict.fromkeys(("transpose", "narrow"), 3),
-    **dict.fromkeys(("broadcast_matmul", "reduce_sum", "expand", "broadcast_mul"), 4),
-    **{"scalar_mul": 5, "identity": 6},
+    **dict.fromkeys(("relu", "square", "softmax", "constant", "triu", "broadcast_add"), 1),
+    **dict.fromkeys(("batch_matmul", "l2_normalize", "broadcast_mul", "add_n", "reshape", "transpose"), 2),
+    **dict.fromkeys(("narrow", "scalar_mul"), 3),
+    **{"broadcast_matmul": 4, "identity": 6},
 }
 
 
@@ -268,17 +267,19 @@ def forward_matmuls(mesh, sizes, micro_batches):
         shapes = (length, batch, rows), (rows, hidden), (length, batch, hidden)
         return tuple(zip((BY_COLUMN, SBPS["row"], PARTS), [ranks] * 3, shapes))
 
-    def by_head(ranks, rows, inner, columns):
-        shapes = (rows, inner), (inner, columns), (rows, columns)
+    def by_head(ranks, *shapes):
         return tuple((BY_HEAD, ranks, (batch, heads, *shape)) for shape in shapes)
 
     matmuls = []
     for stage in stage_of_each(mesh, sizes["num_layers"])[1:-1]:
         ranks = stages_of(mesh)[stage]
-        scores, values = by_head(ranks, length, head_size, length), by_head(ranks, length, length, head_size)
+        per_token, per_pair = (length, head_size), (length, length)
+        scores = by_head(ranks, per_token, per_token, per_pair)  # k is transposed by the matmul itself
+        values = by_head(ranks, per_pair, per_token, per_token)
         matmuls += [column(ranks, 3 * hidden), scores, values, row(ranks, hidden)]
         matmuls += [column(ranks, 4 * hidden), row(ranks, 4 * hidden)]
-    matmuls.append(column(stages_of(mesh)[-1], reference_gpt.vocab_size_of(heads)))
+    x, _, logits = column(stages_of(mesh)[-1], reference_gpt.vocab_size_of(heads))
+    matmuls.append((x, (SBPS["vocabulary"], x[1], (logits[2][-1], hidden)), logits))  # so is the table
     return [plain_layouts(operands, mesh) for operands in matmuls]
 
 

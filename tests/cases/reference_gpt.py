@@ -7,28 +7,33 @@ import numpy as np
 
 from tests.cases import reference
 from tests.cases.reference import Value
-from tests.cases.reference_transformer import causal, cross_entropy, norm, softmax
+from tests.cases.reference_transformer import causal, cross_entropy, softmax
 
 
-def gelu(x):
-    """x times the probability that a normal number is below x."""
-    erf = np.fromiter(map(math.erf, (x.exact / math.sqrt(2)).ravel().tolist()), float, x.exact.size)
-    below = 0.5 * (1 + erf.reshape(x.exact.shape))
-    slope = below + x.exact * np.exp(-x.exact * x.exact / 2) / math.sqrt(2 * math.pi)
-    return Value(x.exact * below, (x, lambda g: g * slope))
+def squared_relu(x):
+    """D. So et al., "Primer", arXiv:2109.08668."""
+    positive = np.maximum(x.exact, 0)
+    return Value(positive * positive, (x, lambda g: g * 2 * positive))
+
+
+def rms_norm(x):
+    """Each row of x, (..., hidden), divided by its root mean square: B. Zhang, R. Sennrich, arXiv:1910.07467."""
+    scale = 1 / np.sqrt((x.exact * x.exact).mean(-1, keepdims=True))
+    rows = x.exact * scale
+    return Value(rows, (x, lambda g: scale * (g - rows * (g * rows).mean(-1, keepdims=True))))
 
 
 def block(x, w, name, num_heads):
     """One layer, of x (batch, seq_len, hidden)."""
     batch, seq_len, hidden = x.exact.shape
     head_size = hidden // num_heads
-    qkv = (norm(x) * w[name + "norm"]) @ w[name + "qkv"]  # head by head
+    qkv = (rms_norm(x) * w[name + "norm"]) @ w[name + "qkv"]  # head by head
     qkv = qkv.reshape(batch, seq_len, num_heads, 3 * head_size).permute(0, 2, 1, 3)
     q, k, v = (qkv[..., i * head_size : (i + 1) * head_size] for i in range(3))
     scores = (q @ k.T) * head_size**-0.5 + causal(seq_len)
     values = (softmax(scores) @ v).permute(0, 2, 1, 3).reshape(batch, seq_len, hidden)
     x = x + values @ w[name + "project"]
-    return x + gelu((norm(x) * w[name + "norm_mlp"]) @ w[name + "up"]) @ w[name + "down"]
+    return x + squared_relu((rms_norm(x) * w[name + "norm_mlp"]) @ w[name + "up"]) @ w[name + "down"]
 
 
 def logits_of(w, ids, num_heads):
@@ -36,7 +41,7 @@ def logits_of(w, ids, num_heads):
     x = w["embedding.tokens"][ids] + w["embedding.positions"]
     for i in range(sum(name.endswith(".qkv") for name in w)):
         x = block(x, w, f"blocks.{i}.", num_heads)
-    return (norm(x) * w["head.norm"]) @ w["embedding.tokens"].T
+    return (rms_norm(x) * w["head.norm"]) @ w["embedding.tokens"].T
 
 
 def loss_of(w, ids, targets, num_heads):
