@@ -3,27 +3,26 @@
     ./launch.sh bench [--short] [PART ...]
 
 Each figure that compares comes from one run in which the sides take turns on the same cores; medians, and of ratios the
-median of the turns' ratios. What a part has found is kept in docs/performance.json, and the page is made from that.
+median of the turns' ratios. What a part has found on each CPU is kept in docs/performance.json, until what it measures
+changes; the pages are made from that.
 """
 
 import argparse
-import datetime
-import json
 import os
 import platform
 import subprocess
 import sys
-import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import gpt, moves, page, peers, starts, steps  # noqa: E402
+from benchmarks import details, gpt, moves, page, peers, records, starts, steps  # noqa: E402
 from harness.pool import PoolError  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-FOUND, PAGE = DOCS / "performance.json", DOCS / "performance.md"
+PAGES = {DOCS / "performance.md": page.page, DOCS / "performance-details.md": details.page}
 TURNS = 5
 PARTS = {  # in the order in which they run: name -> function of the number of turns and of one that tells progress
     "training": steps.training,
@@ -65,15 +64,10 @@ def say(*words):
 
 
 def measure(parts):
-    """{name: {"date", "minutes", "machine", "data"}} of each of `parts`, name -> function of `say`."""
-    found = {}
+    """Yields (name, record) of each of `parts`, name -> function of `say`."""
     for k, (name, part) in enumerate(parts.items(), 1):
         print(f"{k}/{len(parts)} {name}", file=sys.stderr, flush=True)
-        begin = time.monotonic()
-        data = json.loads(json.dumps(part(say)))
-        minutes = round((time.monotonic() - begin) / 60, 1)
-        found[name] = {"date": str(datetime.date.today()), "minutes": minutes, "machine": machine(), "data": data}
-        yield found
+        yield name, records.measured(name, part, machine(), say)
 
 
 def main(arguments=None):
@@ -91,26 +85,26 @@ def main(arguments=None):
         parser.exit(2, f"launch.sh: {needs}\n  {peers.HOW_TO_MAKE}\n")
     try:
         if options.short:
-            *_, found = measure(SHORT)
-            print(page.page(found))
+            found = {name: {record["machine"]["model"]: record} for name, record in measure(SHORT)}
+            print(page.page(found), details.page(found), sep="\n")
             return 0
         chosen = {name: PARTS[name] for name in PARTS if name in options.parts or not options.parts}
-        for found in measure({name: lambda say, part=part: part(TURNS, say) for name, part in chosen.items()}):
-            kept = json.loads(FOUND.read_text()) if FOUND.exists() else {}
-            everything = {**kept, **found}
-            write({name: everything[name] for name in PARTS if name in everything})
+        for name, record in measure({name: partial(part, TURNS) for name, part in chosen.items()}):
+            kept = records.current(records.added(records.read(), name, record))
+            write({part: kept[part] for part in PARTS if part in kept})
     except (peers.PeerError, PoolError) as error:
         print(f"launch.sh: bench: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {PAGE.relative_to(DOCS.parent)}")
+    print("wrote", *(path.relative_to(DOCS.parent) for path in PAGES))
     return 0
 
 
 def write(found):
-    """The kept figures, the page and the plots."""
-    FOUND.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    PAGE.write_text(page.page(found))
-    plots = [str(peers.PYTHON), str(Path(__file__).with_name("plots.py")), str(FOUND), str(DOCS / "pictures")]
+    """The kept figures, the pages and the plots."""
+    records.write(found)
+    for path, text in PAGES.items():
+        path.write_text(text(found))
+    plots = [str(peers.PYTHON), str(Path(__file__).with_name("plots.py")), str(records.FOUND), str(DOCS / "pictures")]
     done = subprocess.run(plots, capture_output=True, text=True)
     if done.returncode:
         raise peers.PeerError(f"plots.py: {done.stderr.splitlines()[-1]}")

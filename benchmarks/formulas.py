@@ -16,7 +16,7 @@ def sent(strategy, ranks, hidden_size):
     ring = 2 * (ranks - 1) / ranks
     return {
         "data parallel": ring * weights,
-        "column, then row": ring * activations,
+        "column-row": ring * activations,
         "pipeline": 4 * BATCH * hidden_size,
         "data x tensor": (weights + activations) / 2,  # pairs: half of the weights one way, half of the batch the other
     }[strategy]
@@ -61,7 +61,7 @@ def grouped(rows, *names):
 def crossings(data, cores):
     """[(one strategy, another, {"bytes", "formula", "eager", "PyTorch": hidden size or None})] on 2 ranks."""
     curves = {}
-    for name in ("data parallel", "column, then row", "pipeline"):
+    for name in ("data parallel", "column-row", "pipeline"):
         rows = [row for row in data["steps"] if row["strategy"] == name]
         curves[name] = {
             "bytes": (FINE, [sent(name, 2, hidden_size) for hidden_size in FINE]),

@@ -68,7 +68,7 @@ SPLIT = {"first": ColwiseParallel(), "second": RowwiseParallel()}
 
 
 def tensor(batch, in_features, hidden_size, out_features):
-    """DTensor: column, then row."""
+    """DTensor: column-row."""
     model = parallelize_module(Layers(in_features, hidden_size, out_features), init_device_mesh("cpu", (N,)), SPLIT)
     torch.manual_seed(0)
     return plain(model, torch.randn(batch, in_features), torch.randn(batch, out_features))

@@ -1,4 +1,4 @@
-"""The plots of docs/performance.md, by matplotlib in the environment of the peers: plots.py FOUND.json FOLDER.
+"""The plots of docs/performance-details.md, by matplotlib in the environment of the peers: plots.py FOUND.json FOLDER.
 
 One axis below the other, as wide as a phone shows a picture, for light and for dark pages.
 """
@@ -96,10 +96,15 @@ def use(theme):
         STYLES[name]["color"] = letters
 
 
+def newest(by_cpu):
+    """The record that was measured last, of all CPUs; None if there is none."""
+    return max(by_cpu.values(), key=lambda record: record["date"], default=None)
+
+
 def main():
     found, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for draw, (rows, names) in PLOTS.items():
-        part = found.get(draw.__name__)
+        part = newest(found.get(draw.__name__, {}))
         for theme in THEMES if part else ():
             use(theme)
             groups = formulas.grouped(rows(part["data"]), *names).values()

@@ -20,7 +20,7 @@ WIDE = {"batch": 512, "in_features": 1024, "hidden_size": 4096, "out_features": 
 SQUARE = {**WIDE, "hidden_size": 1024}
 STRATEGIES = {  # name -> (kind of the peers, recipe, arguments of its run, numbers of ranks)
     "data parallel": ("data", "train_data_parallel", {"optimizer": "momentum", **WIDE}, (2, 4)),
-    "column, then row": ("tensor", "train_model_parallel", WIDE, (2, 4)),
+    "column-row": ("tensor", "train_model_parallel", WIDE, (2, 4)),
     "pipeline": ("pipeline", "train_pipeline", {"micro_batches": 8, **SQUARE}, (2, 4)),
     "data x tensor": ("hybrid", "train_data_tensor", WIDE, (4,)),
     "fully sharded, Adam": ("sharded", "fully_sharded", WIDE, (2, 4)),
@@ -124,17 +124,17 @@ def beside_peers(strategy, n, found, say):
 
 
 def tall(batch, inner, hidden_size, out, n=2):
-    """The shapes of a rank's five matmuls in a step of column, then row; x needs no gradient."""
+    """The shapes of a rank's five matmuls in a step of column-row; x needs no gradient."""
     part = hidden_size // n
     forward = [(batch, inner, part), (batch, part, out)]
     return [*forward, (batch, out, part), (part, batch, out), (inner, batch, part)]
 
 
 def limit(turns, say):
-    """Column, then row on 2 ranks: {"matmuls": seconds of a step's matmuls alone, by framework, "shares": of a step's
+    """Column-row on 2 ranks: {"matmuls": seconds of a step's matmuls alone, by framework, "shares": of a step's
     time, that they are, by mode, "parts": seconds of the parts of an eager step}."""
     work = {"shapes": tall(*WIDE.values()), "steps": STEPS}
-    _, script, given, _ = STRATEGIES["column, then row"]
+    _, script, given, _ = STRATEGIES["column-row"]
     with ExitStack() as stack:
         pool = stack.enter_context(Pool(2, timeout=300))
         peers = {name: stack.enter_context(Peer(PEERS[name], 2)) for name in PEERS}
@@ -149,7 +149,7 @@ def limit(turns, say):
 
 LEVERS = {  # -> strategy, what sets it, and without it the keywords of `sides` or the recipe's arguments
     "OpenBLAS 0.3.34 in place of the one in OneFlow": (
-        *("column, then row", "launch.sh; elsewhere `LD_PRELOAD`"),
+        *("column-row", "launch.sh; elsewhere `LD_PRELOAD`"),
         {"variables": {"COOKBOOK_BLAS": "builtin"}},
     ),
     "each rank bound to its cores": ("data parallel", "launch.sh; elsewhere `taskset`", {"bind": False}),
@@ -160,7 +160,7 @@ LEVERS = {  # -> strategy, what sets it, and without it the keywords of `sides` 
     "`SGD` with momentum in place of without": ("data parallel", "`--optimizer momentum`", {"optimizer": "sgd"}),
 }
 TRIED = {  # what is not set, with the variable that sets it -> strategy
-    "huge pages: `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`": "column, then row",
+    "huge pages: `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`": "column-row",
     "computing on the scheduling thread: `ONEFLOW_VM_COMPUTE_ON_WORKER_THREAD=0`": "data parallel",
     "kernels without oneDNN: `ONEFLOW_ENABLE_ONEDNN_OPTS=0`": "pipeline",
 }
@@ -258,7 +258,7 @@ def scaling(turns, say):
     rows, names = [], ("eager", "PyTorch")
     for n in (1, 2, 4):
         with cores(n), sides(n, names, {"OMP_NUM_THREADS": "1"}) as of:
-            for kind, strategy in itertools.product(("strong", "weak"), ("data parallel", "column, then row")):
+            for kind, strategy in itertools.product(("strong", "weak"), ("data parallel", "column-row")):
                 batch = 512 if kind == "strong" else 256 * n
                 seconds = medians(in_turns(turns, of(strategy, batch=batch)))
                 rows.append({"strategy": strategy, "kind": kind, "ranks": n, "seconds": seconds})
@@ -270,7 +270,7 @@ def sizes(turns, say):
     """{"steps": [{"strategy", "ranks", "hidden_size", "seconds": by side}], "per_rank": {"flops": of a rank's matmuls
     in a second, "update": seconds for each parameter, "bytes": of an all-reduce in a second}}; the batch is BATCH."""
     rows = []
-    for strategy, n in {"data parallel": 2, "column, then row": 2, "pipeline": 2, "data x tensor": 4}.items():
+    for strategy, n in {"data parallel": 2, "column-row": 2, "pipeline": 2, "data x tensor": 4}.items():
         with sides(n, ("eager", "PyTorch")) as of:
             for hidden_size in HIDDEN:
                 seconds = medians(in_turns(turns, of(strategy, batch=BATCH, hidden_size=hidden_size)))

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import bench, formulas, gpt, page, peers, steps
+from benchmarks import bench, details, formulas, gpt, page, peers, records, steps
 from tests.cases import CASES, reference_gpt
 from tests.cases.reference import Value
 
@@ -35,21 +35,49 @@ def test_parts_that_there_are_not(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-FOUND = json.loads(bench.FOUND.read_text())
+FOUND = records.read()
 
 
-def test_the_page_has_what_was_found_and_nothing_else():
-    assert bench.PAGE.read_text() == page.page(FOUND)
-    assert list(bench.PARTS) == [section.__name__ for section in page.SECTIONS]
+@pytest.mark.parametrize("path", bench.PAGES, ids=lambda path: path.name)
+def test_a_page_has_what_was_found_and_nothing_else(path):
+    assert path.read_text() == bench.PAGES[path](FOUND)
+
+
+def test_each_part_has_a_section():
+    assert set(bench.PARTS) == {section.__name__ for section in (page.training, page.gpt, *details.SECTIONS)}
     assert list(FOUND) == [name for name in bench.PARTS if name in FOUND]
+
+
+def test_a_record_stays_until_what_it_measured_changes(monkeypatch):
+    def record(cpu, digest):
+        return {"machine": {"model": cpu}, "measured": digest}
+
+    monkeypatch.setattr(records, "digest", lambda part: "new")
+    kept = {"gpt": {"A": record("A", "old"), "B": record("B", "new")}, "limit": {"A": record("A", "old")}}
+    assert records.current(kept) == {"gpt": {"B": kept["gpt"]["B"]}}
+    more = records.added(kept, "gpt", record("C", "new"))
+    assert list(more["gpt"]) == ["A", "B", "C"] and more["limit"] == kept["limit"]
+    assert records.added(kept, "gpt", record("A", "new"))["gpt"]["A"]["measured"] == "new"
+
+
+def test_no_page_shows_what_has_changed_since():
+    assert records.current(FOUND) == FOUND, "./launch.sh bench drops it"
+
+
+def test_rows_of_two_cpus_stand_side_by_side():
+    both = {cpu: FOUND["limit"][next(iter(FOUND["limit"]))] for cpu in ("AMD EPYC", "Intel(R) Xeon(R) Processor")}
+    lines = [line for line in details.page({"limit": both}).splitlines() if line.startswith("| OneFlow")]
+    assert [line.split(" | ")[1] for line in lines] == ["AMD EPYC", "Intel Xeon"]
 
 
 @pytest.mark.parametrize("theme", ["", "-dark"])
 @pytest.mark.parametrize("name", ["scaling", "sizes", "collectives"])
 def test_a_plot_is_of_what_was_found_and_legible_on_a_phone(name, theme):
-    mark = hashlib.sha256(json.dumps(FOUND[name]["data"], sort_keys=True).encode()).hexdigest()
+    last = max(FOUND[name].values(), key=lambda record: record["date"])
+    mark = hashlib.sha256(json.dumps(last["data"], sort_keys=True).encode()).hexdigest()
     plot = (bench.DOCS / "pictures" / f"performance-{name}{theme}.svg").read_text()
-    assert mark in plot and f"pictures/performance-{name}{theme}.svg" in bench.PAGE.read_text()
+    assert mark in plot
+    assert f"pictures/performance-{name}{theme}.svg" in (bench.DOCS / "performance-details.md").read_text()
     assert float(re.search(r'viewBox="0 0 ([\d.]+)', plot).group(1)) <= 358  # px of a phone's page
     assert min(float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", plot)) >= 11
 
@@ -92,7 +120,8 @@ def test_gpt_has_the_same_losses_on_all_sides(monkeypatch):
     for row in rows:
         assert row["difference"] <= gpt.ALIKE
         assert all(seconds > 0 for side in row["parts"].values() for seconds in side.values())
-    text = page.page({"gpt": {**FOUND["launches"], "data": rows}})
+    [(cpu, record), *_] = FOUND["launches"].items()
+    text = page.page({"gpt": {cpu: {**record, "data": rows}}})
     assert "## A GPT" in text and "| fully sharded | 2 | OneFlow |" in text
 
 
@@ -116,7 +145,7 @@ def test_flops_of_the_matmuls_of_a_gpt():
     "strategy, name, n, more",
     [
         ("data parallel", "train_data_parallel", 2, {"optimizer": "momentum"}),
-        ("column, then row", "train_model_parallel", 2, {}),
+        ("column-row", "train_model_parallel", 2, {}),
         ("pipeline", "train_pipeline", 2, {}),
         ("data x tensor", "train_data_tensor", 4, {}),
     ],

@@ -1,0 +1,244 @@
+"""docs/performance-details.md: a section for each other part of bench. No figure stands here."""
+
+from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, grouped, step_time
+from benchmarks.layout import by_cpu, each, filled, ms, percent, plot, when
+
+INTRODUCTION = """# Performance: the details
+
+[README](../README.md) · [all pages](README.md) · [performance](performance.md), the short page
+
+What the ratios on [the short page](performance.md) are made of. `./launch.sh bench` makes this page too.
+"""
+
+
+def limit(records):
+    def matmuls(data):
+        fastest = min(data["matmuls"].values())
+        return [[name, ms(seconds), f"{seconds / fastest:.2f}"] for name, seconds in data["matmuls"].items()]
+
+    def shares(data):
+        alone, update = (part / data["parts"]["step"] for part in (data["matmuls"]["OneFlow"], data["parts"]["update"]))
+        yield ["five matmuls, alone", percent(alone)]
+        yield ["update, SGD with momentum", percent(update)]
+        yield ["all else: relu, loss, all-reduce, waiting", percent(1 - alone - update)]
+
+    def modes(data, cpu):
+        eager, graph = (percent(data["shares"][mode]) for mode in ("eager", "graph"))
+        return f"On the {cpu} these matmuls are {eager} of a step in eager mode, and {graph} in a graph."
+
+    return f"""## The limit
+
+Column-row on 2 ranks: the five matmuls of a rank's step with nothing else to do. No recipe can make OpenBLAS's `sgemm`
+faster.
+
+{by_cpu(["framework", "matmuls alone, ms", "/ fastest"], records, matmuls)}
+{each(records, modes)}
+
+Where an eager step goes, in one run:
+
+{by_cpu(["part", "of the step"], records, shares)}"""
+
+
+def kernels(records):
+    def rows(data):
+        for row in data:
+            yield [row["kernel"], *(f"{1e3 * one:.2f}" for one in row["seconds"].values()), f"{row['ratio']:.2f}"]
+
+    return f"""## Kernels
+
+Operations of a step, alone on one core, in milliseconds, float32. A recipe can avoid a slow one: gpt.py is written with
+the fast ones.
+
+{by_cpu(["operation", "OneFlow", "PyTorch", "ratio"], records, rows)}"""
+
+
+def busy(records):
+    def rows(data):
+        for row in data:
+            idle = max(0.0, row["step"] - row["others"] - row["scheduling"])
+            shares = [percent(part / row["step"]) for part in (row["others"], row["scheduling"], idle)]
+            yield [row["strategy"], row["ranks"], row["mode"], ms(row["step"]), *shares, f"{row['gain']:.2f}"]
+
+    header = ["strategy", "ranks", "mode", "step, ms", "working", "OneFlow's scheduling thread", "idle", "nice 19"]
+    return f"""## What the first core does
+
+The CPU time of the ranks that share this core, in a step. OneFlow's scheduling thread
+(`vm::VirtualMachine::ScheduleLoop`) never sleeps while work is under way: it calls `sched_yield` again and again, also
+while the rank waits for a message. So its share is mostly waiting.
+
+The last column gives that thread the lowest priority: the time of a step without that, divided by the time with it.
+
+{by_cpu(header, records, rows, keys=3)}"""
+
+
+def levers(records):
+    def rows(data):
+        return [[row["lever"], row["strategy"], f"{row['gain']:.2f}", row["set"]] for row in data]
+
+    return f"""## Levers
+
+The time of a step without a lever, divided by the time with it, on 2 ranks in eager mode. Each lever that is set is
+taken away alone; each one that is not set is added alone.
+
+OneFlow 0.9.0 contains an OpenBLAS that knows CPUs by their model, and chooses kernels without AVX on newer ones. So
+`launch.sh` loads OpenBLAS 0.3.34 before it. `COOKBOOK_BLAS=builtin` switches that off. With a different launcher,
+and for processes that a rank starts, type `export LD_PRELOAD=$PWD/.venv/lib/libopenblas.so`.
+
+{by_cpu(["lever", "strategy", "gain", "set by"], records, rows, keys=2)}"""
+
+
+def scaling(records):
+    def rows(data):
+        for (kind, strategy), own in grouped(data, "kind", "strategy").items():
+            for side in ("eager", "PyTorch"):
+                times = [row["seconds"][side] for row in own]
+                yield [kind, strategy, side, *(f"{ms(one)} ({times[0] / one:.2f})" for one in times)]
+
+    header = ["scaling", "strategy", "side", "1 rank", "2 ranks", "4 ranks"]
+    return f"""## Scaling
+
+Milliseconds of a step, and in parentheses the time on 1 rank divided by it. Strong scaling splits a batch of 512 over
+the ranks; the ideal is the number of ranks. Weak scaling gives each rank 256 rows; the ideal is 1. Each rank has one
+core. 4 ranks share the 2 cores, so they cannot beat 2 ranks. The dashed line is the ideal on 2 cores.
+
+{plot("scaling", "milliseconds of a step against the number of ranks")}
+
+{by_cpu(header, records, rows, keys=3)}"""
+
+
+def sizes(records):
+    cores = next(iter(records.values()))["machine"]["cores"]
+
+    def rows(data):
+        for (strategy, ranks), own in grouped(data["steps"], "strategy", "ranks").items():
+            for side in ("eager", "PyTorch"):
+                yield [strategy, ranks, side, *(ms(row["seconds"][side]) for row in own)]
+            formula = [step_time(strategy, ranks, row["hidden_size"], data["per_rank"], cores) for row in own]
+            yield [strategy, ranks, "formula", *map(ms, formula)]
+
+    def crossed(data):
+        for one, other, where in crossings(data, cores):
+            yield [f"{one} · {other}", *(f"{where[kind]:.0f}" if where[kind] else "none" for kind in kinds)]
+
+    def rates(data, cpu):
+        flops, update, sent = (data["per_rank"][name] for name in ("flops", "update", "bytes"))
+        return (
+            f"On the {cpu} the formula adds up matmuls at {flops / 1e9:.0f} GFLOP/s, the update at"
+            f" {1e9 * update:.2f} ns a parameter, and bytes at {sent / 1e9:.2f} GB/s, those of an all-reduce of 16 MB."
+            " All three rates are of the same run."
+        )
+
+    kinds = ("bytes", "formula", "eager", "PyTorch")
+    return f"""## How cost grows with size
+
+Milliseconds of a step with a batch of {BATCH} and {FEATURES} features in and out, by hidden size. On 2 ranks the three
+strategies do the same work.
+
+{each(records, rates)}
+
+{plot("sizes", "milliseconds of a step against the hidden size")}
+
+{by_cpu(["strategy", "ranks", "side", *HIDDEN], records, rows, keys=3)}
+The hidden size from {HIDDEN[0]} to {HIDDEN[-1]} at which the better of two strategies changes: by the bytes that a rank
+sends, by the formula for time, and in measured time. "none" means that the same one is better at all sizes.
+
+By bytes, data parallel and column-row cross at batch x out / (in + out), and the pipeline sends less than column-row
+while hidden is smaller than out. Time also has the update, of all weights or of half of them, and waiting.
+
+{by_cpu(["strategies", *kinds], records, crossed)}"""
+
+
+def idle(records):
+    def rows(data):
+        for row in data["rows"]:
+            yield [row["micro_batches"], f"{row['ratio']:.2f}", percent(row["idle"]), percent(row["formula"])]
+
+    return f"""## Idle pipeline stages
+
+A graph of train_pipeline.py on 2 ranks, with m micro-batches of one batch of 2048. With one micro-batch one stage works
+after the other, so that its time is the work of both. What is not work in a step of both stages is idle.
+
+The formula assumes equal stages. Here the first stage needs no gradient of its input, so the last one has 3 of the 5
+matmuls. That alone leaves 1 - 5/6 = 17 % idle. Matmuls of smaller micro-batches are slower, too.
+
+{by_cpu(["m", "step / step with m = 1", "idle", "(n-1)/(m+n-1)"], records, rows)}"""
+
+
+def collectives(records):
+    first = next(iter(records.values()))["data"]
+    sizes = list(dict.fromkeys(row["bytes"] for row in first["moves"]))
+
+    def rows(data):
+        for key, own in grouped(data["moves"], "collective", "sbp", "ranks").items():
+            yield [*key, *(f"{ms(row['seconds']['ours'])} ({row['ratio']:.2f})" for row in own)]
+        copies = {row["bytes"]: row["bytes"] / row["seconds"] / 1e9 for row in data["copies"]}
+        yield ["copy in memory, GB/s", "", "", *(f"{copies[size]:.1f}" for size in sizes)]
+
+    return f"""## Collectives
+
+`to_global` from one SBP to a different one in eager mode, in milliseconds. In parentheses: that time divided by the
+time of gloo's collective for as many bytes. Sizes are those of the whole tensor. The last row is how fast this machine
+copies as much in memory.
+
+{plot("collectives", "bytes a second of each collective against the tensor's size")}
+
+{by_cpu(["collective", "SBP", "ranks", *map(size_in_words, sizes)], records, rows, keys=3)}"""
+
+
+def size_in_words(size):
+    return f"{size >> 20} MB" if size >= 2**20 else f"{size >> 10} KB"
+
+
+def launches(records):
+    def rows(data):
+        for row in data["pairs"]:
+            yield [row["ranks"], *(f"{seconds:.2f}" for seconds in row["seconds"].values()), f"{row['ratio']:.2f}"]
+
+    def stalls(data, cpu):
+        return (
+            f"On the {cpu}, {data['alone']} launches on 4 ranks took {data['median']:.2f} s in the median and"
+            f" {data['longest']:.2f} s at most. {data['stalls'] or 'None'} of them hit the 10 s retry of a rank that"
+            " looks for rank 0 too early."
+        )
+
+    return f"""## Launch
+
+Seconds from the command to its end, for a job that sums one number: `./launch.sh` with OneFlow, and torchrun with
+PyTorch and gloo.
+
+{by_cpu(["ranks", "launch.sh", "torchrun", "ratio"], records, rows)}
+{each(records, stalls)}
+"""
+
+
+def fresh_clone(records):
+    def rows(data):
+        return [[row["phase"], f"{row['seconds']:.1f}"] for row in data]
+
+    return f"""## From a fresh clone to the first result
+
+Seconds of `git clone` and `./launch.sh recipes/data_parallel.py`, with nothing in uv's cache. The download depends on
+the network. A second clone on the same machine links to the cache.
+
+{by_cpu(["phase", "seconds"], records, rows)}"""
+
+
+def suite(records):
+    def rows(data):
+        yield [data["tests"], data["checks"], f"{data['seconds']:.0f}"]
+
+    return f"""## The test suite
+
+`./launch.sh test` against numpy and the declared layouts.
+
+{by_cpu(["tests", "checks", "seconds"], records, rows, keys=2)}"""
+
+
+SECTIONS = (limit, kernels, busy, levers, scaling, sizes, idle, collectives, launches, fresh_clone, suite)
+
+
+def page(found):
+    """The text of the page; found: {part: {CPU: record}}."""
+    texts = [INTRODUCTION]
+    texts += [section(found[section.__name__]) for section in SECTIONS if section.__name__ in found]
+    return filled("\n\n".join([*texts, f"## When, and on what\n\n{when(found)}"])) + "\n"
