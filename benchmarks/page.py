@@ -25,7 +25,7 @@ def takeaways(found):
         [
             *(ratios_in_words(found, "training", "A step of the small models below")),
             *(ratios_in_words(found, "gpt", "A step of a GPT")),
-            "- Neither eager mode nor nn.Graph is always faster. A pipeline needs a graph, in which its stages overlap.",
+            "- Neither eager mode nor nn.Graph is always faster. A pipeline needs a graph: there its stages overlap.",
             "- On a slow link, choose the strategy that sends least at your sizes: see the [atlas](sbp-atlas.md).",
             "- Start at most one rank for each core. With more, they take time from each other.",
             "- `launch.sh` sets the options that are costliest to forget: it binds each rank to its cores, and loads a",
