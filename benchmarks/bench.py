@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import details, gpt, moves, page, peers, records, starts, steps  # noqa: E402
+from benchmarks import details, gpt, moves, page, peers, planned, records, starts, steps  # noqa: E402
 from harness.pool import PoolError  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -30,6 +30,7 @@ PARTS = {  # in the order in which they run: name -> function of the number of t
     "kernels": steps.kernels,
     "busy": steps.busy,
     "gpt": gpt.gpt,
+    "plan": planned.plan,
     "levers": steps.levers,
     "scaling": steps.scaling,
     "sizes": steps.sizes,

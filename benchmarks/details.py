@@ -71,6 +71,28 @@ The last column gives that thread the lowest priority: the time of a step withou
 {by_cpu(header, records, rows, keys=3)}"""
 
 
+def plan(records):
+    def rows(data):
+        for row in sorted(data["rows"], key=lambda row: row["measured"]):
+            ratio = f"{row['plan'] / row['measured']:.2f}"
+            yield [row["layout"], row["micro_batches"], ms(row["measured"]), ms(row["plan"]), ratio]
+
+    def orders(data, cpu):
+        return (
+            f"On the {cpu} Spearman's correlation of the two orders is {data['spearman']:.2f}. What the plan puts first"
+            f" takes {data['first']:.2f} times as long as the fastest."
+        )
+
+    return f"""## The plan, beside runs
+
+Steps of gpt.py in a graph on 2 ranks, one for each core, and what [plan](choosing.md) expects of them. Its rates are
+measured in the same run: the arithmetic of a step on one rank, an all-reduce of 16 MB, and an update.
+
+{each(records, orders)}
+
+{by_cpu(["D x T x P", "micro-batches", "measured, ms", "plan, ms", "plan / measured"], records, rows, keys=2)}"""
+
+
 def levers(records):
     def rows(data):
         return [[row["lever"], row["strategy"], f"{row['gain']:.2f}", row["set"]] for row in data]
@@ -234,7 +256,7 @@ def suite(records):
 {by_cpu(["tests", "checks", "seconds"], records, rows, keys=2)}"""
 
 
-SECTIONS = (limit, kernels, busy, levers, scaling, sizes, idle, collectives, launches, fresh_clone, suite)
+SECTIONS = (limit, kernels, busy, plan, levers, scaling, sizes, idle, collectives, launches, fresh_clone, suite)
 
 
 def page(found):

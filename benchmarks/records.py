@@ -20,6 +20,7 @@ RECIPES = {  # part -> the recipes that it times
     "limit": ("train_model_parallel",),
     "busy": LAYERS,
     "gpt": ("gpt",),
+    "plan": ("gpt",),
     "levers": LAYERS[:3],
     "scaling": LAYERS[:2],
     "sizes": LAYERS[:4],

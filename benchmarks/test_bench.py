@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import bench, details, formulas, gpt, page, peers, records, steps
+from benchmarks import bench, details, formulas, gpt, page, peers, planned, records, steps
 from tests.cases import CASES, reference_gpt
 from tests.cases.reference import Value
 
@@ -155,6 +155,30 @@ def test_bytes_of_the_formula_are_those_that_are_proven(monkeypatch, strategy, n
     monkeypatch.setattr(formulas, "FEATURES", 16)
     case = CASES[name](n, batch=32, in_features=16, hidden_size=64, out_features=16, steps=1, **more)
     assert 4 * max(case.sends) == formulas.sent(strategy, n, 64)
+
+
+def test_orders_are_compared_by_spearman():
+    assert planned.spearman([1, 2, 3, 4], [10, 20, 25, 90]) == pytest.approx(1)
+    assert planned.spearman([1, 2, 3, 4], [9, 8, 7, 0]) == pytest.approx(-1)
+    assert planned.spearman([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
+
+
+def test_layouts_that_are_compared_with_the_plan_are_different_and_divide():
+    chosen = list(planned.layouts())
+    assert len(set(chosen)) == len(chosen) == 16
+    assert {layout.mesh for layout in chosen} == {(2, 1, 1), (1, 2, 1), (1, 1, 2)}
+    every = {layout.micro_batches(planned.BATCH_SIZE) for layout in chosen}
+    assert every == {1, 4} and all(layout.micro_batch >= 1 for layout in chosen)
+
+
+def test_rates_of_the_plan_are_those_that_were_measured():
+    """A machine on which a step of one rank takes a second, of which the update takes a tenth."""
+    model = planned.Model(**planned.SIZES, vocab_size=96)
+    found = {"update": 0.1 / planned.formulas.parameters(model), "bytes": 1e9}
+    cluster = planned.cluster_of(found, model, alone=1.0)
+    assert cluster.flops == pytest.approx(planned.formulas.flops(model, planned.BATCH_SIZE) / 0.9)
+    alone = planned.cost.cost(model, planned.cost.Layout(1, 1, 1, planned.BATCH_SIZE), planned.BATCH_SIZE, cluster)
+    assert alone.time["matmuls"] == pytest.approx(0.9) and alone.time["update"] == pytest.approx(0.1, rel=0.01)
 
 
 def test_crossing():
