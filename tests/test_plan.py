@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+import shlex
 import shutil
 import sys
 from types import SimpleNamespace
@@ -302,6 +303,12 @@ def test_it_runs_in_a_clone_without_environment_and_makes_none(tmp_path):
     job = Run(str(tmp_path / "launch.sh"), "plan", *words()).wait()
     assert job.code == 0 and "1.32 B parameters" in job.out, job.err
     assert not (tmp_path / ".venv").exists()
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly():
+    command = [sys.executable, str(ROOT / "harness" / "plan"), *words(), "--json"]
+    job = Run("bash", "-c", f"{shlex.join(command)} | head -c 10").wait()
+    assert len(job.out) == 10 and not job.err, job.err
 
 
 def test_it_imports_the_standard_library_alone():
