@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import details, gpt, moves, page, peers, planned, records, starts, steps  # noqa: E402
+from benchmarks import details, gpt, moves, page, peers, planned, records, starts, steps, timeline  # noqa: E402
 from harness.pool import PoolError  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -35,6 +35,7 @@ PARTS = {  # in the order in which they run: name -> function of the number of t
     "scaling": steps.scaling,
     "sizes": steps.sizes,
     "idle": steps.idle,
+    "timeline": timeline.timeline,
     "collectives": moves.collectives,
     "launches": starts.launches,
     "fresh_clone": starts.fresh_clone,

@@ -186,6 +186,27 @@ matmuls. That alone leaves 1 - 5/6 = 17 % idle. Matmuls of smaller micro-batches
 {by_cpu(["m", "step / step with m = 1", "idle", "(n-1)/(m+n-1)"], records, rows)}"""
 
 
+def timeline(records):
+    def shares(data, cpu):
+        ranks = " and ".join(
+            f"{percent(sum(end - begin for begin, end in lane) / data['step'])} on rank {rank}"
+            for rank, lane in enumerate(data["busy"])
+        )
+        return f"On the {cpu} the threads that compute ran in {ranks} of a step of {ms(data['step'])} ms."
+
+    [micro_batches] = {record["data"]["micro_batches"] for record in records.values()}
+    return f"""## A pipeline in time
+
+The same graph on 2 ranks with {micro_batches} micro-batches: when each rank's thread that computes was running. That was
+read from outside, about once a millisecond, from the state of the thread; OneFlow's own profiler aborts on a CPU. Above
+it stands the order of GPipe, in which only matmuls take time.
+
+{each(records, shares)}
+
+{plot("timeline", "when each rank computes in a step of a pipeline: by the formula, and measured")}
+"""
+
+
 def collectives(records):
     first = next(iter(records.values()))["data"]
     sizes = list(dict.fromkeys(row["bytes"] for row in first["moves"]))
@@ -256,7 +277,21 @@ def suite(records):
 {by_cpu(["tests", "checks", "seconds"], records, rows, keys=2)}"""
 
 
-SECTIONS = (limit, kernels, busy, plan, levers, scaling, sizes, idle, collectives, launches, fresh_clone, suite)
+SECTIONS = (
+    limit,
+    kernels,
+    busy,
+    plan,
+    levers,
+    scaling,
+    sizes,
+    idle,
+    timeline,
+    collectives,
+    launches,
+    fresh_clone,
+    suite,
+)
 
 
 def page(found):

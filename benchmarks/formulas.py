@@ -37,6 +37,24 @@ def step_time(strategy, ranks, hidden_size, rates, cores):
     return seconds * max(1, ranks / cores)
 
 
+def gpipe(micro_batches):
+    """[[(begin, end) of what each stage does]] in a step of GPipe (arXiv:1811.06965) with two stages, in matmuls.
+
+    A stage takes its micro-batches forward, one matmul each, and then backward: the last stage two matmuls each, the
+    first one, as it needs no gradient of its input. Nothing else takes time.
+    """
+    first = [(k, k + 1) for k in range(micro_batches)]
+    last, free = [], 0
+    for _, arrives in first:
+        begin = max(free, arrives)
+        last.append((begin, begin + 1))
+        free = begin + 1
+    backward = [(free + 2 * k, free + 2 * k + 2) for k in range(micro_batches)]
+    last += backward
+    first += [(arrives, arrives + 1) for _, arrives in backward]
+    return [first, last]
+
+
 def crossing(xs, ones, others):
     """Where two curves cross first, linear between the points on a log scale of x; None if they do not."""
     apart = [one - other for one, other in zip(ones, others)]

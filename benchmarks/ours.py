@@ -70,6 +70,14 @@ def steps(path, clock, change=None, in_parts=False, **arguments):
     return found, returned
 
 
+def step_begins(path, **arguments):
+    """{"begins": when each step of a training recipe begins, by the clock that all processes share, "scheduling": the
+    thread of OneFlow that schedules}"""
+    spinning = scheduling_thread()
+    found, _ = steps(path, time.perf_counter, **arguments)
+    return {"begins": [begin for begin, _ in found], "scheduling": spinning}
+
+
 def parts_of_step(path, **arguments):
     """The median seconds on this rank of {"backward", "update", "step": all of it} of a step in eager mode."""
     parts = [seconds for _, seconds in steps(path, time.perf_counter, in_parts=True, **arguments)[0]][1:-1]

@@ -96,9 +96,36 @@ def use(theme):
         STYLES[name]["color"] = letters
 
 
+def timeline(record, theme):
+    """Lanes of the stages: when they work by the formula, and when the threads that compute did."""
+    data = record["data"]
+    lanes, step = formulas.gpipe(data["micro_batches"]), 1e3 * data["step"]
+    length = max(end for lane in lanes for _, end in lane)
+    busy = [[(1e3 * begin, 1e3 * end) for begin, end in lane] for lane in data["busy"]]
+    figure, axes = plt.subplots(2, 1, figsize=(WIDTH, 2.6), layout="constrained", sharex=True)
+    scaled = [[(begin * step / length, end * step / length) for begin, end in lane] for lane in lanes]
+    for axis, title, found in zip(axes, ("by the formula, to the same length", "measured"), (scaled, busy)):
+        for stage, lane in enumerate(found):
+            bars = [(begin, end - begin) for begin, end in lane]
+            axis.broken_barh(
+                bars, (0.7 - stage, 0.6), color=THEMES[theme][1], edgecolor=THEMES[theme][0], linewidth=0.4
+            )
+        axis.set(title=title, yticks=[1, 0], yticklabels=["rank 0", "rank 1"], xlim=(0, step), ylim=(-0.5, 1.5))
+        axis.grid(visible=False)
+    axes[-1].set_xlabel("ms of a step")
+    return figure
+
+
 def newest(by_cpu):
     """The record that was measured last, of all CPUs; None if there is none."""
     return max(by_cpu.values(), key=lambda record: record["date"], default=None)
+
+
+def save(figure, data, path):
+    """Write a figure, marked with the digest of the data that it shows."""
+    mark = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    figure.savefig(path, metadata={"Description": mark, "Date": None, "Creator": None})
+    plt.close(figure)
 
 
 def main():
@@ -113,10 +140,11 @@ def main():
             for axis, group in zip(axes, groups):
                 draw(axis, group, part["data"], part["machine"]["cores"])
             axes[0].legend()
-            mark = hashlib.sha256(json.dumps(part["data"], sort_keys=True).encode()).hexdigest()
-            metadata = {"Description": mark, "Date": None, "Creator": None}
-            figure.savefig(folder / f"performance-{draw.__name__}{theme}.svg", metadata=metadata)
-            plt.close(figure)
+            save(figure, part["data"], folder / f"performance-{draw.__name__}{theme}.svg")
+    part = newest(found.get("timeline", {}))
+    for theme in THEMES if part else ():
+        use(theme)
+        save(timeline(part, theme), part["data"], folder / f"performance-timeline{theme}.svg")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ RECIPES = {  # part -> the recipes that it times
     "scaling": LAYERS[:2],
     "sizes": LAYERS[:4],
     "idle": ("train_pipeline",),
+    "timeline": ("train_pipeline",),
 }
 PACKAGES = ("requirements.txt", "benchmarks/requirements-peers.txt")
 

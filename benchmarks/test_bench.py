@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import bench, details, formulas, gpt, page, peers, planned, records, steps
+from benchmarks import bench, details, formulas, gpt, page, peers, planned, records, steps, timeline
 from tests.cases import CASES, reference_gpt
 from tests.cases.reference import Value
 
@@ -71,7 +71,7 @@ def test_rows_of_two_cpus_stand_side_by_side():
 
 
 @pytest.mark.parametrize("theme", ["", "-dark"])
-@pytest.mark.parametrize("name", ["scaling", "sizes", "collectives"])
+@pytest.mark.parametrize("name", [name for name in ("scaling", "sizes", "timeline", "collectives") if name in FOUND])
 def test_a_plot_is_of_what_was_found_and_legible_on_a_phone(name, theme):
     last = max(FOUND[name].values(), key=lambda record: record["date"])
     mark = hashlib.sha256(json.dumps(last["data"], sort_keys=True).encode()).hexdigest()
@@ -179,6 +179,21 @@ def test_rates_of_the_plan_are_those_that_were_measured():
     assert cluster.flops == pytest.approx(planned.formulas.flops(model, planned.BATCH_SIZE) / 0.9)
     alone = planned.cost.cost(model, planned.cost.Layout(1, 1, 1, planned.BATCH_SIZE), planned.BATCH_SIZE, cluster)
     assert alone.time["matmuls"] == pytest.approx(0.9) and alone.time["update"] == pytest.approx(0.1, rel=0.01)
+
+
+def test_lanes_of_gpipe():
+    """Of two stages, as by hand: the last one waits for the first micro-batch, the first one for its gradient."""
+    first, last = formulas.gpipe(2)
+    assert last == [(1, 2), (2, 3), (3, 5), (5, 7)]
+    assert first == [(0, 1), (1, 2), (5, 6), (7, 8)]
+
+
+def test_a_thread_works_in_the_spans_of_its_samples():
+    samples = [(moment / 1000, [{1, 7} if moment % 10 < 4 else {1}, {2}]) for moment in range(30)]
+    assert timeline.worker(samples, 0, {1}) == 7 and timeline.worker(samples, 1, set()) == 2
+    times = [moment for moment, threads in samples if 7 in threads[0]]
+    assert timeline.spans(times) == [[0.0, 0.003], [0.01, 0.013], [0.02, 0.023]]
+    assert timeline.median_step([0, 9, 10, 12, 15, 90]) == (10, 12)
 
 
 def test_crossing():
