@@ -197,9 +197,9 @@ def timeline(records):
     [micro_batches] = {record["data"]["micro_batches"] for record in records.values()}
     return f"""## A pipeline in time
 
-The same graph on 2 ranks with {micro_batches} micro-batches: when each rank's thread that computes was running. That was
-read from outside, about once a millisecond, from the state of the thread; OneFlow's own profiler aborts on a CPU. Above
-it stands the order of GPipe, in which only matmuls take time.
+The same graph on 2 ranks with {micro_batches} micro-batches: when the thread of each rank that computes was running.
+Its state was read from outside, about once a millisecond, since OneFlow's own profiler aborts on a CPU. Above it stands
+the order of GPipe, in which only matmuls take time.
 
 {each(records, shares)}
 
