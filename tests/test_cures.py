@@ -3,6 +3,7 @@
 import io
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,11 +14,11 @@ from harness.start.recipe import load, path_of
 
 
 def saving(path, **arguments):
-    """On a rank: train, and return what is put on disk, and what gets its name with which files, in this order."""
+    """On a rank: train, and return what is cleared, put on disk, and named with which files, in this order."""
     from harness.measure.calls import replaced
     from harness.measure.entry import call_entry
 
-    fsync, replace, done = os.fsync, os.replace, []
+    fsync, replace, rmtree, done = os.fsync, os.replace, shutil.rmtree, []
 
     def sizes(place):
         """The bytes of each file that is there, by name; of a folder how many files are in it."""
@@ -33,7 +34,12 @@ def saving(path, **arguments):
         done.append(("named", sizes(Path(source))))
         replace(source, target)
 
-    with replaced({(os, "fsync"): recording_fsync, (os, "replace"): recording_replace}):
+    def recording_rmtree(folder, **options):
+        done.append(("cleared", {str(folder): 0}))
+        rmtree(folder, **options)
+
+    recording = {(os, "fsync"): recording_fsync, (os, "replace"): recording_replace}
+    with replaced({**recording, (shutil, "rmtree"): recording_rmtree}):
         call_entry(load(path), arguments)
     return done
 
@@ -51,9 +57,9 @@ def test_checkpoint_is_on_disk_before_it_gets_its_name(pools, tmp_path, name, gr
         if what == "named":
             assert sizes.items() <= on_disk.items() and f"{tmp_path}/unfinished/left" not in sizes
             on_disk, times = {}, times + 1
-        else:
+        elif what == "on disk":
             on_disk.update(sizes)
-    assert times > 0 and other == []
+    assert times > 0 and other == []  # rank 0 alone clears, writes and names
 
 
 def resumed(path, checkpoint_dir, graph):
