@@ -90,7 +90,7 @@ class Trace(Recorder):
             return call.proceed()
         self.names.add(inputs)
         self.names.add_variables(sys._getframe(), all_frames=True)
-        result, sent = sent_by(call.proceed)
+        result, sent = self.measure(call.proceed)
         outputs = outputs_of(result)
         described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
         events.append(Event(call.kind, name or call.name, *described, False, line, text, layer, sent, facts=facts))
@@ -100,6 +100,10 @@ class Trace(Recorder):
         if call.kind == "to_global":
             self.names.add_moved(inputs[0], result)
         return result
+
+    def measure(self, function):
+        """What a call returns, and the bytes that this rank sent for it."""
+        return sent_by(function)
 
     def line(self):
         """Number and text of the line of the script that is running; number 0 outside of it."""
@@ -167,7 +171,7 @@ class Trace(Recorder):
                 events[-1].times += 1
                 return call.proceed()
             told = self.told
-            result, sent = sent_by(call.proceed)
+            result, sent = self.measure(call.proceed)
         finally:
             self.layers.pop()
         own, outputs = sent - (self.told - told), tensors_in(result)
