@@ -75,7 +75,7 @@ class Pool:
             self.ranks = None
 
     def time_left(self, result):
-        """The seconds that the other ranks still have when one has answered with this result; None: all that is left."""
+        """The seconds that other ranks still have once one has answered with this result; None: all that are left."""
         return None
 
     def call(self, function, **arguments):

@@ -5,6 +5,7 @@ import contextlib
 import os
 import select
 import signal
+import traceback
 
 from harness.shell import SHELL
 
@@ -61,10 +62,11 @@ class Terminal:
 
 
 class Piped:
-    """Lines from a pipe or a file. echo: whether they are shown with prompts, as in a terminal."""
+    """Lines from a pipe or a file, by its descriptor. echo: whether they are shown with prompts, as in a terminal."""
 
-    def __init__(self, echo):
-        self.echo, self.data, self.ended = echo, b"", False
+    def __init__(self, descriptor, echo):
+        self.descriptor, self.echo = descriptor, echo
+        self.data, self.ended = b"", False
 
     def line(self, more):
         while b"\n" not in self.data and not self.ended:
@@ -75,12 +77,12 @@ class Piped:
         return line.decode("utf-8", "replace").rstrip("\r")
 
     def more_comes(self):
-        if not self.data and not self.ended and select.select([0], [], [], 0)[0]:
+        if not self.data and not self.ended and select.select([self.descriptor], [], [], 0)[0]:
             self._read()
         return bool(self.data)
 
     def _read(self):
-        read = os.read(0, 65536)
+        read = os.read(self.descriptor, 65536)
         self.data, self.ended = self.data + read, not read
 
     def close(self):
@@ -145,12 +147,9 @@ class Console(code.InteractiveConsole):
         try:
             if self.compile(source, filename, symbol) is None:
                 return True
-        except (SyntaxError, ValueError, OverflowError):
-            self.showsyntaxerror(filename)
+        except (SyntaxError, ValueError, OverflowError) as error:
+            self.screen.line("".join(traceback.format_exception_only(type(error), error)).rstrip("\n"))
             return False
         if any(line.strip() and not line.lstrip().startswith("#") for line in source.split("\n")):
             self.session.run(source, len(self.session.lines) - len(self.buffer) + 1)
         return False
-
-    def write(self, data):
-        self.screen.line(data.rstrip("\n"))

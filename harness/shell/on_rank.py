@@ -73,6 +73,7 @@ class Namespace:
 
     def __init__(self):
         self.module = types.ModuleType("__main__")
+        self.script = ""
         self.lines = []  # all that was typed, for tracebacks
         self.flags = 0  # of the __future__ imports that were typed
         self.statement = None  # the one that runs now, or ran last
@@ -94,6 +95,7 @@ def begin(folder, script, arguments):
     HERE.watching.enter_context(watching(lambda call: HERE.statement.see(call)))  # as long as the rank lives
     sys.path[:] = [path for path in sys.path if not path.startswith(HARNESS)]
     sys.path.insert(0, str(Path(script).parent) if script else "")
+    HERE.script = script or ""
     sys.argv = [script or "", *arguments]
     sys.dont_write_bytecode = True
     sys.modules["__main__"] = HERE.module
@@ -134,7 +136,7 @@ def compiled(source, first):
 
 def guarded(function):
     """Call a function of the user's, and say how it ended."""
-    HERE.statement, error, code = Statement(), None, None
+    HERE.statement, error, code = Statement(HERE.script), None, None
     try:
         function()
     except SystemExit as stop:

@@ -75,7 +75,7 @@ def shell(options):
         signal.signal(signal.SIGINT, lambda number, frame: None)  # but at the prompt, and while a statement runs
         if typed:
             welcome(screen, options)
-        lines = Terminal(session.complete) if typed else Piped(options.echo)
+        lines = Terminal(session.complete) if typed else Piped(sys.stdin.fileno(), options.echo)
         try:
             return Console(session, lines).loop()
         finally:

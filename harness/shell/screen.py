@@ -59,12 +59,15 @@ class Screen:
 
 def implicit(moves, compares, sent):
     """What to say of a statement that sent bytes, although none of its steps explains it."""
-    about = f"{bytes_in_words(sent)} from a rank, its own messages included"
+    about = f"{bytes_in_words(sent)} from a rank, OneFlow's own messages included"
+    of_backward = [move for move in moves if move.what == "backward"]
+    if of_backward:
+        return [f"backward: the gradients, {about}"]
     if compares:
         return [f"flow.tensor: OneFlow compares the values of all ranks, {about}"]
     if any(move.collective == "local to global" for move in moves):
         return []  # the ranks have compared shapes
-    return [f"OneFlow moved an operand by itself: {about}"]
+    return [f"OneFlow moved data inside this statement: {about}"]
 
 
 class Following(threading.Thread):

@@ -15,8 +15,8 @@ class Statement(Trace):
     So its steps are not measured one by one. `sent` counts the bytes of the whole statement.
     """
 
-    def __init__(self):
-        super().__init__(path=SHELL)
+    def __init__(self, script):
+        super().__init__(path=SHELL, others=(script,))
         self.before = connections()
         self.outside = 0  # bytes that were sent while graphs were built
         self.compares = False  # whether flow.tensor made a global tensor, for which OneFlow compares all ranks' values
