@@ -6,6 +6,7 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import time
 import uuid
 
@@ -95,3 +96,13 @@ class Terminal:
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not self.processes(), "the end of all processes", 60)
         return not self.processes()
+
+
+def piped(text, *arguments, **variables):
+    """launch.sh with these arguments, at its end, with a text as its input, and with nothing left."""
+    mark = uuid.uuid4().hex
+    command = [LAUNCH, *map(str, arguments)]
+    environment = {**CLEAN, **variables, MARK: mark}
+    done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, timeout=LONG)
+    wait_until(lambda: not marked(f"{MARK}={mark}"), "the end of all processes", 60)
+    return done

@@ -1,6 +1,7 @@
 """`launch.sh shell [-n N] [--timeout S] [--echo] [SCRIPT [ARG ...]]`."""
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -59,15 +60,25 @@ def main(arguments):
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except OSError:  # nobody reads what we write
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            say(str(error))
+            return 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads what we write, such as what is left in buffers
         return BROKEN_PIPE
+
+
+class Output(RichConsole):
+    """Standard output."""
+
+    def on_broken_pipe(self):
+        raise BrokenPipeError(errno.EPIPE, "nobody reads the output")
 
 
 def shell(options):
     """Read and run statements until the end; returns the exit code."""
     typed = sys.stdin.isatty()
-    screen = Screen(RichConsole(highlight=False, soft_wrap=True), options.nproc_per_node)
+    screen = Screen(Output(highlight=False, soft_wrap=True), options.nproc_per_node)
     script = options.script and str(Path(options.script).resolve())
     with Session(options.nproc_per_node, options.timeout, screen, script, options.arguments) as session:
         if not session.start():

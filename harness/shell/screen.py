@@ -1,6 +1,5 @@
 """What the shell shows: the output of the ranks, each part once for the ranks on which it is equal, and what moved."""
 
-import contextlib
 import json
 import re
 import threading
@@ -76,6 +75,7 @@ class Following(threading.Thread):
     def __init__(self, screen, folder, world_size):
         super().__init__(daemon=True)
         self.screen, self.done, self.stop = screen, 0, threading.Event()
+        self.error = None  # of writing: the reader of the output may have closed it
         self.files = [Path(folder) / str(rank) for rank in range(world_size)]
         self.parts = {rank: [] for rank in range(world_size)}
         self.offsets = [0] * world_size
@@ -83,8 +83,11 @@ class Following(threading.Thread):
             file.write_bytes(b"")
 
     def run(self):
-        while not self.stop.wait(PAUSE):
-            self.look()
+        try:
+            while not self.stop.wait(PAUSE):
+                self.look()
+        except OSError as error:
+            self.error = error
 
     def look(self):
         for rank, file in enumerate(self.files):
@@ -104,8 +107,9 @@ class Following(threading.Thread):
     def finish(self):
         """Show the rest, also what only some ranks have printed."""
         self.stop.set()
-        with contextlib.suppress(RuntimeError):  # it was never started
-            self.join()
+        self.join()
+        if self.error:
+            raise self.error
         self.look()
         while any(len(parts) > self.done for parts in self.parts.values()):
             self.show()
