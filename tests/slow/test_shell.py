@@ -168,6 +168,7 @@ def test_rank_that_dies_at_the_prompt(terminal):
     pid = terminal.processes(b"pool/worker.py")[0]
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: ") Z " in Path(f"/proc/{pid}/stat").read_text(), "the end of the rank")
+    wait_until(lambda: len(os.listdir(f"/proc/{pid}/task")) == 1, "the end of its threads")
     shown = terminal.type("rank")
     assert "ended while nothing ran (SIGKILL" in shown and LOST in shown and "NameError" in shown
     assert "[all] 2" in terminal.type("1 + 1")
