@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import keyword
+import re
 import sys
 import traceback
 import types
@@ -26,6 +27,7 @@ from harness.start import recipe
 from harness.start.errors import UsageError
 
 HARNESS = str(recipe.HARNESS)
+OF_ONEFLOW = re.compile(r'  File "/home/ci-user/.*\n.*\n')  # frames of its C++ code, in its messages
 SMALL = 64  # elements of a shard whose values are shown
 CHARACTERS, LINES = 100_000, 1_000  # that are shown of what one statement prints
 
@@ -164,7 +166,7 @@ def traceback_of(error):
         frames = [frame for frame in inside.stack if not frame.filename.startswith(HARNESS)]
         inside.stack = traceback.StackSummary.from_list(frames)
         inside = inside.__cause__ or inside.__context__
-    return "".join(told.format())
+    return OF_ONEFLOW.sub("", "".join(told.format()))
 
 
 def moved():

@@ -12,6 +12,7 @@ from harness.report.terminal import bytes_in_words, colour, in_words, quiet
 
 PAUSE = 0.1  # seconds between two looks at what the ranks print
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object; each rank has its own
+CALL = "a call of "  # how steps.moves_of_graph names it
 MOST = 12  # moves of one statement that are shown
 
 
@@ -23,7 +24,7 @@ class Screen:
         self.arrow = "↓" if (console.encoding or "").lower().replace("-", "").startswith("utf8") else "v"
 
     def line(self, text, style=""):
-        self.console.print(Text(text, style), soft_wrap=True, highlight=False)
+        self.console.print(Text(text.rstrip(" "), style), soft_wrap=True, highlight=False)
 
     def by_ranks(self, parts):
         """Show a text of each rank, {rank: text}: equal ones once."""
@@ -34,7 +35,7 @@ class Screen:
             everyone = len(ranks) == self.world_size
             label = Text(f"[{'all' if everyone else ','.join(map(str, ranks))}] ", "" if everyone else colour(ranks[0]))
             for line in text.rstrip("\n").split("\n"):
-                self.console.print(label + Text(line), soft_wrap=True, highlight=False)
+                self.console.print(label + Text(line.rstrip()), soft_wrap=True, highlight=False)
 
     def moves(self, by_rank):
         """Show what moved in a statement, from what on_rank.moved returned on each rank."""
@@ -45,7 +46,7 @@ class Screen:
         for move in moves:
             move.sent = sent if only_step and move is moves[0] else None
             move.what = re.sub(r"^(.+) -> \1$", r"\1", move.what)  # the result has no name of its own
-        shown = [in_words(move) for move in moves if not quiet(move)]
+        shown = [in_words(move) for move in without_calls(moves) if not quiet(move)]
         if not shown:
             shown = implicit(moves, by_rank[0]["compares"], max(sent))
         elif not only_step and any(move.is_exact for move in moves):
@@ -54,6 +55,18 @@ class Screen:
             shown[MOST:] = [f"and {len(shown) - MOST} more"]
         for words in shown:
             self.line(f"  {self.arrow} {words}", "bold yellow")
+
+
+def without_calls(moves):
+    """These moves without the call of a graph in which only one tensor moves: that move says it all."""
+    kept = []
+    for move in moves:
+        call = kept[-1] if kept else None
+        if call and call.what.startswith(CALL) and len(call.boxings or []) == 1 and move.line == 0:
+            kept.pop()
+            move.what, move.sent = f"{call.what[len(CALL) :]}: {move.what}", call.sent
+        kept.append(move)
+    return kept
 
 
 def implicit(moves, compares, sent):

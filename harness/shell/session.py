@@ -12,7 +12,9 @@ from harness.shell import remember
 from harness.shell.screen import Following
 
 ON_RANK = str(Path(__file__).with_name("on_rank.py"))
-HARNESS = str(Path(__file__).resolve().parents[1])
+INSIDE = re.compile(
+    f"^{re.escape(str(Path(__file__).resolve().parents[1]))}/|/site-packages/oneflow/"
+)  # not the user's
 GRACE = 5  # seconds that the other ranks have when one has raised
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')  # as faulthandler writes it
 NOISE = ("libibverbs not available", "    @ ", "*** Check failure")  # in what a rank wrote before it died
@@ -186,7 +188,7 @@ def where(log):
     """Where a rank is, from what faulthandler wrote: the user's frames, the innermost last."""
     frames = FRAME.findall(log.rpartition("(most recent call first)")[2])[::-1]
     ours = [number for number, frame in enumerate(frames) if frame[0] == ON_RANK]
-    theirs = [frame for frame in frames[min(ours, default=0) :] if not frame[0].startswith(HARNESS)]
+    theirs = [frame for frame in frames[min(ours, default=0) :] if not INSIDE.search(frame[0])]
     if not theirs:
         return "at the end of the statement: it waits for other ranks"
     frames = traceback.StackSummary.from_list([(path, int(line), name, None) for path, line, name in theirs])
