@@ -23,7 +23,8 @@ cells = [nbformat.v4.new_code_cell(source) for source in sys.argv[1:]]
 notebook = nbformat.v4.new_notebook(cells=cells)
 nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
 for cell in notebook.cells:
-    print("".join(output.get("text", "") for output in cell.outputs))
+    for output in cell.outputs:
+        print(output.get("data", {}).get("text/plain", ""))
 """
 
 
@@ -76,5 +77,5 @@ def test_cells_of_the_notebook_run(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
-        assert f"{rank} oneflow.Size([2, 6]) 24.0" in done.stdout, done.stdout
+        assert f"[stdout:{rank}] {rank} oneflow.Size([2, 6]) 24.0" in done.stdout, done.stdout
     wait_until(lambda: not marked(f"{MARK}={mark}"), "the end of all processes", 60)
