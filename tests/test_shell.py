@@ -54,6 +54,10 @@ def test_a_tensor_is_shown_as_each_rank_holds_it(shell):
         "[0] nothing",
         "[1] (9, 8) whole",  # too many numbers to show
     ]
+    mesh = "flow.placement('cpu', [[0, 1]])"
+    line = "[all] (2, 2) float32, (B, S(1)) on ranks [[0, 1]], requires_grad"
+    text = shell.type(f"flow.ones(2, 2, placement={mesh}, sbp=[B, S(1)], requires_grad=True)")
+    assert text.splitlines()[0] == line
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,7 @@ def display(value):
 def described(tensor):
     """The tensor's line that is the same on all ranks."""
     sbp, ranks = layout_of(tensor)
+    sbp = f"({sbp})" if "," in sbp else sbp  # of a mesh
     dtype = str(tensor.dtype).split(".")[-1]
     needs = ", requires_grad" if tensor.requires_grad else ""
     return f"{shape_in_words(tuple(tensor.shape))} {dtype}, {sbp} on ranks {ranks}{needs}\n"

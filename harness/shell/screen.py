@@ -1,8 +1,10 @@
 """What the shell shows: the output of the ranks, each part once for the ranks on which it is equal, and what moved."""
 
 import json
+import math
 import re
 import threading
+import time
 from pathlib import Path
 
 from rich.text import Text
@@ -10,6 +12,7 @@ from rich.text import Text
 from harness.measure.steps import tensors_and_moves
 from harness.report.terminal import bytes_in_words, colour, in_words, quiet
 
+PATIENCE = 5  # seconds until somebody at a terminal is told that only some ranks have finished
 PAUSE = 0.1  # seconds between two looks at what the ranks print
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object; each rank has its own
 CALL = "a call of "  # how steps.moves_of_graph names it
@@ -85,20 +88,27 @@ def implicit(moves, compares, sent):
 class Following(threading.Thread):
     """Shows what the ranks print while a statement runs: a part as soon as each rank has written its own."""
 
-    def __init__(self, screen, folder, world_size):
+    def __init__(self, screen, folder, ranks):
+        """folder: of the files that ranks write. ranks: a session.Ranks."""
         super().__init__(daemon=True)
-        self.screen, self.done, self.stop = screen, 0, threading.Event()
+        self.screen, self.ranks = screen, ranks
+        self.done, self.stop = 0, threading.Event()
         self.error = None  # of writing: the reader of the output may have closed it
-        self.files = [Path(folder) / str(rank) for rank in range(world_size)]
-        self.parts = {rank: [] for rank in range(world_size)}
-        self.offsets = [0] * world_size
+        self.files = [Path(folder) / str(rank) for rank in range(ranks.world_size)]
+        self.parts = {rank: [] for rank in range(ranks.world_size)}
+        self.offsets = [0] * ranks.world_size
         for file in self.files:
             file.write_bytes(b"")
 
     def run(self):
         try:
+            hint = time.monotonic() + PATIENCE if self.screen.console.is_terminal else math.inf
             while not self.stop.wait(PAUSE):
                 self.look()
+                if time.monotonic() > hint and 0 < self.ranks.answered < self.ranks.world_size:
+                    done = f"{self.ranks.answered} of {self.ranks.world_size} ranks have finished this statement"
+                    self.screen.line(f"({done}; Ctrl-C ends it and shows where the others are)", "dim")
+                    hint = math.inf
         except OSError as error:
             self.error = error
 

@@ -22,9 +22,15 @@ LAST = 12  # lines that are shown of that
 
 
 class Ranks(Pool):
-    """A pool whose calls end early where one rank has raised and the others do not."""
+    """A pool whose calls end early where one rank has raised and the others do not.
+
+    answered: how many ranks have answered the call that runs.
+    """
+
+    answered = 0
 
     def time_left(self, result):
+        self.answered += 1
         ended = isinstance(result, dict) and (result.get("error") or result.get("exit") is not None)
         return GRACE if ended else None
 
@@ -83,13 +89,14 @@ class Session:
 
     def call(self, function, **arguments):
         """Call a function of on_rank.py that runs code of the user's; returns whether the ranks still agree."""
-        following = Following(self.screen, self.folder.name, self.world_size)
+        self.ranks.answered = 0
+        following = Following(self.screen, self.folder.name, self.ranks)
         following.start()
         try:
             with self.interruptible():
                 answers = self.ranks.call(f"{ON_RANK}:{function}", folder=self.folder.name, **arguments)
             moved = []
-            if any(answer["sent"] for answer in answers) and not disagreement(answers):
+            if function == "run" and any(answer["sent"] for answer in answers) and not disagreement(answers):
                 moved = self.ranks.call(f"{ON_RANK}:moved")
         except PoolError as error:
             following.finish()
@@ -97,7 +104,7 @@ class Session:
             return False
         finally:
             following.finish()
-        if moved and function == "run":
+        if moved:
             self.screen.moves(moved)
         return self.judge(answers)
 

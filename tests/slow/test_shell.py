@@ -190,6 +190,15 @@ def test_ctrl_c_ends_a_statement_and_says_where_it_was(terminal):
     assert terminal.wait() == 0
 
 
+def test_somebody_who_waits_is_told_that_only_some_ranks_have_finished(terminal):
+    terminal.press("if rank == 0: y = x.numpy()\n\n")
+    terminal.until("(1 of 2 ranks have finished this statement; Ctrl-C ends it and shows where the others are)")
+    terminal.press("\x03")
+    terminal.until(">>> ", terminal.until("Interrupted: rank 0 did not finish this statement; rank 1 did. It is here:"))
+    terminal.press("\x04")
+    assert terminal.wait() == 0
+
+
 def test_ctrl_c_at_the_prompt_loses_nothing(terminal):
     terminal.press("for i in range(3):\n    print(")
     here = terminal.until("print(")
