@@ -37,7 +37,7 @@ class Terminal:
 
         self.readline.set_completer(nth)
         self.readline.set_completer_delims(" \t\n`~!@#$%^&*()-=+[{]}\\|;:'\",<>/?")
-        libedit = "libedit" in (self.readline.__doc__ or "")
+        libedit = "EditLine" in getattr(self.readline, "_READLINE_LIBRARY_VERSION", "")
         self.readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
         self.readline.set_history_length(HISTORY_LENGTH)
         with contextlib.suppress(OSError):

@@ -41,7 +41,7 @@ def script(tmp_path):
 @pytest.fixture
 def terminal(tmp_path):
     """A shell on two ranks, at its first prompt, with the names of BEGIN."""
-    with Terminal("shell", "-n", 2, HOME=str(tmp_path)) as terminal:
+    with Terminal("shell", "-n", 2, HOME=str(tmp_path), TMPDIR=str(tmp_path)) as terminal:
         terminal.until(">>> ")
         for line in BEGIN.splitlines():
             terminal.type(line)
@@ -229,12 +229,15 @@ def test_home_that_cannot_be_written_is_no_error():
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_closed_terminal_ends_all(terminal, busy):
+def test_closed_terminal_ends_all(terminal, tmp_path, busy):
     if busy:
         terminal.press("print('begun'); time.sleep(1000)\n")
         terminal.until("[all] begun")
+    assert list(tmp_path.glob("cookbook-shell-*"))
     terminal.hang_up()
     assert terminal.leaves_nothing()
+    assert not list(tmp_path.glob("cookbook-shell-*"))
+    assert "import os, signal" in (tmp_path / ".oneflow_cookbook_history").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
