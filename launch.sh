@@ -11,6 +11,7 @@ Run a OneFlow script on several ranks of this machine.
   ./launch.sh list             list the recipes
   ./launch.sh show SCRIPT      draw what each rank holds, and what moves
   ./launch.sh bytes SCRIPT     list the bytes that each step sends
+  ./launch.sh shell -n 2       type statements that every rank runs
   ./launch.sh plan ...         choose a layout for a model and a cluster
   ./launch.sh test             run the tests; test --all: the slow ones too
 
@@ -39,6 +40,28 @@ Several hosts, all options, exit codes: docs/clusters.md
 END
 }
 
+usage_of_shell() {
+    cat <<'END'
+Type Python statements, and every rank runs each of them.
+
+  ./launch.sh shell [-n N] [--timeout SECONDS] [--echo] [SCRIPT [ARG ...]]
+
+Equal answers are shown once, behind [all], others behind the numbers of
+their ranks. Of a global tensor you see its SBP and what each rank holds, and
+after each statement what moved between the ranks.
+
+  SCRIPT              run a file or a recipe first, and keep its names; its
+                      __name__ is not "__main__", so its main does not start
+  -n N                number of ranks (default: the first of the script's
+                      WORLD_SIZES, or 2)
+  --timeout SECONDS   end a statement after that time, and show where each
+                      rank is (default: 60; 0: no limit)
+  --echo              show statements that come from a pipe or a file
+
+Ctrl-C ends a statement, Ctrl-D or exit() the shell. A tutorial: docs/shell.md
+END
+}
+
 list() {
     echo "The recipes. Run one by its name: ./launch.sh data_parallel"
     for chapter in '' layouts/ training/ memory/ transformer/ your_model/ by_hand/ data_and_state/ starting/; do
@@ -59,6 +82,13 @@ case ${1-} in
     -h | --help)
         usage
         exit 0
+        ;;
+    shell)
+        case ${2-} in -h | --help)
+            usage_of_shell
+            exit 0
+            ;;
+        esac
         ;;
     '' | list)
         [[ $# -le 1 ]] || { echo "launch.sh: list takes no arguments, got ${*:2}" >&2; exit 2; }

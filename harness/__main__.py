@@ -41,6 +41,10 @@ def main(command, *arguments):
         from harness.report import show
 
         return show.main(command, arguments)
+    if command == "shell":
+        from harness.shell import program
+
+        return program.main(arguments)
     if command == "docs":
         from harness.report import pages
 

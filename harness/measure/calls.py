@@ -1,6 +1,7 @@
 """The calls by which a script uses OneFlow: the one place that puts something in front of them."""
 
 import contextlib
+import functools
 from unittest import mock
 
 import oneflow as flow
@@ -53,6 +54,7 @@ def watching(handler, kinds=tuple(PLACES)):
     around = []
 
     def watched(kind, name, function):
+        @functools.wraps(function)  # so that help() and inspect see what a user knows
         def call(*arguments, **keywords):
             if kind in around and kind != "module":
                 return function(*arguments, **keywords)

@@ -28,8 +28,9 @@ def tensors_inside(name, value, module):
 class Names:
     """Collects the tensors of the script at `path` while it runs, with all that can name them. Keys are their ids."""
 
-    def __init__(self, path, events):
-        self.path, self.events = path, events  # the list of those that were recorded so far
+    def __init__(self, path, events, others=()):
+        """events: those that were recorded so far. others: paths of more files that belong to the script."""
+        self.path, self.events, self.files = path, events, {path, *others}
         self.tensors = {}  # all tensors in the order in which they come; while they are here, no id is used again
         self.described = {}  # what they were when they came, as zero_grad, for one, makes a B a P; "after": which event
         self.shown = set()  # parameters and tensors that a variable holds itself
@@ -83,7 +84,7 @@ class Names:
         """Name the tensors that variables hold in the innermost frame of the script, or in all of its frames."""
         frames = []
         while frame:
-            frames += [frame] if frame.f_code.co_filename == self.path else []
+            frames += [frame] if frame.f_code.co_filename in self.files else []
             frame = frame.f_back
         frames = frames[::-1]  # the outermost comes first: its tensors are older
         for depth, one in list(enumerate(frames, 1))[0 if all_frames else -1 :]:

@@ -36,6 +36,7 @@ class Trace(Recorder):
 
     keeps_initial: bool = False
     path: str = ""  # of the script
+    others: tuple = ()  # paths of more files that belong to it
     alike: dict = field(default_factory=dict)  # what looks alike -> its events
     paths: dict = field(default_factory=dict)  # module -> its path in the outermost one
     layers: list = field(default_factory=list)  # paths of the modules that are running, the innermost last
@@ -44,7 +45,7 @@ class Trace(Recorder):
     averages: bool = False  # whether DistributedDataParallel averages the gradients of local tensors
 
     def __post_init__(self):
-        self.names = Names(self.path, self.events)
+        self.names = Names(self.path, self.events, self.others)
 
     @contextlib.contextmanager
     def recording(self):
@@ -90,7 +91,7 @@ class Trace(Recorder):
             return call.proceed()
         self.names.add(inputs)
         self.names.add_variables(sys._getframe(), all_frames=True)
-        result, sent = sent_by(call.proceed)
+        result, sent = self.measure(call.proceed)
         outputs = outputs_of(result)
         described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
         events.append(Event(call.kind, name or call.name, *described, False, line, text, layer, sent, facts=facts))
@@ -101,13 +102,18 @@ class Trace(Recorder):
             self.names.add_moved(inputs[0], result)
         return result
 
+    def measure(self, function):
+        """What a call returns, and the bytes that this rank sent for it."""
+        return sent_by(function)
+
     def line(self):
         """Number and text of the line of the script that is running; number 0 outside of it."""
         frame = sys._getframe()
-        while frame and frame.f_code.co_filename != self.path:
+        while frame and frame.f_code.co_filename not in (self.path, *self.others):
             frame = frame.f_back
-        number = frame.f_lineno if frame else 0
-        return number, linecache.getline(self.path, number).strip()
+        if frame is None:
+            return 0, ""
+        return frame.f_lineno, linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
     def see_matmul(self, call):
         transposed = [bool(call.keywords.get(name, False)) for name in ("transpose_a", "transpose_b")]
@@ -167,7 +173,7 @@ class Trace(Recorder):
                 events[-1].times += 1
                 return call.proceed()
             told = self.told
-            result, sent = sent_by(call.proceed)
+            result, sent = self.measure(call.proceed)
         finally:
             self.layers.pop()
         own, outputs = sent - (self.told - told), tensors_in(result)

@@ -29,12 +29,18 @@ def resident(pid):
 class PoolError(Exception):
     """A call failed; the text says on which rank and how.
 
-    rank: that rank; signal: what killed it, or None; hung: whether it gave no answer in time.
+    rank: that rank; signal: what killed it, or None; hung: whether it gave no answer in time; answers: {rank: result}
+    of the ranks that have answered; waiting: {rank: traceback} of those that hung.
     """
 
-    def __init__(self, rank, text, signal=None, hung=False):
+    def __init__(self, rank, text, signal=None, hung=False, answers=None, waiting=None):
         super().__init__(text)
         self.rank, self.signal, self.hung = rank, signal, hung
+        self.answers, self.waiting = answers or {}, waiting or {}
+
+
+class TimeOver(Exception):
+    """Raise it in a signal handler to end a call as if its time were over."""
 
 
 class Pool:
@@ -67,6 +73,10 @@ class Pool:
             for file in [self.port, *self.connections, *self.logs]:
                 file.close()
             self.ranks = None
+
+    def time_left(self, result):
+        """The seconds that other ranks still have once one has answered with this result; None: all that are left."""
+        return None
 
     def call(self, function, **arguments):
         """Call `function`, "path/to/file.py:name", with keyword arguments on all ranks; returns the results by rank.
@@ -115,6 +125,10 @@ class Pool:
                     answers[rank], traceback = connection.recv()
                     if traceback:
                         failure = rank, traceback
+                    elif self.time_left(answers[rank]) is not None:
+                        deadline = min(deadline, time.monotonic() + self.time_left(answers[rank]))
+        except TimeOver:
+            pass
         except (EOFError, OSError):  # a rank has closed its socket: it is about to end
             self._wait_until(self.ranks.exit_codes)
         except BaseException:  # Ctrl-C, or an answer that cannot be unpickled: later answers belong to this call
@@ -124,12 +138,13 @@ class Pool:
             return [answers[rank] for rank in range(self.world_size)]
         waiting = [rank for rank in range(self.world_size) if rank not in answers]
         error = self._error(what, timeout, failure, waiting)
+        error.answers = {} if failure else answers
         self.close()
         raise error
 
     def _error(self, what, timeout, failure, waiting):
         """The PoolError of a call. failure: a rank that raised, and its traceback; waiting: ranks without an answer."""
-        codes, died_of = self.ranks.exit_codes(), None
+        codes, died_of, where = self.ranks.exit_codes(), None, {}
         if failure:
             rank, traceback = failure
             text = f"failed:\n{traceback}"
@@ -140,12 +155,17 @@ class Pool:
         else:
             rank, before = waiting[0], [self._log(rank) for rank in waiting]
             self.ranks.dump_tracebacks()
-            self._wait_until(lambda: all(self._log(rank) != log for rank, log in zip(waiting, before)))
-            time.sleep(0.1)  # for the rest of the last one
-            where = "\n".join(f"rank {rank}:\n{self._log(rank)}" for rank in waiting)
-            text = f"gave no answer in {timeout:g} s; it waits here:\n{where}"
+            self._wait_until(lambda: all(self._is_traced(rank, log) for rank, log in zip(waiting, before)))
+            where = {rank: self._log(rank) for rank in waiting}
+            logs = "\n".join(f"rank {rank}:\n{log}" for rank, log in where.items())
+            text = f"gave no answer in {timeout:g} s; it waits here:\n{logs}"
         words = f"{what}: rank {rank} of {self.world_size} {text}"
-        return PoolError(rank, words, died_of, hung=not failure and not codes)
+        return PoolError(rank, words, died_of, hung=not failure and not codes, waiting=where)
+
+    def _is_traced(self, rank, before):
+        """Whether the log of a rank ends with a traceback which was not there before."""
+        log = self._log(rank)
+        return log != before and 'rank.py"' in log.rpartition("\n")[2]  # the outermost frame comes last
 
     def _wait_until(self, condition):
         deadline = time.monotonic() + 5

@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are UsageError."""
 
     def error(self, message):
-        raise UsageError(f"{message}; see ./launch.sh --help")
+        raise UsageError(f"{message}; see ./{self.prog} --help")
 
 
 def parser():

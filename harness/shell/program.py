@@ -1,0 +1,99 @@
+"""`launch.sh shell [-n N] [--timeout S] [--echo] [SCRIPT [ARG ...]]`."""
+
+import argparse
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console as RichConsole
+
+from harness.pool import PoolError
+from harness.shell.console import Console, Piped, Terminal
+from harness.shell.screen import Screen
+from harness.shell.session import Session
+from harness.start import recipe
+from harness.start.ending import BAD_INPUT, BROKEN_PIPE
+from harness.start.errors import UsageError
+from harness.start.options import Parser, fill_in_ranks
+from harness.start.output import say
+
+
+def options_of(arguments):
+    """The command line, checked. Raises UsageError."""
+    parser = Parser(prog="launch.sh shell", add_help=False, allow_abbrev=False)
+    parser.add_argument("-n", type=int, dest="nproc_per_node")
+    parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--echo", action="store_true")
+    parser.add_argument("script", nargs="?")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    options.nnodes, sizes = 1, None
+    if not options.timeout >= 0:
+        raise UsageError(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
+    if options.script is not None:
+        path = recipe.find(options.script)
+        if path is None:
+            raise UsageError(f"{options.script}: no such file and no recipe: ./launch.sh lists the recipes")
+        options.script = str(path)
+        try:
+            sizes = recipe.world_sizes(path)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise UsageError(f"{path}: {error}") from None
+    fill_in_ranks(options, sizes)
+    return options
+
+
+def main(arguments):
+    """Run the shell with these arguments; returns the exit code."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # on its way out the session ends its ranks
+    try:
+        options = options_of(arguments)
+        return shell(options)
+    except UsageError as error:
+        say(str(error))
+        return BAD_INPUT
+    except PoolError as error:
+        say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            say(str(error))
+            return 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads what we write, such as what is left in buffers
+        return BROKEN_PIPE
+
+
+class Output(RichConsole):
+    """Standard output."""
+
+    def on_broken_pipe(self):
+        raise BrokenPipeError(errno.EPIPE, "nobody reads the output")
+
+
+def shell(options):
+    """Read and run statements until the end; returns the exit code."""
+    typed = sys.stdin.isatty()
+    screen = Screen(Output(highlight=False, soft_wrap=True), options.nproc_per_node)
+    script = options.script and str(Path(options.script).resolve())
+    with Session(options.nproc_per_node, options.timeout, screen, script, options.arguments) as session:
+        if not session.start():
+            session.renew()
+        signal.signal(signal.SIGINT, lambda number, frame: None)  # but at the prompt, and while a statement runs
+        if typed:
+            welcome(screen, options)
+        lines = Terminal(session.complete) if typed else Piped(sys.stdin.fileno(), options.echo)
+        try:
+            return Console(session, lines).loop()
+        finally:
+            lines.close()
+
+
+def welcome(screen, options):
+    ranks = "1 rank runs" if options.nproc_per_node == 1 else f"{options.nproc_per_node} ranks run"
+    screen.line(f"{ranks} each statement that you type. Begin with: import oneflow as flow")
+    screen.line("Ctrl-C ends a statement, Ctrl-D the shell. docs/shell.md is a tutorial.")

@@ -1,0 +1,202 @@
+"""The ranks of a shell: they run statements, and are replaced where they no longer agree."""
+
+import contextlib
+import re
+import signal
+import tempfile
+import traceback
+from pathlib import Path
+
+from harness.pool import Pool, PoolError, TimeOver
+from harness.shell import remember
+from harness.shell.screen import Following
+
+ON_RANK = str(Path(__file__).with_name("on_rank.py"))
+INSIDE = re.compile(
+    f"^{re.escape(str(Path(__file__).resolve().parents[1]))}/|/site-packages/oneflow/"
+)  # not the user's
+GRACE = 5  # seconds that the other ranks have when one has raised
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')  # as faulthandler writes it
+NOISE = ("libibverbs not available", "    @ ", "*** Check failure")  # in what a rank wrote before it died
+LAST = 12  # lines that are shown of that
+
+
+class Ranks(Pool):
+    """A pool whose calls end early where one rank has raised and the others do not.
+
+    answered: how many ranks have answered the call that runs.
+    """
+
+    answered = 0
+
+    def time_left(self, result):
+        self.answered += 1
+        ended = isinstance(result, dict) and (result.get("error") or result.get("exit") is not None)
+        return GRACE if ended else None
+
+
+class Session:
+    """Runs statements on all ranks. A context manager, which ends them.
+
+    exit_code: that of exit(), once all ranks have called it.
+    """
+
+    def __init__(self, world_size, timeout, screen, script=None, arguments=()):
+        self.world_size, self.screen = world_size, screen
+        self.script, self.arguments = script, list(arguments)
+        self.ranks = Ranks(world_size, timeout or 1e9)  # 0: no limit
+        self.folder = tempfile.TemporaryDirectory(prefix="cookbook-shell-")
+        self.interrupted, self.exit_code = False, None
+        self.script_works = True
+        self.lines = []  # all that was typed
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.ranks.close()
+        self.folder.cleanup()
+
+    def start(self):
+        """Start the ranks, and run the script on them, if there is one. Raises PoolError if they do not start."""
+        script = self.script if self.script_works else None
+        self.ranks.call(f"{ON_RANK}:ready")
+        self.script_works = False  # until it has
+        agreed = self.call("begin", script=script, arguments=self.arguments)
+        self.script_works = agreed and script is not None
+        self.exit_code = None  # as with python -i, a script that calls exit() ends only itself
+        return agreed
+
+    def run(self, source, first):
+        """Run a statement, and show its output and moves. first: the number of its first line."""
+        dead = self.ranks.ranks.exit_codes() if self.ranks.ranks else {}
+        if dead:
+            self.screen.line(f"{named(dead)} ended while nothing ran ({codes(dead)}).")
+            self.renew()
+        remember(self.lines)
+        if not self.call("run", source=source, first=first):
+            self.renew()
+
+    def renew(self):
+        """Start new ranks, and say what is lost."""
+        again = self.script if self.script_works else None
+        what = f"the names are lost that were typed after {again}, which runs again" if again else "all names are lost"
+        self.screen.line(f"New ranks start: {what}.", "bold red")
+        self.ranks.close()
+        while not self.start():
+            self.screen.line("New ranks start, without the script.", "bold red")
+            self.ranks.close()
+
+    def call(self, function, **arguments):
+        """Call a function of on_rank.py that runs code of the user's; returns whether the ranks still agree."""
+        self.ranks.answered = 0
+        following = Following(self.screen, self.folder.name, self.ranks)
+        following.start()
+        try:
+            with self.interruptible():
+                answers = self.ranks.call(f"{ON_RANK}:{function}", folder=self.folder.name, **arguments)
+            moved = []
+            if function == "run" and any(answer["sent"] for answer in answers) and not disagreement(answers):
+                moved = self.ranks.call(f"{ON_RANK}:moved")
+        except PoolError as error:
+            following.finish()
+            self.explain(error)
+            return False
+        finally:
+            following.finish()
+        if moved:
+            self.screen.moves(moved)
+        return self.judge(answers)
+
+    @contextlib.contextmanager
+    def interruptible(self):
+        """Inside it Ctrl-C ends the call, which then fails as a call that hangs."""
+        self.interrupted = False
+
+        def interrupt(number, frame):
+            if not self.interrupted:
+                self.interrupted = True
+                raise TimeOver
+
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def judge(self, answers):
+        """Whether all ranks ended a statement alike; says it if not."""
+        apart = disagreement(answers)
+        if apart:
+            self.screen.line(f"{apart}, so the ranks no longer agree.", "bold red")
+            return False
+        self.exit_code = answers[0]["exit"]
+        return True
+
+    def explain(self, error):
+        """Say why a call failed."""
+        if not error.hung:
+            text, _, log = str(error).partition(": rank ")[2].partition("\n")
+            lines = [line for line in log.splitlines() if line.strip() and not line.startswith(NOISE)]
+            self.screen.line(f"Rank {text.rstrip(':')}.", "bold red")
+            for line in lines[-LAST:]:
+                self.screen.line(f"  {line}")
+            return
+        raised = {rank: answer["error"] for rank, answer in error.answers.items() if answer.get("error")}
+        done, waiting = sorted(set(error.answers) - set(raised)), named(error.waiting)
+        limit = "" if self.interrupted or raised else f" in {self.ranks.timeout:g} s"
+        words = f"{waiting} did not finish this statement{limit}" + (f"; {named(done).lower()} did" if done else "")
+        if self.interrupted:
+            words = f"Interrupted: {words[0].lower()}{words[1:]}"
+        elif raised:
+            words = f"{named(raised)} raised {kinds(raised.values())}; {words[0].lower()}{words[1:]}"
+        self.screen.line(f"{words}. {'It is' if len(error.waiting) == 1 else 'They are'} here:", "bold red")
+        self.screen.by_ranks({rank: where(text) for rank, text in error.waiting.items()})
+
+    def complete(self, text):
+        """How the name at the end of a text may go on, on rank 0."""
+        if self.ranks.ranks is None or self.ranks.ranks.exit_codes():
+            return []
+        try:
+            return self.ranks.call(f"{ON_RANK}:complete", text=text)[0]
+        except PoolError:
+            return []
+
+
+def disagreement(answers):
+    """How the ranks ended a statement differently, in words; "" if all did alike."""
+    ends = {rank: (answer["error"], answer["exit"]) for rank, answer in enumerate(answers)}
+    if len(set(ends.values())) == 1:
+        return ""
+    raised = {rank: error for rank, (error, _) in ends.items() if error}
+    left = [rank for rank, (_, code) in ends.items() if code is not None]
+    words = [f"{named([rank]).lower()} raised {kinds([error])}" for rank, error in raised.items()]
+    words += [f"{named(left).lower()} called exit()"] if left else []
+    rest = [rank for rank in ends if rank not in raised and rank not in left]
+    text = ", ".join(words) + (f", and {named(rest).lower()} did not" if rest else ", not at the same place")
+    return text[0].upper() + text[1:]
+
+
+def named(ranks):
+    """ "Rank 1" or "Ranks 0, 2"."""
+    ranks = list(ranks)
+    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {', '.join(map(str, ranks))}"
+
+
+def kinds(errors):
+    return ", ".join(dict.fromkeys(error if isinstance(error, str) else error[0] for error in errors))
+
+
+def codes(ended):
+    return ", ".join(signal.Signals(-code).name if code < 0 else f"exit code {code}" for code in ended.values())
+
+
+def where(log):
+    """Where a rank is, from what faulthandler wrote: the user's frames, the innermost last."""
+    frames = FRAME.findall(log.rpartition("(most recent call first)")[2])[::-1]
+    ours = [number for number, frame in enumerate(frames) if frame[0] == ON_RANK]
+    theirs = [frame for frame in frames[min(ours, default=0) :] if not INSIDE.search(frame[0])]
+    if not theirs:
+        return "at the end of the statement: it waits for other ranks"
+    frames = traceback.StackSummary.from_list([(path, int(line), name, None) for path, line, name in theirs])
+    return "".join(frames.format())

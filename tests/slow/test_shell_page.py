@@ -1,0 +1,81 @@
+"""docs/shell.md: what is typed shows exactly what the page says, and the cells of its notebook run."""
+
+import os
+import re
+import site
+import subprocess
+import sys
+
+import pytest
+
+from harness.jobs.run import CLEAN, LONG, MARK, marked, wait_until
+from tests.cases import ROOT
+from tests.markdown import blocks_of
+from tests.terminal import piped
+
+TEXT = (ROOT / "docs" / "shell.md").read_text()
+PROMPT = re.compile(r"^(?:>>> |\.\.\.(?: |$))", flags=re.MULTILINE)
+CELLS = blocks_of(TEXT.partition("\n## In a notebook\n")[2], "python")
+NOTEBOOK = """
+import sys
+import nbclient, nbformat
+cells = [nbformat.v4.new_code_cell(source) for source in sys.argv[1:]]
+notebook = nbformat.v4.new_notebook(cells=cells)
+nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+for cell in notebook.cells:
+    for output in cell.outputs:
+        print(output.get("data", {}).get("text/plain", ""))
+"""
+
+
+def sessions():
+    """[arguments of launch.sh, what the page shows of that session] of each session of the page."""
+    found = []
+    for kind, block in re.findall(r"```(bash|text)\n(.*?)```", TEXT, flags=re.DOTALL):
+        if kind == "bash":
+            found.append([block.split()[2:], ""])
+        else:
+            found[-1][1] += block
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments, shown", sessions(), ids=lambda value: " ".join(value) if value != str(value) else ""
+)
+def test_session_shows_what_the_page_says(arguments, shown):
+    typed = [line[4:] for line in shown.splitlines() if PROMPT.match(line)]
+    done = piped("\n".join(typed) + "\n", "shell", "--echo", *arguments)
+    assert done.stdout == shown
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_page_has_both_kinds_of_session():
+    [first, second] = sessions()
+    assert first[1].count(">>> ") > 20 and second[0] == ["train_model_parallel"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 10), reason="these versions of ipyparallel and ipykernel need Python 3.10")
+def test_cells_of_the_notebook_run(tmp_path):
+    """In an environment that has ipyparallel, and OneFlow from ours."""
+    python, mark = tmp_path / "venv" / "bin" / "python", f"notebook-{os.getpid()}"
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    for command in (
+        [sys.executable, "-m", "venv", str(tmp_path / "venv")],
+        [*pip, "-r", str(ROOT / "tests" / "requirements-notebook.txt")],
+    ):
+        subprocess.run(command, check=True, timeout=600)
+    [packages] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "oneflow.pth").write_text(site.getsitepackages()[0])
+    environment = {**CLEAN, "HOME": str(tmp_path), MARK: mark}
+    environment["PATH"] = f"{python.parent}:{environment['PATH']}"
+    done = subprocess.run(
+        [str(python), "-c", NOTEBOOK, *CELLS, "client.cluster.stop_cluster_sync()"],
+        env=environment,
+        timeout=2 * LONG,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert f"[stdout:{rank}] {rank} oneflow.Size([2, 6]) 24.0" in done.stdout, done.stdout
+    wait_until(lambda: not marked(f"{MARK}={mark}"), "the end of all processes", 60)
