@@ -1,4 +1,4 @@
-// A training step of a stack of equal matmul layers: blocks of time, bytes and memory, by formula. Nothing is measured.
+// A training step of a stack of equal layers, relu(x) @ w: blocks of time, bytes and memory, by formula, not measured.
 // tests/slow/test_explore_steps.py compares it with harness/measure/theory.py and harness/plan/formulas.py.
 "use strict";
 

@@ -4,7 +4,7 @@
 const StepWords = {
   en: {
     model:
-      "A stack of {layers} equal layers, relu(x @ w), inside a larger model: {hidden} features in and out, " +
+      "A stack of {layers} equal layers, relu(x) @ w, inside a larger model: {hidden} features in and out, " +
       "float32, Adam. Each layer has {layer} of weights.",
     rates:
       "All lengths are by formula; nothing here is measured. A rank computes at {flops} GFLOP/s and updates a " +
@@ -111,7 +111,7 @@ const StepWords = {
     fastest: "fastest",
   },
   zh: {
-    model: "一个较大模型中的 {layers} 个相同的层 relu(x @ w)：输入和输出各 {hidden} 个特征，float32，Adam。每层的权重占 {layer}。",
+    model: "一个较大模型中的 {layers} 个相同的层 relu(x) @ w：输入和输出各 {hidden} 个特征，float32，Adam。每层的权重占 {layer}。",
     rates:
       "所有时长都由公式算出，没有一个是实测的。每个 rank 的计算速度为 {flops} GFLOP/s，更新一个参数需要 {update} ns，与 docs/performance.md 中的 CPU " +
       "核相近。反向的时间是前向的两倍。与 eager 模式下的示例一样，rank 在通信时不计算。",
