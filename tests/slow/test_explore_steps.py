@@ -129,6 +129,48 @@ def test_lanes_have_no_gaps_and_all_the_work(states, model):
         assert sum(step["shares"].values()) == pytest.approx(1)
 
 
+# What happens with a pair of layers, forward and backward: "F{0}" forward of the first, or what a collective moves.
+PAIRS = {
+    "data": ("F{0} F{1}", "B{1} gradients B{0} gradients"),
+    "zero": ("weights F{0} weights F{1}", "B{1} gradients B{0} gradients"),
+    "sharded": ("weights F{0} weights F{1}", "weights B{1} gradients weights B{0} gradients"),
+    "tensor": ("F{0} F{1} activations", "B{1} B{0} activation_gradients"),
+    "data_tensor": ("F{0} F{1} activations", "B{1} gradients B{0} activation_gradients gradients"),
+}
+
+
+def test_blocks_are_in_the_order_in_which_a_step_needs_them(states, model):
+    for state, _, step in states:
+        if state["strategy"] == "pipeline" or state["ranks"] == 1:
+            continue
+        steps = [
+            one["of"].replace(" ", "_") if one["kind"] == "move" else f"{one['kind'][0].upper()}{one.get('layer', '')}"
+            for one in step["lanes"][0]
+        ]
+        expected, pairs = [], range(model["layers"] // 2)
+        for way, order in zip(PAIRS[state["strategy"]], (pairs, reversed(pairs))):
+            for pair in order:
+                expected += way.format(2 * pair + 1, 2 * pair + 2).split()
+        assert steps == [*expected, "U"], state
+
+
+def test_each_rank_updates_the_parameters_whose_moments_it_has(states):
+    for state, _, step in states:
+        parameters = step["memory"]["optimizer"] / sum(formulas.PRECISIONS["fp32"][2:3])
+        for blocks in step["lanes"]:
+            [update] = [one for one in blocks if one["kind"] == "update"]
+            assert update["end"] - update["start"] == pytest.approx(parameters * 1e-9), state
+
+
+def test_backward_takes_micro_batches_in_the_opposite_order(states):
+    for state, _, step in states:
+        if state["strategy"] == "pipeline":
+            order = list(range(1, state["micro"] + 1))
+            for blocks in step["lanes"]:
+                assert [one["micro"] for one in blocks if one["kind"] == "forward"] == order
+                assert [one["micro"] for one in blocks if one["kind"] == "backward"] == order[::-1]
+
+
 def test_stage_begins_when_what_it_needs_has_arrived(states):
     for state, _, step in states:
         if state["strategy"] != "pipeline":
@@ -253,7 +295,7 @@ def test_a_run_sends_and_keeps_what_the_page_says(pools, n, strategy):
 
 
 def test_a_state_that_is_not_possible_becomes_one_that_is():
-    bad = [None, "x", "NaN", -1, 0, 2.6, 99, "3", {}, [], "__proto__", "constructor"]
+    bad = ["x", "NaN", "Infinity", "", None, -1, 0, 2.6, 99, "3", {}, [], "__proto__", "constructor"]
     names = ("strategy", "ranks", "micro", "rows", "link")
     wanted = [{name: value} for name in names for value in bad]
     wanted += [{"strategy": name, "ranks": n} for name in LAYOUTS for n in range(10)] + [{}]
@@ -266,8 +308,9 @@ def test_a_state_that_is_not_possible_becomes_one_that_is():
     })"""
     for one, (possible, same, state) in zip(wanted, evaluate(["steps.js"], check, wanted)):
         assert possible and same, (one, state)
-    [[_, _, first]] = evaluate(["steps.js"], check, [{}])
-    assert first == evaluate(["steps.js"], "Steps.FIRST")
+    senseless = [{}, *({name: value} for name in names for value in ("x", "NaN", {}))]
+    first = evaluate(["steps.js"], "Steps.FIRST")
+    assert [state for _, _, state in evaluate(["steps.js"], check, senseless)] == [first] * len(senseless)
 
 
 def test_both_languages_say_the_same_things_with_the_same_values():
