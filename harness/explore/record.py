@@ -1,5 +1,6 @@
 """Multiply two matrices in pairs of SBPs on this rank: what each rank holds, and the bytes that it sends."""
 
+import numpy as np
 import oneflow as flow
 
 from harness.explore.shards import shard
@@ -15,7 +16,7 @@ def sbps(name):
 
 def global_tensor(value, name, ranks):
     """A global tensor with this value, from what each rank holds of it."""
-    part = shard(value, Layout(name, ranks), flow.env.get_rank())
+    part = shard(np.array(value), Layout(name, ranks), flow.env.get_rank())
     local = flow.tensor(part.astype("float32"))
     return local.to_global(placement=flow.placement("cpu", ranks), sbp=sbps(name))
 
@@ -28,10 +29,13 @@ def held(tensor):
 def products(pairs, ranks, values, targets, graph):
     """Multiply x and w in each pair of SBPs, and give out each of the SBPs `targets`. Collective.
 
-    values: x and w as numpy arrays of whole numbers; graph: whether one nn.Graph does it all.
+    values: x and w as lists of rows of whole numbers; graph: whether one nn.Graph does it all.
     Returns {pair: {"x", "w", "out": (SBP, shard), "to": {SBP: shard}, "inputs": see `inputs_of`, in a graph}}.
     """
-    x, w = ({name: global_tensor(value, name, ranks) for name in dict.fromkeys(names)} for value, names in zip(values, zip(*pairs)))
+    x, w = (
+        {name: global_tensor(value, name, ranks) for name in dict.fromkeys(names)}
+        for value, names in zip(values, zip(*pairs))
+    )
 
     def multiply(*tensors):
         given = dict(zip([("x", name) for name in x] + [("w", name) for name in w], tensors))

@@ -2,14 +2,17 @@
 
 Its keys:
 
-- `shape`, `value`: of x and w as they are shown, `measured_shape`: of x and w where bytes are measured.
-- `runs`: "1" to "4" ranks in a line and "2x2", a mesh -> "SBP of x @ SBP of w" -> what ran; on a mesh an SBP is "S(0),B".
+- `shape`, `value`: of x and w as they are shown; `measured_shape`: of x and w where bytes are measured.
+- `runs`: "1" to "4" ranks in a line and "2x2", a mesh -> "SBP of x @ SBP of w" -> what ran. On a mesh an SBP is "S(0),B".
 - `x`, `w`, `out`: by rank, the rows that it holds.
-- `eager`, `graph`: with `out_sbp`; `inputs`, the SBPs that are multiplied, which differ from those of x and w where OneFlow
-  moves one first; `sent`, bytes by rank; `formula`, bytes that all ranks together should send, null where there is no
-  formula: on a mesh where both axes change. `graph` is left out where it is the same, and its bytes are within 2 %.
-- `to`: SBP -> `eager`, `graph`: out.to_global(sbp=SBP), in the same form. Not on the mesh.
-- `error` instead of the others: OneFlow ended the run so.
+- `eager` and `graph`: the latter is left out where it is the same, its bytes within 2 %.
+- `out_sbp`: of the product. `inputs`: the SBPs in which x and w are multiplied; where they differ from the given ones,
+  OneFlow moves that tensor first. `sent`: the bytes that each rank sends for that at `measured_shape`, with OneFlow's own
+  messages. `formula`: what all ranks together should send; where both axes of a mesh change, the least that any algorithm
+  must send, or null if there is a P.
+- `large`: on the mesh a graph may choose other SBPs at `measured_shape`; `sent` and `formula` are of these.
+- `to`: SBP -> `eager`, `graph`: out.to_global(sbp=SBP), in the same form; not on the mesh.
+- `error` instead of all others: OneFlow ended the run so.
 """
 
 import itertools
@@ -88,7 +91,8 @@ def inputs_of(pair, ranks, out, by_rank):
     known = []
     for names in signatures(out):
         layouts = [Layout(name, ranks) for name in names]
-        added = [new for old, new in zip(pair, names) if old != new and "P" in new]
+        given = zip(", ".join(pair).split(", "), ", ".join(names).split(", "))
+        added = [old for old, new in given if new == "P" != old]
         members = layouts[0].members
         parts = [[shard(VALUES[name], layout, rank) for name, layout in zip("xw", layouts)] for rank in members]
         if not added and all(np.array_equal(x @ w, held) for (x, w), held in zip(parts, by_rank)):
@@ -118,16 +122,19 @@ def run_of(pair, ranks, shown, measured):
             return {"error": reason(result)}
     out, shards = shown[0]["out"][0], [one["out"][1] for one in shown]
     inputs = shown[0]["inputs"] or inputs_of(pair, ranks, out, shards)
-    out_there, _, inputs_there = measured[0]
-    if out_there != out or inputs_there not in (None, inputs):
-        raise ValueError(f"{key(*pair)} on {ranks} gives {out} from {inputs}, and at {SHAPES} {measured[0]}")
-    return {
+    out_there, inputs_there = measured[0][0], measured[0][2] or inputs
+    run = {
         "out_sbp": key(out),
         "out": [rows(one) for one in shards],
         "inputs": [key(one) for one in inputs],
         "sent": [sent for _, sent, _ in measured],
-        "formula": total(moves(pair, inputs, ranks)),
+        "formula": total(moves(pair, inputs_there, ranks)),
     }
+    if (out_there, inputs_there) == (out, inputs):
+        return run
+    if not shown[0]["inputs"]:
+        raise ValueError(f"{key(*pair)} on {ranks} gives {out}, and {out_there} at {SHAPES}, in eager mode")
+    return {**run, "large": {"out_sbp": key(out_there), "inputs": [key(one) for one in inputs_there]}}
 
 
 def reason(error):
@@ -137,47 +144,44 @@ def reason(error):
     return (wrong or lines)[0]
 
 
-def given_to(new, ranks, out, shards, sent):
-    """The JSON of out.to_global(sbp=new). shards: by rank; sent: {(old SBP, new SBP): bytes} by rank."""
-    boxing = theory.Boxing((SHAPES[0][0], SHAPES[1][1]), (out, ranks), (new, ranks), item=4)
-    by_rank = [one[out, new] for one in sent]
-    return {"out": [rows(one) for one in shards], "sent": by_rank, "formula": total([boxing])}
+def given_to(new, ranks, shown, sent):
+    """The JSON of out.to_global(sbp=new). shown: by rank, see record.py; sent: {(old SBP, new SBP): bytes} by rank."""
+    old = shown[0]["out"][0]
+    boxing = theory.Boxing((SHAPES[0][0], SHAPES[1][1]), (old, ranks), (new, ranks), item=4)
+    by_rank = [one[old, new] for one in sent]
+    return {"out": [rows(one["to"][new]) for one in shown], "sent": by_rank, "formula": total([boxing])}
 
 
 def without_equal(modes):
-    """{"eager": ..., "graph": ...} without graph where it is equal, and its bytes are near."""
-    eager, graph = modes["eager"], modes["graph"]
-    rest = [{name: value for name, value in one.items() if name != "sent"} for one in (eager, graph)]
-    same = rest[0] == rest[1] and all(near(*both) for both in zip(graph.get("sent", []), eager.get("sent", [])))
-    return {"eager": eager} if same else modes
+    """{"eager": ..., "graph": ...} without graph where that is the same, its bytes as `near` allows."""
+    return modes if differences(modes["eager"], modes["graph"]) else {"eager": modes["eager"]}
 
 
 def record(pair, ranks, shown, measured, conversions):
-    """The JSON of one pair. shown, measured, conversions: {mode: what it gave}."""
-    runs = {mode: run_of(pair, ranks, shown[mode][pair], measured[mode][pair]) for mode in atlas.MODES}
-    [held, *_] = [shown[mode][pair] for mode in atlas.MODES if "error" not in runs[mode]] or [[]]
-    inputs = {name: [rows(one[name]) for one in held] for name in "xw"}
+    """The JSON of one pair. shown, measured, conversions: {mode: what it gave}; no conversions on a mesh."""
+    by_mode = {mode: shown[mode][pair] for mode in atlas.MODES}
+    modes = {mode: run_of(pair, ranks, by_rank, measured[mode][pair]) for mode, by_rank in by_mode.items()}
+    if "error" in {**modes["eager"], **modes["graph"]}:
+        return without_equal(modes)
     to = {}
-    for new in NAMES if conversions and held else ():
-        one = {}
-        for mode in atlas.MODES:
-            by_rank = shown[mode][pair]
-            shards = [each["to"][new] for each in by_rank]
-            one[mode] = given_to(new, ranks, by_rank[0]["out"][0], shards, conversions[mode])
-        to[new] = without_equal(one)
-    return {**inputs, **without_equal(runs), **({"to": to} if to else {})}
+    for new in NAMES if conversions else ():
+        given = {mode: given_to(new, ranks, by_rank, conversions[mode]) for mode, by_rank in by_mode.items()}
+        to[new] = without_equal(given)
+    inputs = {name: [rows(one[name]) for one in by_mode["eager"]] for name in "xw"}
+    return {**inputs, **without_equal(modes), **({"to": to} if to else {})}
 
 
-def measured_on(pool, which):
-    """{pair: its JSON} of one of RANKS, on a pool of so many ranks."""
-    ranks, pairs, line = RANKS[which], pairs_of(which), which != "2x2"
+def measured_on(pool, which, pairs=None):
+    """{pair: its JSON} of one of RANKS, on a pool of so many ranks. pairs: of SBPs, by default all."""
+    ranks, pairs, line = RANKS[which], pairs or pairs_of(which), which != "2x2"
     shown, measured, conversions = {}, {}, {}
     for mode in atlas.MODES:
         how = {"ranks": ranks, "graph": mode == "graph"}
-        shown[mode] = each(pool, "products", pairs, values=list(VALUES.values()), targets=NAMES if line else (), **how)
+        values = [value.tolist() for value in VALUES.values()]
+        shown[mode] = each(pool, "products", pairs, values=values, targets=NAMES if line else (), **how)
         measured[mode] = {}
-        for x, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            measured[mode].update(each(pool, "bytes_sent", list(group), shapes=SHAPES, **how))
+        for first in range(0, len(pairs), 16):  # so that the pool can free the memory of many graphs
+            measured[mode].update(each(pool, "bytes_sent", pairs[first : first + 16], shapes=SHAPES, **how))
         if line:
             where = {"source": ranks, "target": ranks, "shape": SHAPES[0]}
             conversions[mode] = pool.call(f"{CONVERSIONS}:conversions", graph=mode == "graph", **where)
@@ -185,7 +189,7 @@ def measured_on(pool, which):
 
 
 def measured():
-    """All of docs/explore.json, from fresh runs. It takes about two minutes."""
+    """All of docs/explore.json, from fresh runs: three minutes."""
 
     def on(which):
         with Pool(np.size(RANKS[which]), timeout=300, repeat=True) as pool:
@@ -200,6 +204,16 @@ def measured():
         "measured_shape": dict(zip("xw", map(list, SHAPES))),
         "runs": runs,
     }
+
+
+def differences(old, new, where=()):
+    """The paths in two of such JSONs at which they differ, bytes that were sent by more than `near` allows."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        pairs = [(name, old.get(name), new.get(name)) for name in {**old, **new}]
+        return [one for name, *both in pairs for one in differences(*both, (*where, name))]
+    if where[-1:] == ("sent",) and old and new and len(old) == len(new):
+        return [] if all(map(near, new, old)) else [where]
+    return [] if old == new else [where]
 
 
 def text(records):
@@ -217,8 +231,12 @@ def compact(value):
 
 
 def write(path=PATH):
-    """Measure, and write it to a file."""
-    Path(path).write_text(text(measured()))
+    """Measure, and write it to a file unless that has the same already. Returns whether it was written."""
+    path, records = Path(path), measured()
+    changed = not path.exists() or bool(differences(json.loads(path.read_text()), records))
+    if changed:
+        path.write_text(text(records))
+    return changed
 
 
 if __name__ == "__main__":
