@@ -15,6 +15,7 @@ ROOMS = {  # the modules of a room -> those that it may import, besides its own 
     "harness.jobs": ("harness.start",),
     "harness.measure": ("harness.start",),
     "harness.report": ("harness.start", "harness.pool", "harness.measure"),
+    "harness.explore": ("harness.start", "harness.pool", "harness.measure", "harness.report"),
     "harness": ("harness",),  # its front door, and what it offers for tests of a user's own
     "tests.cases": ("harness",),
     "tests": ("harness", "tests.cases"),
