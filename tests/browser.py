@@ -38,7 +38,7 @@ def selenium():
 
 
 class Browser:
-    """A chromium with nothing but one page. language: of the user, such as "en-US"; dark: the colours that she prefers."""
+    """A chromium with one page. language: of the user, such as "en-US"; dark: whether she prefers dark colours."""
 
     def __init__(self, language="en-US", dark=False, width=1280):
         webdriver = selenium()
@@ -111,7 +111,7 @@ class Browser:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self):
-        """The addresses that pages have asked for since the last call, without those of the browser's own first page."""
+        """The addresses that pages have asked for since the last call; not the browser's own first page."""
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [one["params"] for one in messages if one["method"] == "Network.requestWillBeSent"]
         return [one["request"]["url"] for one in sent if not one["documentURL"].startswith("chrome://")]

@@ -14,7 +14,11 @@ const PRESETS = {
     recipes: ["training/train_model_parallel.py"],
     step: { strategy: "tensor" },
   },
-  pipeline: { state: {}, recipes: ["pipeline_parallel.py", "training/train_pipeline.py"], step: { strategy: "pipeline" } },
+  pipeline: {
+    state: {},
+    recipes: ["pipeline_parallel.py", "training/train_pipeline.py"],
+    step: { strategy: "pipeline" },
+  },
   mesh: {
     state: { ranks: "2x2", x: "S(0),B", w: "B,S(1)", to: "" },
     recipes: ["layouts/two_d_sbp.py", "training/train_data_tensor.py"],
@@ -61,7 +65,9 @@ function element(tag, attributes = {}, ...children) {
 
 // A sentence whose {names} are filled in by elements or texts.
 function sentence(key, parts) {
-  return t(key).split(/(\{\w+\})/).map((piece) => (/^\{\w+\}$/.test(piece) ? parts[piece.slice(1, -1)] : piece));
+  return t(key)
+    .split(/(\{\w+\})/)
+    .map((piece) => (/^\{\w+\}$/.test(piece) ? parts[piece.slice(1, -1)] : piece));
 }
 
 const space = () => (lang === "zh" ? "" : " "); // between two sentences
@@ -74,7 +80,11 @@ const short = (sbp) => sbp.replace(/[()]/g, "");
 const long = (text) => text.replace(/S(\d)/g, "S($1)");
 
 function address() {
-  const parts = [["ranks", state.ranks], ["x", short(state.x)], ["w", short(state.w)]];
+  const parts = [
+    ["ranks", state.ranks],
+    ["x", short(state.x)],
+    ["w", short(state.w)],
+  ];
   if (state.to) parts.push(["to", short(state.to)]);
   if (state.mode !== "eager") parts.push(["mode", state.mode]);
   if (state.preset) parts.push(["preset", state.preset]);
@@ -120,7 +130,10 @@ function readAddress(text) {
   lang = langChosen ? found.lang : navigator.language.toLowerCase().startsWith("zh") ? "zh" : "en";
   const steps = Object.entries(found).filter(([name]) => name.startsWith(STEP));
   const preset = PRESETS[state.preset];
-  stepState = { ...(preset && preset.step), ...Object.fromEntries(steps.map(([name, value]) => [name.slice(STEP.length), value])) };
+  stepState = {
+    ...(preset && preset.step),
+    ...Object.fromEntries(steps.map(([name, value]) => [name.slice(STEP.length), value])),
+  };
 }
 
 function writeAddress() {
@@ -166,7 +179,12 @@ function controlOf(key, legend, groups) {
 function sbpControl(name) {
   const legend = sentence("sbp_of", { tensor: element("b", {}, name) });
   const values = Matmul.SBPS.map((sbp) => [sbp, sbp]);
-  if (state.ranks !== "2x2") return controlOf(name, legend, radioGroup(name, values, state[name], (sbp) => choose({ [name]: sbp })));
+  if (state.ranks !== "2x2")
+    return controlOf(
+      name,
+      legend,
+      radioGroup(name, values, state[name], (sbp) => choose({ [name]: sbp })),
+    );
   const axes = [0, 1].flatMap((axis) => {
     const set = (sbp) => choose({ [name]: Matmul.axes(state[name]).with(axis, sbp).join(",") });
     const label = { role: "group", "aria-label": `${t("sbp_of", { tensor: name })}, ${t("on_axis", { axis })}` };
@@ -194,30 +212,61 @@ function drawControls() {
 
 function controls() {
   const ranks = RANKS.map((one) => [one, one === "2x2" ? t("mesh") : one]);
-  const found = [controlOf("ranks", [t("ranks")], radioGroup("ranks", ranks, state.ranks, (one) => choose({ ranks: one })))];
+  const found = [
+    controlOf(
+      "ranks",
+      [t("ranks")],
+      radioGroup("ranks", ranks, state.ranks, (one) => choose({ ranks: one })),
+    ),
+  ];
   found.push(sbpControl("x"), sbpControl("w"));
   if (state.ranks !== "2x2") {
     const values = [["", t("leave")], ...Matmul.SBPS.map((sbp) => [sbp, sbp])];
-    found.push(controlOf("to", [t("convert")], radioGroup("to", values, state.to, (to) => choose({ to }))));
+    found.push(
+      controlOf(
+        "to",
+        [t("convert")],
+        radioGroup("to", values, state.to, (to) => choose({ to })),
+      ),
+    );
   }
   if (state.ranks === "2x2") found.splice(1, 0, meshPicture());
   const modes = ["eager", "graph"].map((one) => [one, one]);
-  found.push(controlOf("mode", [t("mode")], radioGroup("mode", modes, state.mode, (mode) => choose({ mode }))));
+  found.push(
+    controlOf(
+      "mode",
+      [t("mode")],
+      radioGroup("mode", modes, state.mode, (mode) => choose({ mode })),
+    ),
+  );
   return found;
 }
 
 // Which rank is where on the mesh.
 function meshPicture() {
-  const cells = [0, 1, 2, 3].map((rank) => element("span", { class: "cell", style: `--fill: var(--tint${rank})` }, String(rank)));
+  const cells = [0, 1, 2, 3].map((rank) =>
+    element("span", { class: "cell", style: `--fill: var(--tint${rank})` }, String(rank)),
+  );
   const picture = element("div", { class: "mesh", role: "img", "aria-label": t("axis_help") }, ...cells);
-  return element("div", { class: "mesh-picture", title: t("axis_help") }, element("span", { class: "across" }, `${t("on_axis", { axis: 1 })} →`), element("span", { class: "down" }, `${t("on_axis", { axis: 0 })} ↓`), picture);
+  return element(
+    "div",
+    { class: "mesh-picture", title: t("axis_help") },
+    element("span", { class: "across" }, `${t("on_axis", { axis: 1 })} →`),
+    element("span", { class: "down" }, `${t("on_axis", { axis: 0 })} ↓`),
+    picture,
+  );
 }
 
 function drawPresets() {
   const buttons = Object.keys(PRESETS).map((name) =>
     element(
       "button",
-      { type: "button", "data-preset": name, "aria-pressed": String(state.preset === name), onclick: () => choosePreset(name) },
+      {
+        type: "button",
+        "data-preset": name,
+        "aria-pressed": String(state.preset === name),
+        onclick: () => choosePreset(name),
+      },
       t(`preset_${name}`),
     ),
   );
@@ -227,9 +276,19 @@ function drawPresets() {
   const preset = PRESETS[state.preset];
   const about = find("about");
   if (!preset) return about.replaceChildren();
-  const links = preset.recipes.flatMap((path, index) => [index ? ", " : "", element("a", { href: `../recipes/${path}` }, path)]);
+  const links = preset.recipes.flatMap((path, index) => [
+    index ? ", " : "",
+    element("a", { href: `../recipes/${path}` }, path),
+  ]);
   about.replaceChildren(
-    element("p", {}, `${t(`about_${state.preset}`)} `, ...sentence("recipe", { link: element("span", {}, ...links) }), " ", ...stepLink(preset)),
+    element(
+      "p",
+      {},
+      `${t(`about_${state.preset}`)} `,
+      ...sentence("recipe", { link: element("span", {}, ...links) }),
+      " ",
+      ...stepLink(preset),
+    ),
     ...(preset.second ? [pairButtons(preset)] : []),
   );
   return about;
@@ -247,7 +306,12 @@ function pairButtons(preset) {
   ].map(([key, one], index) =>
     element(
       "button",
-      { type: "button", "data-step": index, "aria-pressed": String(state.x === one.x), onclick: () => choose(one, state.preset) },
+      {
+        type: "button",
+        "data-step": index,
+        "aria-pressed": String(state.x === one.x),
+        onclick: () => choose(one, state.preset),
+      },
       t(key),
     ),
   );
@@ -259,15 +323,22 @@ function pairButtons(preset) {
 function collectiveInWords(from, to, ranks) {
   const steps = Matmul.collectives(from, to);
   if (!steps.length) return t("nothing");
-  const names = steps.map(({ axis, name }) => (ranks === "2x2" ? t("along_axis", { collective: t(name), axis }) : t(name)));
+  const names = steps.map(({ axis, name }) =>
+    ranks === "2x2" ? t("along_axis", { collective: t(name), axis }) : t(name),
+  );
   return names.join(t("then"));
 }
 
 function summaryOf(run) {
   const { ranks, x, w } = state;
-  const place = ranks === "2x2" ? t("sum_place_mesh") : ranks === "1" ? t("sum_place_one") : t("sum_place", { n: ranks });
+  const place =
+    ranks === "2x2" ? t("sum_place_mesh") : ranks === "1" ? t("sum_place_one") : t("sum_place", { n: ranks });
   if (run.error !== undefined) {
-    const error = element("span", { class: "error" }, ...sentence("sum_error", { version: records.oneflow, error: run.error }));
+    const error = element(
+      "span",
+      { class: "error" },
+      ...sentence("sum_error", { version: records.oneflow, error: run.error }),
+    );
     return [`${place}: x `, sbpMark(x), " @ w ", sbpMark(w), ". ", error];
   }
   const parts = { place, x: sbpMark(x), w: sbpMark(w), out: sbpMark(run.outSbp) };
@@ -280,7 +351,8 @@ function summaryOf(run) {
   if (run.change) {
     const { from, to, error } = run.change;
     const collective = element("span", { class: "moved" }, collectiveInWords(from, to, ranks));
-    if (error !== undefined) found.push(element("span", { class: "error" }, t("sum_error", { version: records.oneflow, error })));
+    if (error !== undefined)
+      found.push(element("span", { class: "error" }, t("sum_error", { version: records.oneflow, error })));
     else if (from === to) found.push(...sentence("sum_no_change", { to: sbpMark(to) }));
     else found.push(...sentence("sum_change", { to: sbpMark(to), collective }));
   }
@@ -304,7 +376,8 @@ function bytes(count) {
   return `${(count / 1e6).toFixed(2)} MB`;
 }
 
-const ranksInWords = (ranks) => t(ranks.length > 1 ? "ranks_short" : "rank_short", { rank: ranks[0], ranks: ranks.join(", ") });
+const ranksInWords = (ranks) =>
+  t(ranks.length > 1 ? "ranks_short" : "rank_short", { rank: ranks[0], ranks: ranks.join(", ") });
 
 // ---- drawing matrices
 
@@ -331,9 +404,15 @@ const inText = (rows) => rows.map((row) => row.join(" ")).join("; ");
 // One number. `of`: which tensor; out's numbers can be pointed at.
 function cell(of, row, column, value, extra) {
   const { part, style, ...attributes } = extra;
-  const classes = ["cell", part ? "part" : "", attributes.class || "", value === 0 ? "zero" : ""].filter(Boolean).join(" ");
+  const classes = ["cell", part ? "part" : "", attributes.class || "", value === 0 ? "zero" : ""]
+    .filter(Boolean)
+    .join(" ");
   const place = `grid-area: ${row + 1} / ${column + 1}; ${style}`;
-  return element("span", { ...attributes, class: classes, style: place, "data-of": of, "data-row": row, "data-column": column }, String(value));
+  return element(
+    "span",
+    { ...attributes, class: classes, style: place, "data-of": of, "data-row": row, "data-column": column },
+    String(value),
+  );
 }
 
 function wholeMatrix(name, of, sbp, ranks, blocks, shape) {
@@ -347,7 +426,11 @@ function wholeMatrix(name, of, sbp, ranks, blocks, shape) {
       return cell(of, row, column, number, {
         ...look(holders, terms),
         ...(pointable
-          ? { role: "gridcell", tabindex: row + column === 0 ? "0" : "-1", "aria-label": cellLabel(sbp, ranks, blocks, shape, row, column, number) }
+          ? {
+              role: "gridcell",
+              tabindex: row + column === 0 ? "0" : "-1",
+              "aria-label": cellLabel(sbp, ranks, blocks, shape, row, column, number),
+            }
           : { "aria-hidden": "true" }),
       });
     });
@@ -371,8 +454,10 @@ function cellLabel(sbp, ranks, blocks, shape, row, column, value) {
 
 function blockInWords(shape, [[top, bottom], [left, right]]) {
   const spans = [];
-  if (bottom - top < shape[0]) spans.push(bottom - top > 1 ? t("rows", { from: top, to: bottom - 1 }) : t("row", { from: top }));
-  if (right - left < shape[1]) spans.push(right - left > 1 ? t("columns", { from: left, to: right - 1 }) : t("column", { from: left }));
+  if (bottom - top < shape[0])
+    spans.push(bottom - top > 1 ? t("rows", { from: top, to: bottom - 1 }) : t("row", { from: top }));
+  if (right - left < shape[1])
+    spans.push(right - left > 1 ? t("columns", { from: left, to: right - 1 }) : t("column", { from: left }));
   return spans.join(", ") || t("all_of");
 }
 
@@ -384,12 +469,24 @@ function rankMatrix(name, of, sbp, ranks, blocks, shape, rank) {
   const term = sbp.includes("P");
   const cells = blocks[rank].flatMap((numbers, row) =>
     numbers.map((number, column) =>
-      cell(of, top + row, left + column, number, { part: term, style: `--fill: var(--tint${rank}); --bars: var(--rank${rank})` }),
+      cell(of, top + row, left + column, number, {
+        part: term,
+        style: `--fill: var(--tint${rank}); --bars: var(--rank${rank})`,
+      }),
     ),
   );
-  const words = { rank: t("rank", { rank }), block: blockInWords(shape, block), tensor: name, values: inText(blocks[rank]) };
+  const words = {
+    rank: t("rank", { rank }),
+    block: blockInWords(shape, block),
+    tensor: name,
+    values: inText(blocks[rank]),
+  };
   cells.forEach((one) => one.setAttribute("aria-hidden", "true"));
-  return frame(shape, { class: "matrix", role: "img", "aria-label": t("each_holds", words), "data-rank": rank }, ...cells);
+  return frame(
+    shape,
+    { class: "matrix", role: "img", "aria-label": t("each_holds", words), "data-rank": rank },
+    ...cells,
+  );
 }
 
 // ---- stages
@@ -403,19 +500,25 @@ function stageGrid(columns, ranks) {
   const isTensor = (column) => column.sbp !== undefined;
   const isArrows = (column) => column.arrows !== undefined;
   for (const column of columns) {
-    if (isTensor(column)) made.push(element("div", { class: "head" }, element("b", {}, column.name), " ", sbpMark(column.sbp)));
+    if (isTensor(column))
+      made.push(element("div", { class: "head" }, element("b", {}, column.name), " ", sbpMark(column.sbp)));
     else made.push(isArrows(column) ? element("span", { class: "head" }) : element("span", {}));
   }
   made.push(element("span", { class: "name" }, t("whole")));
   for (const column of columns) {
-    if (isTensor(column)) made.push(wholeMatrix(column.name, column.of, column.sbp, ranks, column.blocks, column.shape));
-    else made.push(isArrows(column) ? arrowHead(column.arrows) : element("span", { class: "op", "aria-hidden": "true" }, column));
+    if (isTensor(column))
+      made.push(wholeMatrix(column.name, column.of, column.sbp, ranks, column.blocks, column.shape));
+    else
+      made.push(
+        isArrows(column) ? arrowHead(column.arrows) : element("span", { class: "op", "aria-hidden": "true" }, column),
+      );
   }
   made.push(...gapRow(columns, "whole-gap", "="));
   members.forEach((rank, index) => {
     made.push(element("span", { class: "name rank", style: `color: var(--rank${rank})` }, t("rank", { rank })));
     for (const column of columns) {
-      if (isTensor(column)) made.push(rankMatrix(column.name, column.of, column.sbp, ranks, column.blocks, column.shape, rank));
+      if (isTensor(column))
+        made.push(rankMatrix(column.name, column.of, column.sbp, ranks, column.blocks, column.shape, rank));
       else if (!isArrows(column)) made.push(element("span", { class: "op", "aria-hidden": "true" }, column));
       else if (index === 0) made.push(arrowsBeside(column.arrows, members.length, columns));
     }
@@ -430,15 +533,24 @@ const arrowWidth = () => (narrow.matches ? 96 : 100);
 // The space between two rows: of a partial sum it says that the ranks' numbers add up.
 function gapRow(columns, kind, sign) {
   const height = kind === "row-gap" ? 12 : 20;
-  const cells = columns.filter((column) => column.arrows === undefined || kind !== "row-gap").map((column) => {
-    const adds = column.sbp !== undefined && column.blocks && column.blocks.length > 1 && column.sbp === "P";
-    return element("span", { class: adds ? "plus" : "", style: `height: ${height}px; line-height: ${height}px`, "aria-hidden": "true" }, adds ? sign : "");
-  });
+  const cells = columns
+    .filter((column) => column.arrows === undefined || kind !== "row-gap")
+    .map((column) => {
+      const adds = column.sbp !== undefined && column.blocks && column.blocks.length > 1 && column.sbp === "P";
+      return element(
+        "span",
+        { class: adds ? "plus" : "", style: `height: ${height}px; line-height: ${height}px`, "aria-hidden": "true" },
+        adds ? sign : "",
+      );
+    });
   return [element("span", { style: `height: ${height}px` }), ...cells];
 }
 
 function arrowHead({ steps, quiet, size }) {
-  const names = steps.flatMap(({ name, axis }) => [element("b", {}, t(name)), axis === undefined ? "" : element("span", {}, t("along", { axis }))]);
+  const names = steps.flatMap(({ name, axis }) => [
+    element("b", {}, t(name)),
+    axis === undefined ? "" : element("span", {}, t("along", { axis })),
+  ]);
   return element("div", { class: quiet ? "arrow-head quiet" : "arrow-head" }, ...names, element("span", {}, size));
 }
 
@@ -473,7 +585,10 @@ function arrow(x1, y1, x2, y2) {
     [0, 0],
     [-7, 3.2],
     [-7, -3.2],
-  ].map(([x, y]) => `${(x2 + x * Math.cos(angle) - y * Math.sin(angle)).toFixed(1)} ${(y2 + x * Math.sin(angle) + y * Math.cos(angle)).toFixed(1)}`);
+  ].map(
+    ([x, y]) =>
+      `${(x2 + x * Math.cos(angle) - y * Math.sin(angle)).toFixed(1)} ${(y2 + x * Math.sin(angle) + y * Math.cos(angle)).toFixed(1)}`,
+  );
   const [bx, by] = [x2 - 5 * Math.cos(angle), y2 - 5 * Math.sin(angle)];
   return `<path d="M${x1} ${y1}L${bx.toFixed(1)} ${by.toFixed(1)}"/><path class="tip" d="M${tip.join("L")}z"/>`;
 }
@@ -486,9 +601,13 @@ function arrowsOf(from, to, ranks, sent) {
   const moving = steps.filter(({ name }) => !name.startsWith("local") || !silent);
   const axes = moving.map(({ axis }) => axis);
   const along = (one, other) =>
-    Matmul.coordinates(ranks, one).every((place, axis) => axes.includes(axis) || place === Matmul.coordinates(ranks, other)[axis]);
+    Matmul.coordinates(ranks, one).every(
+      (place, axis) => axes.includes(axis) || place === Matmul.coordinates(ranks, other)[axis],
+    );
   const sends = (rank) => !sent || sent[rank] > MESSAGES;
-  const pairs = members.flatMap((one) => members.filter((other) => other !== one && along(one, other) && sends(one)).map((other) => [one, other]));
+  const pairs = members.flatMap((one) =>
+    members.filter((other) => other !== one && along(one, other) && sends(one)).map((other) => [one, other]),
+  );
   const twice = moving.length === 1 && moving[0].name === "all-reduce" && pairs.length;
   const named = steps.map(({ axis, name }) => (ranks === "2x2" ? { name, axis } : { name }));
   const words = collectiveInWords(from, to, ranks);
@@ -501,7 +620,9 @@ function sizeInWords(move, sent) {
   if (found === null) return "";
   if (found.total === 0) return sent && Math.max(...sent) > MESSAGES ? t("unexpected") : t("nothing_sent");
   const { byRank, total } = found;
-  return byRank && byRank.every((one) => one === byRank[0]) ? t("each_sends", { bytes: bytes(byRank[0]) }) : t("all_send", { bytes: bytes(total) });
+  return byRank && byRank.every((one) => one === byRank[0])
+    ? t("each_sends", { bytes: bytes(byRank[0]) })
+    : t("all_send", { bytes: bytes(total) });
 }
 
 function tensorColumn(name, sbp, blocks) {
@@ -541,10 +662,16 @@ function outShape() {
 function changeStage(run) {
   const { from, to, out, sent, error } = run.change;
   const title = element("h3", {}, t("stage_change", { from: present(from), to: present(to) }));
-  if (error !== undefined) return element("div", { class: "stage", "data-stage": "change" }, title, element("p", { class: "refused" }, error));
+  if (error !== undefined)
+    return element("div", { class: "stage", "data-stage": "change" }, title, element("p", { class: "refused" }, error));
   const arrows = { ...arrowsOf(from, to, state.ranks, sent), size: sizeInWords(run.change, sent) };
   const column = { name: "out", of: "out-to", sbp: to, blocks: out, shape: outShape() };
-  return element("div", { class: "stage", "data-stage": "change" }, title, stageGrid([{ arrows }, column], state.ranks));
+  return element(
+    "div",
+    { class: "stage", "data-stage": "change" },
+    title,
+    stageGrid([{ arrows }, column], state.ranks),
+  );
 }
 
 function drawStages(run) {
@@ -586,7 +713,9 @@ function drawReadout(run) {
     const swatch = element("span", { class: "swatch", style: `--fill: var(--rank${rank})` });
     return element("li", {}, swatch, `${t("rank", { rank })}: ${productsOf(run, rank, row, column)} = ${term}`);
   });
-  const copies = Matmul.holders(shape, run.outSbp, state.ranks, row, column).filter((rank) => !terms.some((one) => one.rank === rank));
+  const copies = Matmul.holders(shape, run.outSbp, state.ranks, row, column).filter(
+    (rank) => !terms.some((one) => one.rank === rank),
+  );
   const title = element("span", { class: "made" }, `out[${row}, ${column}] = ${value}${sum}`);
   const same = copies.length ? element("li", {}, t("same_on", { ranks: ranksInWords(copies) })) : null;
   const hint = seen ? null : element("span", { class: "hint" }, `  ${t("hint")}`);
@@ -642,9 +771,16 @@ function drawLegend() {
   const splits = [...ranks].map((rank) => element("span", { class: "swatch", style: `--fill: var(--tint${rank})` }));
   find("legend").replaceChildren(
     element("li", {}, ...splits, element("span", {}, `${t("legend_S0")}; ${t("legend_S1")}`)),
-    ...items.slice(1).map(([key, { part, style }]) =>
-      element("li", {}, element("span", { class: part ? "swatch part" : "swatch", style }), element("span", {}, t(key))),
-    ),
+    ...items
+      .slice(1)
+      .map(([key, { part, style }]) =>
+        element(
+          "li",
+          {},
+          element("span", { class: part ? "swatch part" : "swatch", style }),
+          element("span", {}, t(key)),
+        ),
+      ),
     ...(state.ranks === "2x2" ? [element("li", {}, element("span", {}, t("axis_help")))] : []),
   );
 }
@@ -670,7 +806,9 @@ function formulaFor(moves, shapes) {
   if (parts.includes(null)) return null;
   const total = parts.reduce((sum, one) => sum + one.total, 0) * Matmul.ITEM;
   const split = parts.every((one) => one.byRank);
-  const byRank = split ? Matmul.members(state.ranks).map((rank) => parts.reduce((sum, one) => sum + one.byRank[rank], 0) * Matmul.ITEM) : null;
+  const byRank = split
+    ? Matmul.members(state.ranks).map((rank) => parts.reduce((sum, one) => sum + one.byRank[rank], 0) * Matmul.ITEM)
+    : null;
   return { total, byRank };
 }
 
@@ -689,8 +827,15 @@ function bytesTable({ title, sent, of, large: moves }) {
   const byFormula = formulaFor(moves, large);
   const measured = { total: sent.reduce((a, b) => a + b, 0), byRank: sent };
   const ratio = byFormula && byFormula.total ? measured.total / byFormula.total : null;
-  const mark = ratio === null ? null : element("span", { class: Math.abs(ratio - 1) > 0.02 ? "ratio off" : "ratio" }, `${ratio.toFixed(2)} ×`);
-  const head = [element("th", {}), ...members.map((rank) => element("th", { scope: "col" }, t("rank", { rank }))), element("th", { scope: "col" }, t("in_all"))];
+  const mark =
+    ratio === null
+      ? null
+      : element("span", { class: Math.abs(ratio - 1) > 0.02 ? "ratio off" : "ratio" }, `${ratio.toFixed(2)} ×`);
+  const head = [
+    element("th", {}),
+    ...members.map((rank) => element("th", { scope: "col" }, t("rank", { rank }))),
+    element("th", { scope: "col" }, t("in_all")),
+  ];
   return element(
     "div",
     { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
@@ -714,7 +859,13 @@ function drawBytes(run) {
   const title = element("h3", {}, t("bytes_title"));
   if (run.error !== undefined) return find("bytes").replaceChildren(title, ...modesNote());
   const moves = movesOf(run);
-  const note = element("p", { class: "note" }, t("bytes_note"), " ", ...sentence("bytes_why", { link: element("a", { href: "sbp-atlas.md" }, t("atlas_link")) }));
+  const note = element(
+    "p",
+    { class: "note" },
+    t("bytes_note"),
+    " ",
+    ...sentence("bytes_why", { link: element("a", { href: "sbp-atlas.md" }, t("atlas_link")) }),
+  );
   const tables = moves.length ? moves.map(bytesTable) : [element("p", {}, t("bytes_nothing_all"))];
   if (run.large) tables.push(largeNote(run.large));
   return find("bytes").replaceChildren(title, ...tables, ...(moves.length ? [note] : []), ...modesNote());
@@ -723,7 +874,8 @@ function drawBytes(run) {
 // OneFlow's choice depends on the sizes.
 function largeNote({ outSbp, moves }) {
   const shape = shown(records.measured_shape.x);
-  const moved = moves.map(({ tensor, from, to }) => `${tensor} ${present(from)} → ${present(to)}`).join(", ") || t("nothing_moved");
+  const moved =
+    moves.map(({ tensor, from, to }) => `${tensor} ${present(from)} → ${present(to)}`).join(", ") || t("nothing_moved");
   return element("p", { class: "note", id: "large" }, t("large", { shape, moved, out: present(outSbp) }));
 }
 
@@ -769,12 +921,22 @@ async function copy(button, text) {
 // A row of matrices, each whole on one rank; value: null where only the shape is shown.
 function placedStage(title, rank, columns) {
   const heads = columns.map((one) =>
-    one.name ? element("div", { class: "head" }, element("b", {}, one.name), " ", element("span", { class: "sbp" }, `[${rank}]`)) : element("span", {}),
+    one.name
+      ? element(
+          "div",
+          { class: "head" },
+          element("b", {}, one.name),
+          " ",
+          element("span", { class: "sbp" }, `[${rank}]`),
+        )
+      : element("span", {}),
   );
   const cells = columns.map((one) => {
     if (!one.name) return element("span", { class: "op", "aria-hidden": "true" }, one);
     const style = `--fill: var(--tint${rank})`;
-    const numbers = records.value.x.flatMap((row, i) => row.map((_, j) => cell(one.name, i, j, one.value ? one.value[i][j] : "", { style, "aria-hidden": "true" })));
+    const numbers = records.value.x.flatMap((row, i) =>
+      row.map((_, j) => cell(one.name, i, j, one.value ? one.value[i][j] : "", { style, "aria-hidden": "true" })),
+    );
     const values = one.value ? inText(one.value) : shown(records.shape.x);
     const label = t("each_holds", { rank: t("rank", { rank }), block: t("all_of"), tensor: one.name, values });
     return frame(records.shape.x, { class: "matrix", role: "img", "aria-label": label }, ...numbers);
@@ -790,9 +952,25 @@ function drawPipeline() {
   const [h] = alone.out;
   const size = Matmul.ITEM * h.length * h[0].length;
   const column = (name, value) => ({ name, value });
-  const first = placedStage(t("pipeline_first"), 0, [column("x", alone.x[0]), "@", column("w0", alone.w[0]), "=", column("h", h)]);
-  const second = placedStage(t("pipeline_second"), 1, [column("h", h), "@", column("w1", null), "=", column("out", null)]);
-  const arrow = element("div", { class: "stage send", "data-stage": "send" }, arrowHead({ steps: [{ name: "pipeline_send" }], size: bytes(size) }));
+  const first = placedStage(t("pipeline_first"), 0, [
+    column("x", alone.x[0]),
+    "@",
+    column("w0", alone.w[0]),
+    "=",
+    column("h", h),
+  ]);
+  const second = placedStage(t("pipeline_second"), 1, [
+    column("h", h),
+    "@",
+    column("w1", null),
+    "=",
+    column("out", null),
+  ]);
+  const arrow = element(
+    "div",
+    { class: "stage send", "data-stage": "send" },
+    arrowHead({ steps: [{ name: "pipeline_send" }], size: bytes(size) }),
+  );
   arrow.insertAdjacentHTML("beforeend", sendSvg(t("pipeline_send")));
   find("summary").replaceChildren(t("pipeline_summary", { bytes: bytes(size) }));
   find("why").textContent = t("pipeline_why");
@@ -848,10 +1026,16 @@ function drawWords() {
   find("language").textContent = t("other_language");
   find("language").lang = lang === "zh" ? "en" : "zh-CN";
   const values = { version: records.oneflow, shape: shown(records.shape.x), large: shown(records.measured_shape.x) };
-  const foot = t("foot", values).split("`").map((part, index) => (index % 2 ? element("code", {}, part) : part));
+  const foot = t("foot", values)
+    .split("`")
+    .map((part, index) => (index % 2 ? element("code", {}, part) : part));
   const link = (key, href) => element("a", { href }, t(key));
   const recipes = lang === "zh" ? "../recipes/README.zh-CN.md" : "../recipes/README.md";
-  const links = { recipes: link("recipes_link", recipes), atlas: link("atlas_link", "sbp-atlas.md"), pages: link("pages_link", "README.md") };
+  const links = {
+    recipes: link("recipes_link", recipes),
+    atlas: link("atlas_link", "sbp-atlas.md"),
+    pages: link("pages_link", "README.md"),
+  };
   find("foot").replaceChildren(element("p", {}, ...foot), element("p", {}, ...sentence("foot_links", links)));
 }
 

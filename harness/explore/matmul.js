@@ -8,7 +8,7 @@ const Matmul = {
   // The records as docs/explore.json has them, of what page.py put into the page.
   unpack({ held, ...packed }) {
     const unpacked = (name, value) => {
-      if (name === "out") return held[value];
+      if (["x", "w", "out"].includes(name)) return held[value];
       if (value === null || typeof value !== "object" || Array.isArray(value)) return value;
       return Object.fromEntries(Object.entries(value).map(([key, one]) => [key, unpacked(key, one)]));
     };
@@ -178,7 +178,16 @@ const Matmul = {
     const [before, after] = [Matmul.axes(from)[axis], Matmul.axes(to)[axis]];
     const other = Matmul.axes(from)[1 - axis];
     if (other[0] === "S" && (other === before || other === after)) return null; // both axes split one dimension
-    const lines = axis === 0 ? [[0, 2], [1, 3]] : [[0, 1], [2, 3]];
+    const lines =
+      axis === 0
+        ? [
+            [0, 2],
+            [1, 3],
+          ]
+        : [
+            [0, 1],
+            [2, 3],
+          ];
     const byRank = [0, 0, 0, 0];
     for (const line of lines) {
       const together = axis === 0 ? `B,${other}` : `${other},B`;
@@ -191,24 +200,22 @@ const Matmul = {
 
   // Which of x and w are moved so that they are multiplied in the SBPs `inputs`.
   movesOf(x, w, inputs) {
-    return [["x", x], ["w", w]].flatMap(([tensor, from], index) =>
-      from === inputs[index] ? [] : [{ tensor, from, to: inputs[index] }],
-    );
+    return [
+      ["x", x],
+      ["w", w],
+    ].flatMap(([tensor, from], index) => (from === inputs[index] ? [] : [{ tensor, from, to: inputs[index] }]));
   },
 
-  // The record of a mode: of the graph there is only what differs from eager mode.
-  inMode({ eager, graph = {} }, mode) {
-    if (mode === "eager") return eager;
-    const apart = eager.error !== undefined || graph.error !== undefined;
-    return apart && Object.keys(graph).length ? graph : { ...eager, ...graph };
+  // The record of a mode: that of a graph is left out where it is the same.
+  inMode({ eager, graph }, mode) {
+    return mode === "graph" && graph ? graph : eager;
   },
 
   // The run of a state {ranks, x, w, to, mode}: what was recorded, with the moves before and after the matmul.
   run(records, { ranks, x, w, to, mode }) {
     const pair = records.runs[ranks][`${x} @ ${w}`];
     const { error, out_sbp: outSbp, out, inputs, sent, formula, large } = Matmul.inMode(pair, mode);
-    const given = records.given[ranks];
-    const found = { ranks, x: given.x[x], w: given.w[w], error, outSbp, out, inputs, sent, formula, moves: [] };
+    const found = { ranks, x: pair.x, w: pair.w, error, outSbp, out, inputs, sent, formula, moves: [] };
     if (error !== undefined) return found;
     found.moves = Matmul.movesOf(x, w, inputs);
     // What it does at the size at which bytes are measured, where that differs.
@@ -259,7 +266,12 @@ const Matmul = {
   },
 
   sbpInPython(sbp) {
-    const names = { B: "flow.sbp.broadcast", P: "flow.sbp.partial_sum", "S(0)": "flow.sbp.split(0)", "S(1)": "flow.sbp.split(1)" };
+    const names = {
+      B: "flow.sbp.broadcast",
+      P: "flow.sbp.partial_sum",
+      "S(0)": "flow.sbp.split(0)",
+      "S(1)": "flow.sbp.split(1)",
+    };
     const all = Matmul.axes(sbp).map((one) => names[one]);
     return all.length > 1 ? `(${all.join(", ")})` : all[0];
   },

@@ -1,4 +1,4 @@
-"""docs/explore.html, one file that needs nothing else: its template, styles and scripts, and what records.py measures."""
+"""docs/explore.html, one file that needs no other: a template, styles, scripts, and what records.py has measured."""
 
 import json
 from pathlib import Path
@@ -17,13 +17,13 @@ def together(names):
 
 
 def packed(measured):
-    """The records without repetition: what ranks hold of out is a place in the list `held`. See Matmul.unpack."""
+    """The records without repetition: what ranks hold, x, w or out, is a place in the list `held`. See Matmul.unpack."""
     places = {}
 
     def pack(name, value):
         if isinstance(value, dict):
             return {key: pack(key, one) for key, one in value.items()}
-        if name == "out":
+        if name in ("x", "w", "out"):
             return places.setdefault(json.dumps(value, separators=(",", ":")), len(places))
         return value
 
