@@ -227,7 +227,7 @@ const Matmul = {
     return found;
   },
 
-  // What each rank multiplies, [of x, of w]. Blocks after a move are not recorded: null if they do not give the out that is.
+  // What each rank multiplies, [of x, of w]. Blocks after a move are not recorded: null if they do not give the out.
   factors(records, { ranks, inputs, x, w, out }, given) {
     const moved = ["x", "w"].map((name, index) => Matmul.cut(records.value[name], inputs[index], ranks));
     const factors = [x, w].map((held, index) => (given[index] === inputs[index] ? held : moved[index]));
@@ -296,7 +296,10 @@ const Matmul = {
       return one === "P" ? [`part = flow.floor((part + ${n - 1} - ${position[axis]}) / ${n})`] : [];
     });
     lines[0] = lines[0].replace("(part +", `(${name}.to_local() +`);
-    return [...lines, `${name} = part.to_global(placement=ranks, sbp=${Matmul.sbpInPython(sbp)})`];
+    const made = `${name} = part.to_global(placement=ranks,`;
+    const sbps = `sbp=${Matmul.sbpInPython(sbp)})`;
+    const last = sbp.includes(",") ? [made, `${" ".repeat(made.indexOf("(") + 1)}${sbps}`] : [`${made} ${sbps}`];
+    return [...lines, ...last];
   },
 
   // The program of a state, as its text.

@@ -9,7 +9,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PAGE = ROOT / "docs" / "explore.html"
 STYLES = ("explore.css", "timeline.css")
-SCRIPTS = ("words.js", "words_steps.js", "matmul.js", "steps.js", "timeline.js", "explore.js")
+SCRIPTS = ("words.js", "words_steps.js", "matmul.js", "steps.js", "timeline.js", "picture.js", "details.js", "explore.js")
 
 
 def together(names):

@@ -2,9 +2,9 @@
 
 const Words = {
   en: {
-    title: "OneFlow’s placement and SBP, to play with",
+    title: "OneFlow placement and SBP, hands-on",
     intro:
-      "A global tensor is one tensor that several ranks (processes, each with its device) hold together. Its placement says which ranks, its SBP how: split, broadcast, or partial sum. Choose both, and see what each rank holds, what moves, and what it costs. Every number is from a run of OneFlow {version}.",
+      "A global tensor is one tensor that several ranks (processes, each with its device) hold together. Its placement says which ranks, its SBP how: split, broadcast, or partial sum. Choose both, and see what each rank holds, what moves, and what it costs. The matmul shows recorded runs of OneFlow {version}; the training step below is drawn by formulas.",
     other_language: "中文",
     matmul_title: "A matmul: x @ w = out",
     presets: "Start from a strategy",
@@ -67,7 +67,7 @@ const Words = {
     stage_change: "Then out from {from} to {to}",
     whole: "whole",
     rank: "rank {rank}",
-    not_recorded: "parts of a sum that OneFlow chooses; not recorded",
+    not_recorded: "parts of a sum, not recorded",
     nothing_sent: "nothing is sent",
     "all-gather": "all-gather",
     "all-to-all": "all-to-all",
@@ -103,6 +103,7 @@ const Words = {
     nothing_moved: "nothing",
     large: "At {shape} OneFlow chooses otherwise: it moves {moved}, and out is {out}. The bytes are those.",
     bytes_why: "Where the two differ, {link} says why.",
+    bytes_mesh: "Where both axes of the mesh change, the formula is the least that any algorithm can send.",
     in_time: "See a training step ↓",
     no_formula: "no formula",
     bytes_nothing_all: "Nothing is sent: 0 bytes by the formula and measured.",
@@ -111,7 +112,7 @@ const Words = {
     modes_differ: "Eager mode and nn.Graph differ here:",
     differ_error: "eager: {eager}; graph: {graph}",
     runs: "it runs",
-    differ_inputs: "they multiply {eager} in eager mode, {graph} in a graph",
+    differ_inputs: "the matmul is of {eager} in eager mode, of {graph} in a graph",
     differ_out: "out is {eager} in eager mode, {graph} in a graph",
     differ_parts: "out is {out} in both, but the ranks hold other parts",
     differ_sent: "before the matmul {eager} are sent in eager mode, {graph} in a graph, at {shape}",
@@ -141,7 +142,7 @@ const Words = {
   zh: {
     title: "动手理解 OneFlow 的 placement 与 SBP",
     intro:
-      "全局张量（Global Tensor）是由多个 rank（即进程，各用一个设备）共同持有的一个张量。placement 说明它在哪些 rank 上，SBP 说明如何分布：切分（split）、广播（broadcast）或部分和（partial sum）。选择二者，即可看到每个 rank 持有什么、传输什么、代价多大。所有数字都来自 OneFlow {version} 的真实运行。",
+      "全局张量（Global Tensor）是由多个 rank（即进程，各用一个设备）共同持有的一个张量。placement 说明它在哪些 rank 上，SBP 说明如何分布：切分（split）、广播（broadcast）或部分和（partial sum）。选择二者，即可看到每个 rank 持有什么、传输什么、代价多大。矩阵乘部分展示 OneFlow {version} 的真实运行记录，下方的训练步按公式绘制。",
     other_language: "English",
     matmul_title: "矩阵乘：x @ w = out",
     presets: "从一种并行策略开始",
@@ -199,7 +200,7 @@ const Words = {
     stage_change: "再把 out 从 {from} 转为 {to}",
     whole: "整体",
     rank: "rank {rank}",
-    not_recorded: "部分和由 OneFlow 决定，未记录",
+    not_recorded: "部分和，未记录",
     nothing_sent: "不发送数据",
     "all-gather": "all-gather",
     "all-to-all": "all-to-all",
@@ -235,6 +236,7 @@ const Words = {
     nothing_moved: "无",
     large: "{shape} 时 OneFlow 的选择不同：转换 {moved}，out 为 {out}。字节数对应这种情况。",
     bytes_why: "二者不同之处及原因见{link}。",
+    bytes_mesh: "两个轴都改变时，公式给出的是任何算法至少要发送的字节数。",
     in_time: "查看一个训练步 ↓",
     no_formula: "无公式",
     bytes_nothing_all: "不发送数据：按公式和实测都是 0 字节。",

@@ -53,7 +53,8 @@ def test_words_are_the_same_in_both_languages():
     assert sorted(words) == ["en", "zh"] and list(words["en"]) == list(words["zh"])
     for key, text in words["en"].items():
         assert sorted(re.findall(r"{\w+}", text)) == sorted(re.findall(r"{\w+}", words["zh"][key])), key
-    script = (page.HERE / "explore.js").read_text() + (page.HERE / "explore.html").read_text()
+    files = ("explore.html", "explore.js", "picture.js", "details.js")
+    script = "".join((page.HERE / name).read_text() for name in files)
     literal = set(re.findall(r"""(?:\bt|sentence)\("(\w+)\"""", script)) | set(re.findall(r'data-t="(\w+)"', script))
     assert len(literal) > 40 and literal <= set(words["en"])
 
