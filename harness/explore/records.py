@@ -3,13 +3,14 @@
 Its keys:
 
 - `shape`, `value`: of x and w as they are shown; `measured_shape`: of x and w where bytes are measured.
-- `runs`: "1" to "4" ranks in a line and "2x2", a mesh -> "SBP of x @ SBP of w" -> what ran. On a mesh an SBP is "S(0),B".
+- `runs`: "1" to "4" ranks in a line and "2x2", a mesh -> "SBP of x @ SBP of w" -> what ran. On the mesh an SBP is "S(0),B".
 - `x`, `w`, `out`: by rank, the rows that it holds.
 - `eager` and `graph`: the latter is left out where it is the same, its bytes within 2 %.
 - `out_sbp`: of the product. `inputs`: the SBPs in which x and w are multiplied; where they differ from the given ones,
-  OneFlow moves that tensor first. `sent`: the bytes that each rank sends for that at `measured_shape`, with OneFlow's own
-  messages. `formula`: what all ranks together should send; where both axes of a mesh change, the least that any algorithm
-  must send, or null if there is a P.
+  OneFlow moves that tensor first.
+- `sent`: the bytes that each rank sends for that at `measured_shape`, with OneFlow's own messages.
+- `formula`: what all ranks together should send; where both axes of the mesh change, or both split one dimension, the
+  least that any algorithm must send, or null if there is a P.
 - `large`: on the mesh a graph may choose other SBPs at `measured_shape`; `sent` and `formula` are of these.
 - `to`: SBP -> `eager`, `graph`: out.to_global(sbp=SBP), in the same form; not on the mesh.
 - `error` instead of all others: OneFlow ended the run so.
@@ -18,11 +19,12 @@ Its keys:
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
-from harness.explore.shards import shard
+from harness.explore.inputs import inputs_of
 from harness.measure import theory
 from harness.measure.sbp import NAMES, Layout
 from harness.pool import Pool, PoolError
@@ -39,7 +41,6 @@ MESH_NAMES = tuple(", ".join(pair) for pair in itertools.product(NAMES, NAMES))
 CONTROL = 15_000  # bytes of OneFlow's own messages that a rank sends at most for one call: 5,500 were seen
 FUNCTIONS = str(Path(__file__).with_name("record.py"))
 CONVERSIONS = str(Path(theory.__file__).with_name("conversions.py"))
-LEGAL = list(theory.MATMUL.items())
 
 
 def pairs_of(which):
@@ -77,32 +78,6 @@ def rows(array):
     return [[int(one) if one == int(one) else float(one) for one in row] for row in array.tolist()]
 
 
-def signatures(out):
-    """The pairs of SBPs of x and w whose product has the SBP `out` without a move, on a mesh for each axis."""
-    by_axis = [[pair for pair, product in LEGAL if product == one] for one in out.split(", ")]
-    return [tuple(", ".join(names) for names in zip(*axes)) for axes in itertools.product(*by_axis)]
-
-
-def inputs_of(pair, ranks, out, by_rank):
-    """The SBPs in which an eager matmul multiplied: those of which every rank's shards give its shard of out.
-
-    A tensor is not made a P for it. On one rank all fit: the one with the fewest moves. Raises ValueError if several fit.
-    """
-    known = []
-    for names in signatures(out):
-        layouts = [Layout(name, ranks) for name in names]
-        given = zip(", ".join(pair).split(", "), ", ".join(names).split(", "))
-        added = [old for old, new in given if new == "P" != old]
-        members = layouts[0].members
-        parts = [[shard(VALUES[name], layout, rank) for name, layout in zip("xw", layouts)] for rank in members]
-        if not added and all(np.array_equal(x @ w, held) for (x, w), held in zip(parts, by_rank)):
-            known.append(names)
-    known.sort(key=lambda names: sum(old != new for old, new in zip(pair, names)))
-    if len(known) != 1 and np.size(ranks) > 1:
-        raise ValueError(f"{key(*pair)} on {ranks} gives {out} from one of {known}")
-    return known[0]
-
-
 def moves(pair, inputs, ranks):
     """The theory.Boxing of each input that is moved."""
     changed = [(shape, old, new) for shape, old, new in zip(SHAPES, pair, inputs) if old != new]
@@ -121,7 +96,7 @@ def run_of(pair, ranks, shown, measured):
         if isinstance(result, PoolError):
             return {"error": reason(result)}
     out, shards = shown[0]["out"][0], [one["out"][1] for one in shown]
-    inputs = shown[0]["inputs"] or inputs_of(pair, ranks, out, shards)
+    inputs = shown[0]["inputs"] or inputs_of(VALUES.values(), pair, ranks, out, shards)
     out_there, inputs_there = measured[0][0], measured[0][2] or inputs
     run = {
         "out_sbp": key(out),
@@ -138,10 +113,13 @@ def run_of(pair, ranks, shown, measured):
 
 
 def reason(error):
-    """The line of a PoolError that says what was wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    wrong = [line for line in lines if "Check failed" in line or "Error:" in line]
-    return (wrong or lines)[0]
+    """What was wrong, of a PoolError: OneFlow's own line, or else that ranks died or hung; which rank is chance."""
+    wrong = [line.strip() for line in str(error).splitlines() if "Check failed" in line or "Error:" in line]
+    if wrong:
+        return wrong[0]
+    if error.hung:
+        return "the ranks gave no answer"
+    return f"a rank died ({error.signal.name})" if error.signal else "a rank ended"
 
 
 def given_to(new, ranks, shown, sent):
@@ -161,13 +139,12 @@ def record(pair, ranks, shown, measured, conversions):
     """The JSON of one pair. shown, measured, conversions: {mode: what it gave}; no conversions on a mesh."""
     by_mode = {mode: shown[mode][pair] for mode in atlas.MODES}
     modes = {mode: run_of(pair, ranks, by_rank, measured[mode][pair]) for mode, by_rank in by_mode.items()}
-    if "error" in {**modes["eager"], **modes["graph"]}:
-        return without_equal(modes)
+    ran = [by_rank for mode, by_rank in by_mode.items() if "error" not in modes[mode]]
+    inputs = {name: [rows(one[name]) for one in ran[0]] for name in "xw"} if ran else {}
     to = {}
-    for new in NAMES if conversions else ():
+    for new in NAMES if conversions and len(ran) == len(by_mode) else ():
         given = {mode: given_to(new, ranks, by_rank, conversions[mode]) for mode, by_rank in by_mode.items()}
         to[new] = without_equal(given)
-    inputs = {name: [rows(one[name]) for one in by_mode["eager"]] for name in "xw"}
     return {**inputs, **without_equal(modes), **({"to": to} if to else {})}
 
 
@@ -198,7 +175,7 @@ def measured():
     with ThreadPoolExecutor(2) as threads:  # ranks mostly wait
         runs = dict(zip(RANKS, threads.map(on, RANKS)))
     return {
-        "oneflow": "0.9.0",
+        "oneflow": version("oneflow"),
         "shape": {name: list(value.shape) for name, value in VALUES.items()},
         "value": {name: value.tolist() for name, value in VALUES.items()},
         "measured_shape": dict(zip("xw", map(list, SHAPES))),
