@@ -192,6 +192,7 @@ function modesNote() {
   const said = (what, value) => {
     if (what.endsWith("sent")) return bytes(value);
     if (what.endsWith("error")) return value ?? t("runs");
+    if (what.endsWith("parts")) return ""; // they can be seen
     return [value ?? ""].flat().map(present).join(" @ ");
   };
   const lines = found.map(({ what, eager, graph }) => {

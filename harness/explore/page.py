@@ -9,7 +9,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PAGE = ROOT / "docs" / "explore.html"
 STYLES = ("explore.css", "timeline.css")
-SCRIPTS = ("words.js", "words_steps.js", "matmul.js", "steps.js", "timeline.js", "picture.js", "details.js", "explore.js")
+PARTS = ("words", "words_steps", "matmul", "steps", "timeline", "picture", "details", "explore")
+SCRIPTS = tuple(f"{name}.js" for name in PARTS)
 
 
 def together(names):
@@ -17,7 +18,7 @@ def together(names):
 
 
 def packed(measured):
-    """The records without repetition: what ranks hold, x, w or out, is a place in the list `held`. See Matmul.unpack."""
+    """The records without repetition: what ranks hold of x, w and out are places in a list. See Matmul.unpack."""
     places = {}
 
     def pack(name, value):
