@@ -335,9 +335,9 @@ function drawReadout(run) {
   );
   const title = element("span", { class: "made" }, `out[${row}, ${column}] = ${value}${sum}`);
   const same = copies.length ? element("li", {}, t("same_on", { ranks: ranksInWords(copies) })) : null;
-  const hint = seen ? null : element("span", { class: "hint" }, `  ${t("hint")}`);
-  readout.replaceChildren(title, ...(hint ? [" ", hint] : []), element("ol", {}, ...lines, ...(same ? [same] : [])));
-  return readout;
+  const list = element("ol", {}, ...lines, ...(same ? [same] : []));
+  const hint = element("span", { class: "hint" }, t("hint"));
+  return readout.replaceChildren(element("h3", {}, t("readout_title")), title, list, ...(seen ? [] : [hint]));
 }
 
 function point(row, column) {

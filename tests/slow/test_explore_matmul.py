@@ -1,11 +1,14 @@
 """matmul.js and words.js of docs/explore.html: its rules against every recorded run, and its programs on ranks."""
 
 import ast
+import itertools
 import re
 
 import pytest
 
-from harness.explore import page
+from harness.explore import page, records
+from harness.measure.sbp import NAMES
+from harness.measure.theory import Boxing
 from tests.javascript import evaluate
 from tests.jobs import launch
 from tests.recorded import RECORDS, VALUES, in_mode
@@ -46,6 +49,32 @@ def test_formulas_and_differences_are_those_of_the_records():
             assert after == pytest.approx(in_mode(one["to"][to], mode)["formula"]), where
         elif differences:
             assert "graph" in one, where
+
+
+MOVES = """
+argument.map(([shape, from, to, ranks]) => {
+  const names = Matmul.collectives(from, to).map(({ axis, name }) => [axis, name]);
+  return [names, Matmul.formula(shape, from, to, ranks)];
+})
+"""
+
+
+@pytest.mark.parametrize("which", records.RANKS)
+@pytest.mark.parametrize("shape", [(4, 4), (7, 5)], ids=str)
+def test_moves_are_those_of_the_theory(which, shape):
+    ranks = records.RANKS[which]
+    names = records.MESH_NAMES if which == "2x2" else NAMES
+    pairs = list(itertools.product(names, names))
+    found = evaluate(["matmul.js"], MOVES, [[shape, *map(records.key, pair), which] for pair in pairs])
+    for (old, new), (steps, formula) in zip(pairs, found):
+        along = " along axis {}" if which == "2x2" else ""
+        words = ", ".join(name + along.format(axis) for axis, name in steps) or "nothing"
+        boxing = Boxing(shape, (old, ranks), (new, ranks))
+        assert words == boxing.collective, (old, new)
+        total, by_rank = (formula["total"], formula["byRank"]) if formula else (None, None)
+        assert total == (None if boxing.total is None else pytest.approx(boxing.total)), (old, new)
+        wanted = boxing.by_rank and [boxing.by_rank[rank] for rank in sorted(boxing.by_rank)]
+        assert by_rank == (None if wanted is None else pytest.approx(wanted)), (old, new)
 
 
 def test_words_are_the_same_in_both_languages():
