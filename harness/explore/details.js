@@ -67,25 +67,14 @@ const ranksInWords = (ranks) =>
 
 function drawLegend() {
   const ranks = Matmul.members(state.ranks);
-  const items = [
-    ["legend_S0", look([0], [])],
-    ["legend_B", look(ranks.length > 1 ? ranks : [0], [])],
-    ["legend_P", look(ranks, ranks.length > 1 ? ranks : [0, 0])],
-  ];
-  const splits = [...ranks].map((rank) => element("span", { class: "swatch", style: `--fill: var(--tint${rank})` }));
+  const swatch = ({ part, style }) => element("span", { class: part ? "swatch part" : "swatch", style });
+  const entry = (key, ...swatches) => element("li", {}, ...swatches, element("span", {}, t(key)));
+  const terms = ranks.length > 1 ? ranks : [0, 0];
   find("legend").replaceChildren(
-    element("li", {}, ...splits, element("span", {}, `${t("legend_S0")}; ${t("legend_S1")}`)),
-    ...items
-      .slice(1)
-      .map(([key, { part, style }]) =>
-        element(
-          "li",
-          {},
-          element("span", { class: part ? "swatch part" : "swatch", style }),
-          element("span", {}, t(key)),
-        ),
-      ),
-    ...(state.ranks === "2x2" ? [element("li", {}, element("span", {}, t("axis_help")))] : []),
+    entry("legend_S", ...ranks.map((rank) => swatch(look([rank], [])))),
+    entry("legend_B", swatch(look(ranks, []))),
+    entry("legend_P", swatch(look(ranks, terms))),
+    ...(state.ranks === "2x2" ? [entry("axis_help")] : []),
   );
 }
 
@@ -213,7 +202,7 @@ function drawProgram(text, count) {
   find("program").replaceChildren(
     element("h3", {}, t("code_title"), button),
     element("pre", { tabindex: "0", role: "region", "aria-label": t("code_title"), id: "code" }, text),
-    element("p", { class: "note" }, `${t("code_run")} `, element("code", {}, command)),
+    element("p", { class: "note" }, t("code_run"), space(), element("code", {}, command)),
   );
 }
 

@@ -284,9 +284,10 @@ function drawPresets() {
     element(
       "p",
       {},
-      `${t(`about_${state.preset}`)} `,
+      t(`about_${state.preset}`),
+      space(),
       ...sentence("recipe", { link: element("span", {}, ...links) }),
-      " ",
+      space(),
       ...stepLink(preset),
     ),
     ...(preset.second ? [pairButtons(preset)] : []),

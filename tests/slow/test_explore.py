@@ -353,7 +353,8 @@ def test_screen_reader_hears_all(opened):
 
 
 def test_print(opened):
-    browser = opened(media="print")
+    browser = opened(media="print", dark=True)
+    assert browser.run("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not browser.one("#presets").is_displayed() and browser.all(".stage")[0].is_displayed()
     assert len(browser.driver.print_page()) > 20_000  # characters of a PDF
 
