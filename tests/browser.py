@@ -9,19 +9,28 @@ import subprocess
 import tempfile
 import time
 
+import pytest
+
 from tests.environments import programs
 
 PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver"}  # program -> the package of Debian
+OTHERS = {"chromium": "google-chrome"}  # what there may be instead of a program
 OPTIONS = (
     *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"),
     *("disable-component-update", "disable-sync", "disable-dev-shm-usage", "hide-scrollbars"),
 )
 
 
+def program(name):
+    return shutil.which(name) or shutil.which(OTHERS.get(name, name))
+
+
 def install():
-    """Install the packages that are missing."""
-    missing = sorted(package for program, package in PACKAGES.items() if not shutil.which(program))
-    assert not missing or os.geteuid() == 0, f"install {' and '.join(missing)}: only root can do that"
+    """Install the packages that are missing in CI; elsewhere the test is skipped."""
+    missing = sorted(package for name, package in PACKAGES.items() if not program(name))
+    if missing and not os.environ.get("CI"):
+        pytest.skip(f"needs a browser: apt install {' '.join(PACKAGES.values())}")
+    assert not missing or os.geteuid() == 0, f"only root can install {' and '.join(missing)}"
     for words in (["update"], ["install", "--yes", "--no-install-recommends", *missing]) if missing else ():
         command = ["apt-get", "--quiet", "-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=300", *words]
         variables = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
@@ -41,18 +50,19 @@ class Browser:
     """A chromium with one page. language: of the user, such as "en-US"; dark: whether she prefers dark colours."""
 
     def __init__(self, language="en-US", dark=False, width=1280):
+        install()
         webdriver = selenium()
         self.stack = contextlib.ExitStack()
         with self.stack:
             profile = tempfile.mkdtemp()
             self.stack.callback(shutil.rmtree, profile, ignore_errors=True)  # as the browser may still write to it
             options = webdriver.ChromeOptions()
-            options.binary_location = shutil.which("chromium")
+            options.binary_location = program("chromium")
             for option in (*OPTIONS, f"lang={language}", f"user-data-dir={profile}"):
                 options.add_argument(f"--{option}")
             options.add_experimental_option("prefs", {"intl.accept_languages": language})
             options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-            service = webdriver.ChromeService(shutil.which("chromedriver"))
+            service = webdriver.ChromeService(program("chromedriver"))
             self.driver = webdriver.Chrome(options=options, service=service)
             self.stack.callback(self.driver.quit)
             self.driver.set_page_load_timeout(60)

@@ -102,7 +102,7 @@ function isState(wanted) {
     good(wanted.w) &&
     (wanted.to === "" || (axes === 1 && good(wanted.to))) &&
     ["eager", "graph"].includes(wanted.mode) &&
-    (wanted.preset === "" || Object.hasOwn(PRESETS, wanted.preset))
+    (wanted.preset === "" || Object.keys(PRESETS).includes(wanted.preset))
   );
 }
 
@@ -126,7 +126,7 @@ function readAddress(text) {
     preset: found.preset ?? "",
   };
   state = isState(wanted) ? wanted : { ...FIRST };
-  langChosen = Object.hasOwn(Words, found.lang ?? "");
+  langChosen = Object.keys(Words).includes(found.lang);
   lang = langChosen ? found.lang : navigator.language.toLowerCase().startsWith("zh") ? "zh" : "en";
   const steps = Object.entries(found).filter(([name]) => name.startsWith(STEP));
   const preset = PRESETS[state.preset];
@@ -186,7 +186,8 @@ function sbpControl(name) {
       radioGroup(name, values, state[name], (sbp) => choose({ [name]: sbp })),
     );
   const axes = [0, 1].flatMap((axis) => {
-    const set = (sbp) => choose({ [name]: Matmul.axes(state[name]).with(axis, sbp).join(",") });
+    const other = () => Matmul.axes(state[name])[1 - axis];
+    const set = (sbp) => choose({ [name]: (axis ? [other(), sbp] : [sbp, other()]).join(",") });
     const label = { role: "group", "aria-label": `${t("sbp_of", { tensor: name })}, ${t("on_axis", { axis })}` };
     const group = radioGroup(`${name}${axis}`, values, Matmul.axes(state[name])[axis], set, label);
     return [element("span", { class: "label" }, t("on_axis", { axis })), group];

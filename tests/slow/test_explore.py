@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.explore import page, records
-from tests.browser import Browser, install
+from tests.browser import Browser
 from tests.recorded import RECORDS, VALUES, in_mode
 
 RANKS = list(RECORDS["runs"])
@@ -28,7 +28,6 @@ VIEWS = [  # on each kind of placement: what moves first, what moves then, parti
 
 @pytest.fixture(scope="module")
 def browser():
-    install()
     with Browser() as one:
         yield one
 
@@ -272,7 +271,6 @@ def test_copy(opened):
 
 
 def test_language_of_the_user():
-    install()
     with Browser(language="zh-CN") as browser:
         browser.open(page.PAGE)
         assert browser.run("return navigator.language") == "zh-CN"
