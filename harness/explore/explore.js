@@ -297,7 +297,10 @@ function drawPresets() {
 }
 
 function stepLink(preset) {
-  const show = () => find("steps-section").scrollIntoView();
+  const show = () => {
+    find("steps-section").scrollIntoView();
+    find("steps-title").focus({ preventScroll: true });
+  };
   return preset.step ? [element("button", { type: "button", class: "as-link", onclick: show }, t("in_time"))] : [];
 }
 
@@ -312,7 +315,10 @@ function pairButtons(preset) {
         type: "button",
         "data-step": index,
         "aria-pressed": String(state.x === one.x),
-        onclick: () => choose(one, state.preset),
+        onclick: () => {
+          choose(one, state.preset);
+          document.querySelector(`[data-step="${index}"]`).focus(); // of the buttons that are drawn now
+        },
       },
       t(key),
     ),

@@ -84,11 +84,20 @@ def test_megatron_has_two_steps(opened):
     browser = opened()
     browser.one("[data-preset=megatron]").click()
     first = chosen(browser)
-    browser.one("[data-step='1']").click()
+    browser.run("document.querySelector(`[data-step='1']`).focus()")
+    browser.press("ENTER")
+    assert browser.run("return document.activeElement.dataset.step") == "1"
     second = chosen(browser)
     assert (first["x"], first["w"], first["to"]) == ("B", "S(1)", "")
     assert (second["x"], second["w"], second["to"]) == ("S(1)", "S(0)", "B")
     assert "preset=megatron" in browser.view()
+
+
+def test_button_goes_to_the_training_step(opened):
+    browser = opened("#ranks=2&x=B&w=S1&preset=megatron")
+    browser.one("#about .as-link").click()
+    assert browser.run("return document.activeElement.id") == "steps-title" and "preset=megatron" in browser.view()
+    assert abs(browser.run("return document.activeElement.getBoundingClientRect().top")) < 100
 
 
 @pytest.mark.parametrize("ranks", RANKS)
