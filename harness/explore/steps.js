@@ -1,6 +1,5 @@
 // A training step of a stack of equal layers, relu(x) @ w: blocks of time, bytes and memory, by formula, not measured.
 // tests/slow/test_explore_steps.py compares it with harness/measure/theory.py and harness/plan/formulas.py.
-"use strict";
 
 const Steps = (() => {
   // The sizes can be divided by 1 to 8 ranks, so that all ranks have equal shares.

@@ -1,5 +1,4 @@
 // Draws a training step: controls, a lane for each rank, memory, bytes, and all strategies beside each other.
-"use strict";
 
 const Timeline = (() => {
   const SVG = "http://www.w3.org/2000/svg";

@@ -1,11 +1,10 @@
 // What timeline.js says, in English and in Chinese. {name} stands for a value.
-"use strict";
 
 const StepWords = {
   en: {
     model:
-      "A stack of {layers} equal layers, relu(x) @ w, inside a larger model: {hidden} features in and out, " +
-      "float32, Adam. Each layer has {layer} of weights.",
+      "A stack of {layers} equal layers, relu(x) @ w, inside a larger model: {hidden} features in and out, which " +
+      "1 to 8 ranks divide evenly; float32, Adam. Each layer has {layer} of weights.",
     rates:
       "All lengths are by formula; nothing here is measured. A rank computes at {flops} GFLOP/s and updates a " +
       "parameter in {update} ns, about as the CPU cores in docs/performance.md. Backward takes twice as long as " +
@@ -47,8 +46,10 @@ const StepWords = {
       "Of their time the ranks compute {compute}, communicate {move}, update {update} and are idle {idle}.",
     "summary sizes": "A rank holds {memory} and sends {sent}.",
     time: "The step in time",
-    "time of": "Milliseconds by formula, not measured. Numbers in blocks are layers.",
-    "time of micro": "Milliseconds by formula, not measured. Numbers in blocks are micro-batches.",
+    "time of": "Milliseconds by formula, not measured; no rank computes while it sends. Numbers in blocks are layers.",
+    "time of micro":
+      "Milliseconds by formula, not measured; no rank computes while it sends. Numbers in blocks are " +
+      "micro-batches.",
     forward: "forward",
     backward: "backward",
     moves: "communication: {names}",
@@ -111,7 +112,7 @@ const StepWords = {
     fastest: "fastest",
   },
   zh: {
-    model: "一个较大模型中的 {layers} 个相同的层 relu(x) @ w：输入和输出各 {hidden} 个特征，float32，Adam。每层的权重占 {layer}。",
+    model: "一个较大模型中的 {layers} 个相同的层 relu(x) @ w：输入和输出各 {hidden} 个特征，可由 1 到 8 个 rank 均分；float32，Adam。每层的权重占 {layer}。",
     rates:
       "所有时长都由公式算出，没有一个是实测的。每个 rank 的计算速度为 {flops} GFLOP/s，更新一个参数需要 {update} ns，与 docs/performance.md 中的 CPU " +
       "核相近。反向的时间是前向的两倍。与 eager 模式下的示例一样，rank 在通信时不计算。",
@@ -140,8 +141,8 @@ const StepWords = {
     "summary shares": "各 rank 的时间中，计算占 {compute}，通信占 {move}，更新占 {update}，空闲占 {idle}。",
     "summary sizes": "每个 rank 持有 {memory}，发送量：{sent}。",
     time: "一步的时间",
-    "time of": "单位为毫秒，由公式算出，不是实测。色块中的数字是层的序号。",
-    "time of micro": "单位为毫秒，由公式算出，不是实测。色块中的数字是 micro-batch 的序号。",
+    "time of": "单位为毫秒，由公式算出，不是实测；通信与计算不重叠。色块中的数字是层的序号。",
+    "time of micro": "单位为毫秒，由公式算出，不是实测；通信与计算不重叠。色块中的数字是 micro-batch 的序号。",
     forward: "前向",
     backward: "反向",
     moves: "通信：{names}",
