@@ -3,7 +3,7 @@
 Its keys:
 
 - `shape`, `value`: of x and w as they are shown; `measured_shape`: of x and w where bytes are measured.
-- `runs`: "1" to "4" ranks in a line and "2x2", a mesh -> "SBP of x @ SBP of w" -> what ran. On the mesh an SBP is "S(0),B".
+- `runs`: "1" to "4" ranks in a line and "2x2", a mesh -> "SBP of x @ SBP of w" -> what ran. On it an SBP is "S(0),B".
 - `x`, `w`, `out`: by rank, the rows that it holds.
 - `eager` and `graph`: the latter is left out where it is the same, its bytes within 2 %.
 - `out_sbp`: of the product. `inputs`: the SBPs in which x and w are multiplied; where they differ from the given ones,
@@ -81,7 +81,7 @@ def rows(array):
 def moves(pair, inputs, ranks):
     """The theory.Boxing of each input that is moved."""
     changed = [(shape, old, new) for shape, old, new in zip(SHAPES, pair, inputs) if old != new]
-    return [theory.Boxing(shape, (old, ranks), (new, ranks), item=4) for shape, old, new in changed]
+    return [theory.Boxing(shape, Layout(old, ranks), Layout(new, ranks), item=4) for shape, old, new in changed]
 
 
 def total(boxings):
@@ -125,7 +125,7 @@ def reason(error):
 def given_to(new, ranks, shown, sent):
     """The JSON of out.to_global(sbp=new). shown: by rank, see record.py; sent: {(old SBP, new SBP): bytes} by rank."""
     old = shown[0]["out"][0]
-    boxing = theory.Boxing((SHAPES[0][0], SHAPES[1][1]), (old, ranks), (new, ranks), item=4)
+    boxing = theory.Boxing((SHAPES[0][0], SHAPES[1][1]), Layout(old, ranks), Layout(new, ranks), item=4)
     by_rank = [one[old, new] for one in sent]
     return {"out": [rows(one["to"][new]) for one in shown], "sent": by_rank, "formula": total([boxing])}
 
