@@ -46,9 +46,10 @@ def main(command, *arguments):
 
         return program.main(arguments)
     if command == "docs":
+        from harness.explore import page
         from harness.report import pages
 
-        return pages.main()
+        return pages.main() or page.main()
     return job.main([command, *arguments])
 
 

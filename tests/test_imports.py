@@ -16,6 +16,7 @@ ROOMS = {  # the modules of a room -> those that it may import, besides its own 
     "harness.measure": ("harness.start",),
     "harness.report": ("harness.start", "harness.pool", "harness.measure"),
     "harness.shell": ("harness.start", "harness.pool", "harness.measure", "harness.report"),
+    "harness.explore": ("harness.start", "harness.pool", "harness.measure", "harness.report"),
     "harness": ("harness",),  # its front door, and what it offers for tests of a user's own
     "tests.cases": ("harness",),
     "tests": ("harness", "tests.cases"),

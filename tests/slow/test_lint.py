@@ -11,6 +11,7 @@ COMMANDS = (
     "ruff check .",
     "ruff format --check .",
     "shellcheck --external-sources launch.sh .ci/run",
+    "check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/pages.yml",
     "check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/tests.yml",
 )
 

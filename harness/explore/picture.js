@@ -1,0 +1,450 @@
+// Draws the matmul: whole matrices, what each rank holds, the arrows of a move, and how a number of out is made.
+
+// ---- matrices
+
+// The look of numbers that these ranks hold: one colour, stripes for copies, bars below for terms of a sum.
+function look(holders, terms) {
+  const colours = holders.map((rank) => `var(--tint${rank})`);
+  if (terms.length > 1) {
+    const width = 100 / terms.length;
+    const bars = terms.map((rank, index) => `var(--rank${rank}) ${index * width}% ${(index + 1) * width}%`);
+    return { part: true, style: `--bars: linear-gradient(to right, ${bars.join(", ")})` };
+  }
+  if (colours.length < 2) return { style: `--fill: ${colours[0] || "transparent"}` };
+  const stripes = colours.map((colour, index) => `${colour} ${index * 6}px ${(index + 1) * 6}px`);
+  return { style: `--fill: repeating-linear-gradient(135deg, ${stripes.join(", ")})` };
+}
+
+function frame(shape, attributes, ...cells) {
+  const style = `--rows: ${shape[0]}; --columns: ${shape[1]}`;
+  return element("div", { ...attributes, style }, ...cells);
+}
+
+const inText = (rows) => rows.map((row) => row.join(" ")).join("; ");
+
+// One number. `of`: which tensor; out's numbers can be pointed at.
+function cell(of, row, column, value, extra) {
+  const { part, style, ...attributes } = extra;
+  const classes = ["cell", part ? "part" : "", attributes.class || "", value === 0 ? "zero" : ""]
+    .filter(Boolean)
+    .join(" ");
+  const place = `grid-area: ${row + 1} / ${column + 1}; ${style}`;
+  return element(
+    "span",
+    { ...attributes, class: classes, style: place, "data-of": of, "data-row": row, "data-column": column },
+    String(value),
+  );
+}
+
+function wholeMatrix(name, of, sbp, ranks, blocks, shape) {
+  const value = blocks ? Matmul.whole(shape, sbp, ranks, blocks) : records.value[name];
+  const label = t("whole_label", { tensor: name, shape: shown(shape), sbp: present(sbp), values: inText(value) });
+  const pointable = of.startsWith("out");
+  const rows = value.map((numbers, row) => {
+    const cells = numbers.map((number, column) => {
+      const holders = Matmul.holders(shape, sbp, ranks, row, column);
+      const terms = sbp.includes("P") ? Matmul.terms(shape, sbp, ranks, row, column) : [];
+      return cell(of, row, column, number, {
+        ...look(holders, terms),
+        ...(pointable
+          ? {
+              role: "gridcell",
+              tabindex: row + column === 0 ? "0" : "-1",
+              "aria-label": cellLabel(sbp, ranks, blocks, shape, row, column, number),
+            }
+          : { "aria-hidden": "true" }),
+      });
+    });
+    return pointable ? element("div", { role: "row", style: "display: contents" }, ...cells) : cells;
+  });
+  return frame(shape, { class: "matrix whole", role: pointable ? "grid" : "img", "aria-label": label }, ...rows.flat());
+}
+
+function termsOf(sbp, ranks, blocks, shape, row, column) {
+  return Matmul.terms(shape, sbp, ranks, row, column).map((rank) => {
+    const [[top], [left]] = Matmul.block(shape, sbp, ranks, rank);
+    return { rank, value: blocks[rank][row - top][column - left] };
+  });
+}
+
+function cellLabel(sbp, ranks, blocks, shape, row, column, value) {
+  const terms = termsOf(sbp, ranks, blocks, shape, row, column).map((one) => one.value);
+  const sum = terms.length > 1 ? t("cell_sum", { value, terms: terms.join(" + ") }) : value;
+  return t("cell_label", { row, column, value: sum });
+}
+
+function blockInWords(shape, [[top, bottom], [left, right]]) {
+  const spans = [];
+  if (bottom - top < shape[0])
+    spans.push(bottom - top > 1 ? t("rows", { from: top, to: bottom - 1 }) : t("row", { from: top }));
+  if (right - left < shape[1])
+    spans.push(right - left > 1 ? t("columns", { from: left, to: right - 1 }) : t("column", { from: left }));
+  return spans.join(", ") || t("all_of");
+}
+
+// What one rank holds, in its place in the whole.
+function rankMatrix(name, of, sbp, ranks, blocks, shape, rank) {
+  if (!blocks) return frame(shape, { class: "matrix" }, element("span", { class: "empty-block" }, t("not_recorded")));
+  const block = Matmul.block(shape, sbp, ranks, rank);
+  const [[top], [left]] = block;
+  const term = sbp.includes("P");
+  const cells = blocks[rank].flatMap((numbers, row) =>
+    numbers.map((number, column) =>
+      cell(of, top + row, left + column, number, {
+        part: term,
+        style: `--fill: var(--tint${rank}); --bars: var(--rank${rank})`,
+      }),
+    ),
+  );
+  const words = {
+    rank: t("rank", { rank }),
+    block: blockInWords(shape, block),
+    tensor: name,
+    values: inText(blocks[rank]),
+  };
+  cells.forEach((one) => one.setAttribute("aria-hidden", "true"));
+  return frame(
+    shape,
+    { class: "matrix", role: "img", "aria-label": t("each_holds", words), "data-rank": rank },
+    ...cells,
+  );
+}
+
+// ---- stages
+
+const cellSize = () => (narrow.matches ? 20 : 26);
+
+// A stage: columns are tensors {name, of, sbp, blocks, shape} and operators "@", "=", or {arrows}.
+function stageGrid(columns, ranks) {
+  const members = Matmul.members(ranks);
+  const made = [element("span", { class: "head" })];
+  const isTensor = (column) => column.sbp !== undefined;
+  const isArrows = (column) => column.arrows !== undefined;
+  for (const column of columns) {
+    if (isTensor(column))
+      made.push(element("div", { class: "head" }, element("b", {}, column.name), " ", sbpMark(column.sbp)));
+    else made.push(isArrows(column) ? element("span", { class: "head" }) : element("span", {}));
+  }
+  made.push(element("span", { class: "name" }, t("whole")));
+  for (const column of columns) {
+    if (isTensor(column))
+      made.push(wholeMatrix(column.name, column.of, column.sbp, ranks, column.blocks, column.shape));
+    else
+      made.push(
+        isArrows(column) ? arrowHead(column.arrows) : element("span", { class: "op", "aria-hidden": "true" }, column),
+      );
+  }
+  made.push(...gapRow(columns, "whole-gap", "="));
+  members.forEach((rank, index) => {
+    made.push(element("span", { class: "name rank", style: `color: var(--rank${rank})` }, t("rank", { rank })));
+    for (const column of columns) {
+      if (isTensor(column))
+        made.push(rankMatrix(column.name, column.of, column.sbp, ranks, column.blocks, column.shape, rank));
+      else if (!isArrows(column)) made.push(element("span", { class: "op", "aria-hidden": "true" }, column));
+      else if (index === 0) made.push(arrowsBeside(column.arrows, members.length, columns));
+    }
+    if (index < members.length - 1) made.push(...gapRow(columns, "row-gap", "+"));
+  });
+  const template = columns.map((column) => (isArrows(column) ? `${arrowWidth()}px` : "max-content")).join(" ");
+  return element("div", { class: "grid", style: `grid-template-columns: max-content ${template}` }, ...made);
+}
+
+const arrowWidth = () => (narrow.matches ? 96 : 100);
+
+// The space between two rows: of a partial sum it says that the ranks' numbers add up.
+function gapRow(columns, kind, sign) {
+  const height = kind === "row-gap" ? 12 : 20;
+  const cells = columns
+    .filter((column) => column.arrows === undefined || kind !== "row-gap")
+    .map((column) => {
+      const adds = column.sbp !== undefined && column.blocks && column.blocks.length > 1 && column.sbp === "P";
+      return element(
+        "span",
+        { class: adds ? "plus" : "", style: `height: ${height}px; line-height: ${height}px`, "aria-hidden": "true" },
+        adds ? sign : "",
+      );
+    });
+  return [element("span", { style: `height: ${height}px` }), ...cells];
+}
+
+function arrowHead({ steps, quiet, size }) {
+  const names = steps.flatMap(({ name, axis }) => [
+    element("b", {}, t(name)),
+    axis === undefined ? "" : element("span", {}, t("along", { axis })),
+  ]);
+  return element("div", { class: quiet ? "arrow-head quiet" : "arrow-head" }, ...names, element("span", {}, size));
+}
+
+function arrowsBeside(arrows, count, columns) {
+  const shape = columns.find((column) => column.sbp !== undefined).shape;
+  const rowHeight = cellSize() * shape[0] + 2;
+  const holder = element("div", { style: `grid-row: span ${2 * count - 1}; align-self: start` });
+  holder.innerHTML = arrowsSvg(arrows, count, rowHeight, 12, arrowWidth());
+  return holder;
+}
+
+// Lines from what ranks hold before, left, to what they hold after, right.
+function arrowsSvg({ phases, words }, count, rowHeight, gap, width) {
+  const height = count * rowHeight + (count - 1) * gap;
+  const y = (rank) => rowHeight / 2 + rank * (rowHeight + gap);
+  const stops = phases.map((_, index) => 8 + ((width - 16) * index) / phases.length).concat(width - 8);
+  const parts = [];
+  phases.forEach((pairs, phase) => {
+    const [left, right] = [stops[phase], stops[phase + 1]];
+    for (let rank = 0; rank < count; rank += 1) parts.push(`<path class="kept" d="M${left} ${y(rank)}H${right}"/>`);
+    for (const [from, to] of pairs) parts.push(arrow(left + 5, y(from), right - 5, y(to)));
+    if (phase) for (let rank = 0; rank < count; rank += 1) parts.push(`<circle cx="${left}" cy="${y(rank)}" r="3"/>`);
+  });
+  return svg(words, width, height, parts.join(""));
+}
+
+function svg(label, width, height, content) {
+  const size = `width="${width}" height="${height}" viewBox="0 0 ${width} ${height}"`;
+  return `<svg class="arrows" role="img" aria-label="${label}" ${size}>${content}</svg>`;
+}
+
+function arrow(x1, y1, x2, y2) {
+  const angle = (Math.atan2(y2 - y1, (x2 - x1) * 0.6) * 180) / Math.PI; // steeper than the line: it looks better
+  const line = `<path d="M${x1} ${y1}L${x2} ${y2}"/>`;
+  return `${line}<path class="tip" d="M1 0L-7 3.2V-3.2z" transform="translate(${x2} ${y2}) rotate(${angle.toFixed(1)})"/>`;
+}
+
+// Which rank sends to which, in one phase or, for an all-reduce, in two.
+function arrowsOf(from, to, ranks, sent) {
+  const steps = Matmul.collectives(from, to);
+  const members = Matmul.members(ranks);
+  const silent = !sent || Math.max(...sent) <= MESSAGES; // a local fill can send after all: then all its axes count
+  const moving = steps.filter(({ name }) => !name.startsWith("local") || !silent);
+  const axes = moving.map(({ axis }) => axis);
+  const along = (one, other) =>
+    Matmul.coordinates(ranks, one).every(
+      (place, axis) => axes.includes(axis) || place === Matmul.coordinates(ranks, other)[axis],
+    );
+  const sends = (rank) => !sent || sent[rank] > MESSAGES;
+  const pairs = members.flatMap((one) =>
+    members.filter((other) => other !== one && along(one, other) && sends(one)).map((other) => [one, other]),
+  );
+  const twice = moving.length === 1 && moving[0].name === "all-reduce" && pairs.length;
+  const named = steps.map(({ axis, name }) => (ranks === "2x2" ? { name, axis } : { name }));
+  const words = collectiveInWords(from, to, ranks);
+  return { words, steps: named, quiet: !pairs.length, phases: twice ? [pairs, pairs] : [pairs] };
+}
+
+// What a move sends of the matrices that are shown, in a few words.
+function sizeInWords(move, sent) {
+  const found = formulaFor([move], withOut(records.shape));
+  if (found === null) return "";
+  if (found.total === 0) return sent && Math.max(...sent) > MESSAGES ? t("unexpected") : t("nothing_sent");
+  const { byRank, total } = found;
+  return byRank && byRank.every((one) => one === byRank[0])
+    ? t("each_sends", { bytes: bytes(byRank[0]) })
+    : t("all_send", { bytes: bytes(total) });
+}
+
+function tensorColumn(name, sbp, blocks) {
+  return { name, of: name, sbp, blocks, shape: records.shape[name] };
+}
+
+function moveStage(run, { tensor, from, to }) {
+  const factor = run.factors[tensor === "x" ? 0 : 1];
+  const sent = run.moves.length > 1 || run.large ? null : run.sent; // else it is of other moves too
+  const arrows = { ...arrowsOf(from, to, state.ranks, sent), size: sizeInWords({ tensor, from, to }, sent) };
+  const after = tensorColumn(tensor, to, factor);
+  const words = { tensor, from: present(from), to: present(to) };
+  return element(
+    "div",
+    { class: "stage", "data-stage": `move-${tensor}` },
+    element("h3", {}, t("stage_move", words)),
+    stageGrid([tensorColumn(tensor, from, run[tensor]), { arrows }, after], state.ranks),
+  );
+}
+
+function multiplyStage(run) {
+  const [x, w] = run.inputs;
+  const columns = [tensorColumn("x", x, run.factors[0]), "@", tensorColumn("w", w, run.factors[1]), "="];
+  columns.push({ name: "out", of: "out", sbp: run.outSbp, blocks: run.out, shape: outShape() });
+  return element(
+    "div",
+    { class: "stage", "data-stage": "multiply" },
+    element("h3", {}, t("stage_multiply")),
+    stageGrid(columns, state.ranks),
+  );
+}
+
+function outShape() {
+  return [records.shape.x[0], records.shape.w[1]];
+}
+
+function changeStage(run) {
+  const { from, to, out, sent, error } = run.change;
+  const title = element("h3", {}, t("stage_change", { from: present(from), to: present(to) }));
+  if (error !== undefined)
+    return element("div", { class: "stage", "data-stage": "change" }, title, element("p", { class: "refused" }, error));
+  const arrows = { ...arrowsOf(from, to, state.ranks, sent), size: sizeInWords(run.change, sent) };
+  const column = { name: "out", of: "out-to", sbp: to, blocks: out, shape: outShape() };
+  return element(
+    "div",
+    { class: "stage", "data-stage": "change" },
+    title,
+    stageGrid([{ arrows }, column], state.ranks),
+  );
+}
+
+function drawStages(run) {
+  if (run.error !== undefined) {
+    const held = stageGrid([tensorColumn("x", state.x, run.x), "@", tensorColumn("w", state.w, run.w)], state.ranks);
+    const stage = element("div", { class: "stage", "data-stage": "refused" }, held);
+    const box = element("p", { class: "refused" }, t("sum_error", { version: records.oneflow, error: run.error }));
+    return find("stages").replaceChildren(stage, box);
+  }
+  const stages = run.moves.map((move) => moveStage(run, move));
+  stages.push(multiplyStage(run));
+  if (run.change && run.change.from !== run.change.to) stages.push(changeStage(run));
+  return find("stages").replaceChildren(...stages);
+}
+
+// ---- the number that is pointed at
+
+function productsOf(run, rank, row, column) {
+  const [x, w] = run.inputs.map((sbp, index) => {
+    const name = index ? "w" : "x";
+    if (!run.factors[index]) return null;
+    const [[top], [left]] = Matmul.block(records.shape[name], sbp, state.ranks, rank);
+    return { held: run.factors[index][rank], top, left };
+  });
+  if (!x || !w) return "";
+  const left = x.held[row - x.top];
+  return left.map((one, k) => `${one}·${w.held[k][column - w.left]}`).join(" + ");
+}
+
+function drawReadout(run) {
+  const readout = find("readout");
+  if (run.error !== undefined) return readout.replaceChildren();
+  const [row, column] = seen || [0, 0];
+  const shape = outShape();
+  const terms = termsOf(run.outSbp, state.ranks, run.out, shape, row, column);
+  const value = terms.reduce((sum, one) => sum + one.value, 0);
+  const sum = terms.length > 1 ? ` = ${terms.map((one) => one.value).join(" + ")}` : "";
+  const lines = terms.map(({ rank, value: term }) => {
+    const swatch = element("span", { class: "swatch", style: `--fill: var(--rank${rank})` });
+    const products = productsOf(run, rank, row, column);
+    return element("li", {}, swatch, `${t("rank", { rank })}: ${products}${products && " = "}${term}`);
+  });
+  const copies = Matmul.holders(shape, run.outSbp, state.ranks, row, column).filter(
+    (rank) => !terms.some((one) => one.rank === rank),
+  );
+  const title = element("span", { class: "made" }, `out[${row}, ${column}] = ${value}${sum}`);
+  const same = copies.length ? element("li", {}, t("same_on", { ranks: ranksInWords(copies) })) : null;
+  const list = element("ol", {}, ...lines, ...(same ? [same] : []));
+  const hint = element("span", { class: "hint" }, t("hint"));
+  return readout.replaceChildren(element("h3", {}, t("readout_title")), title, list, ...(seen ? [] : [hint]));
+}
+
+function point(row, column) {
+  seen = [row, column];
+  for (const one of find("stages").querySelectorAll(".cell")) {
+    const isOut = one.dataset.of.startsWith("out");
+    const here = [Number(one.dataset.row), Number(one.dataset.column)];
+    one.classList.toggle("seen", isOut && here[0] === row && here[1] === column);
+    const inMultiply = one.closest("[data-stage]").dataset.stage === "multiply";
+    const used = (one.dataset.of === "x" && here[0] === row) || (one.dataset.of === "w" && here[1] === column);
+    one.classList.toggle("used", inMultiply && used);
+  }
+  drawReadout(Matmul.run(records, state));
+}
+
+function listenToStages() {
+  const stages = find("stages");
+  const pointAt = (event) => {
+    const one = event.target.closest(".cell[data-of^=out]");
+    if (one && state.preset !== "pipeline") point(Number(one.dataset.row), Number(one.dataset.column));
+  };
+  stages.addEventListener("pointerover", pointAt);
+  stages.addEventListener("pointerdown", pointAt);
+  stages.addEventListener("focusin", pointAt);
+  stages.addEventListener("keydown", (event) => {
+    const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    const grid = event.target.closest("[role=grid]");
+    if (!steps || !grid) return;
+    event.preventDefault();
+    const [row, column] = [Number(event.target.dataset.row) + steps[0], Number(event.target.dataset.column) + steps[1]];
+    const next = grid.querySelector(`[data-row="${row}"][data-column="${column}"]`);
+    if (!next) return;
+    event.target.tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
+  });
+}
+
+// ---- the pipeline: other placements instead of other SBPs
+
+// A row of matrices, each whole on one rank; value: null where only the shape is shown.
+function placedStage(title, rank, columns) {
+  const heads = columns.map((one) =>
+    one.name
+      ? element(
+          "div",
+          { class: "head" },
+          element("b", {}, one.name),
+          " ",
+          element("span", { class: "sbp" }, `[${rank}]`),
+        )
+      : element("span", {}),
+  );
+  const cells = columns.map((one) => {
+    if (!one.name) return element("span", { class: "op", "aria-hidden": "true" }, one);
+    const style = `--fill: var(--tint${rank})`;
+    const numbers = records.value.x.flatMap((row, i) =>
+      row.map((_, j) => cell(one.name, i, j, one.value ? one.value[i][j] : "", { style, "aria-hidden": "true" })),
+    );
+    const values = one.value ? inText(one.value) : shown(records.shape.x);
+    const label = t("each_holds", { rank: t("rank", { rank }), block: t("all_of"), tensor: one.name, values });
+    return frame(records.shape.x, { class: "matrix", role: "img", "aria-label": label }, ...numbers);
+  });
+  const name = element("span", { class: "name rank", style: `color: var(--rank${rank})` }, t("rank", { rank }));
+  const style = `grid-template-columns: repeat(${columns.length + 1}, max-content)`;
+  const grid = element("div", { class: "grid", style }, element("span", { class: "head" }), ...heads, name, ...cells);
+  return element("div", { class: "stage", "data-stage": `rank-${rank}` }, element("h3", {}, title), grid);
+}
+
+function drawPipeline() {
+  const alone = Matmul.run(records, { ranks: "1", x: "B", w: "B", to: "", mode: "eager" });
+  const [h] = alone.out;
+  const size = Matmul.ITEM * h.length * h[0].length;
+  const column = (name, value) => ({ name, value });
+  const first = placedStage(t("pipeline_first"), 0, [
+    column("x", alone.x[0]),
+    "@",
+    column("w0", alone.w[0]),
+    "=",
+    column("h", h),
+  ]);
+  const second = placedStage(t("pipeline_second"), 1, [
+    column("h", h),
+    "@",
+    column("w1", null),
+    "=",
+    column("out", null),
+  ]);
+  const arrow = element(
+    "div",
+    { class: "stage send", "data-stage": "send" },
+    arrowHead({ steps: [{ name: "pipeline_send" }], size: bytes(size) }),
+  );
+  arrow.insertAdjacentHTML("beforeend", sendSvg(t("pipeline_send")));
+  find("summary").replaceChildren(t("pipeline_summary", { bytes: bytes(size) }));
+  find("why").textContent = t("pipeline_why");
+  find("stages").replaceChildren(first, arrow, second);
+  find("readout").replaceChildren();
+  find("legend").replaceChildren();
+  const atlas = element("a", { href: "sbp-atlas.md#0--1" }, t("atlas_link"));
+  find("bytes").replaceChildren(
+    element("h3", {}, t("bytes_title")),
+    element("p", {}, ...sentence("pipeline_bytes", { bytes: bytes(size), link: atlas })),
+  );
+  drawProgram(Matmul.pipelineCode(records), 2);
+}
+
+function sendSvg(label) {
+  return svg(label, 64, 14, arrow(0, 7, 62, 7));
+}

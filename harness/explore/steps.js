@@ -1,0 +1,282 @@
+// A training step of a stack of equal layers, relu(x) @ w: blocks of time, bytes and memory, by formula, not measured.
+// tests/slow/test_explore_steps.py compares it with harness/measure/theory.py and harness/plan/formulas.py.
+
+const Steps = (() => {
+  // The sizes can be divided by 1 to 8 ranks, so that all ranks have equal shares.
+  const MODEL = { layers: 8, hidden: 1680, item: 4 };
+  const ROWS = [840, 1680, 3360, 6720]; // of the batch
+  const LINKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]; // GB/s
+  // Of a rank. docs/performance.md, "How cost grows with size", has what CPU cores reach: about as much.
+  const RATES = { flops: 100e9, secondsPerParameter: 1e-9 };
+  // Adam in float32, bytes of a parameter: PRECISIONS["fp32"] of harness/plan/formulas.py.
+  const BYTES = { weights: 4, gradients: 4, optimizer: 8 };
+  const MAX_MICRO_BATCHES = 16;
+
+  const STRATEGIES = {
+    data: { ranks: [1, 2, 3, 4, 5, 6, 7, 8], mesh: (n) => [n, 1, 1] },
+    tensor: { ranks: [1, 2, 3, 4, 5, 6, 7, 8], mesh: (n) => [1, n, 1] },
+    pipeline: { ranks: [1, 2, 4, 8], mesh: (n) => [1, 1, n] }, // numbers that divide the layers: stages are equal
+    data_tensor: { ranks: [4, 6, 8], mesh: (n) => [n / 2, 2, 1] },
+    sharded: { ranks: [1, 2, 3, 4, 5, 6, 7, 8], mesh: (n) => [n, 1, 1] },
+    zero: { ranks: [1, 2, 3, 4, 5, 6, 7, 8], mesh: (n) => [n, 1, 1] },
+  };
+  const FIRST = { strategy: "data", ranks: 4, micro: 4, rows: 1680, link: 1 };
+
+  const divisors = (number, most) => Array.from({ length: most }, (_, i) => i + 1).filter((one) => number % one === 0);
+  const microBatches = (rows) => divisors(rows, MAX_MICRO_BATCHES);
+
+  function nearest(values, wanted) {
+    const number = Number(wanted);
+    if (!Number.isFinite(number)) return null;
+    return values.reduce((best, one) => (Math.abs(one - number) < Math.abs(best - number) ? one : best));
+  }
+
+  // A state that can be shown: `wanted` may be of an address that somebody typed, or of a strategy with other ranks.
+  function settle(wanted = {}) {
+    const known = Object.prototype.hasOwnProperty.call(STRATEGIES, wanted.strategy);
+    const strategy = known ? wanted.strategy : FIRST.strategy;
+    const rows = nearest(ROWS, wanted.rows ?? FIRST.rows) ?? FIRST.rows;
+    return {
+      strategy,
+      ranks: nearest(STRATEGIES[strategy].ranks, wanted.ranks ?? FIRST.ranks) ?? FIRST.ranks,
+      micro: nearest(microBatches(rows), wanted.micro ?? FIRST.micro) ?? FIRST.micro,
+      rows,
+      link: nearest(LINKS, wanted.link ?? FIRST.link) ?? FIRST.link,
+    };
+  }
+
+  function mesh({ strategy, ranks }) {
+    const [data, tensor, pipeline] = STRATEGIES[strategy].mesh(ranks);
+    return { data, tensor, pipeline };
+  }
+
+  // Bytes of all weights, of those of a layer, and of what a layer returns for the whole batch.
+  function sizes({ rows }) {
+    const layer = MODEL.item * MODEL.hidden * MODEL.hidden;
+    return { weights: MODEL.layers * layer, layer, activation: MODEL.item * rows * MODEL.hidden };
+  }
+
+  // The part of its bytes K that a rank sends in a collective among n ranks: harness/measure/theory.py.
+  const FACTORS = {
+    "all-reduce": (n) => (2 * (n - 1)) / n,
+    "all-gather": (n) => (n - 1) / n,
+    "reduce-scatter": (n) => (n - 1) / n,
+    send: () => 1,
+  };
+
+  // The collectives of a step: [{when, name, of, whole, among, axis, every}].
+  // when: before or after "forward" or "backward" of a layer; whole: bytes of the tensor among the `among` ranks of an
+  // axis of the mesh; every: 2 where only one layer of each pair of a column-parallel and a row-parallel layer has it.
+  function movesOf(state) {
+    const { strategy } = state;
+    const { data, tensor } = mesh(state);
+    const { layer, activation } = sizes(state);
+    const gather = { name: "all-gather", of: "weights", whole: layer, among: data, axis: null, every: 1 };
+    const reduce = { name: "all-reduce", whole: activation / data, among: tensor, axis: null, every: 2 };
+    const moves = {
+      data: [{ ...reduce, when: "after backward", of: "gradients", whole: layer, among: data, every: 1 }],
+      tensor: [
+        { ...reduce, when: "after forward", of: "activations" },
+        { ...reduce, when: "after backward", of: "activation gradients" },
+      ],
+      zero: [
+        { ...gather, when: "before forward" },
+        { ...gather, when: "after backward", name: "reduce-scatter", of: "gradients" },
+      ],
+    };
+    moves.sharded = [moves.zero[0], { ...gather, when: "before backward" }, moves.zero[1]];
+    moves.data_tensor = [
+      ...moves.tensor.map((move) => ({ ...move, axis: 1 })), // first what the layer before waits for
+      { ...moves.data[0], whole: layer / tensor, axis: 0 },
+    ];
+    const found = moves[strategy].map((move) => ({ ...move, bytes: FACTORS[move.name](move.among) * move.whole }));
+    return found.filter((move) => move.bytes > 0);
+  }
+
+  // Whether layer k, from 0, has a move of `every` second layer: in forward it follows the row-parallel layer, the
+  // second of a pair; in backward the column-parallel one, the first.
+  const belongs = (move, k) => move.every === 1 || k % 2 === (move.when.endsWith("forward") ? 1 : 0);
+
+  // [{name, of, when, axis, among, whole, times, bytes}] of a step: `times` is how often it runs, and `bytes` what each
+  // rank sends in all of them. In a pipeline only ranks that have a neighbour on that side do.
+  function collectives(state) {
+    if (state.strategy !== "pipeline") {
+      return movesOf(state).map(({ every, bytes, ...move }) => {
+        const times = MODEL.layers / every;
+        return { ...move, times, bytes: times * bytes };
+      });
+    }
+    if (state.ranks === 1) return [];
+    const bytes = sizes(state).activation;
+    const send = { name: "send", axis: null, among: state.ranks, whole: bytes / state.micro, times: state.micro };
+    return [
+      { ...send, of: "activations", when: "after forward", bytes },
+      { ...send, of: "activation gradients", when: "after backward", bytes },
+    ];
+  }
+
+  // [bytes that each rank sends in a step]
+  function sent(state) {
+    const all = collectives(state);
+    if (state.strategy !== "pipeline") {
+      return Array(state.ranks).fill(all.reduce((sum, one) => sum + one.bytes, 0));
+    }
+    const last = state.ranks - 1;
+    return Array.from({ length: state.ranks }, (_, k) => {
+      const [forward, backward] = all.map((one) => one.bytes);
+      return (k < last ? forward : 0) + (k > 0 ? backward : 0);
+    });
+  }
+
+  // The most bytes that each part takes on a rank during a step. They are equal on all ranks.
+  // Weights, gradients and Adam's moments: arXiv:1910.02054; zero is its stage 1, sharded its stage 3.
+  // Each layer keeps its input for backward: GPipe all micro-batches' (arXiv:1811.06965), and of a pair of a
+  // column-parallel and a row-parallel layer the second has its input split (arXiv:1909.08053).
+  function memory(state) {
+    const { strategy, ranks } = state;
+    const { data, tensor, pipeline } = mesh(state);
+    const { weights, layer, activation } = sizes(state);
+    const parameters = weights / MODEL.item;
+    const split = strategy === "data" || strategy === "zero" ? 1 : strategy === "data_tensor" ? tensor : ranks;
+    const inputs = (activation + activation / tensor) / 2; // the mean of both layers of a pair
+    return {
+      weights: (BYTES.weights * parameters) / split,
+      gradients: (BYTES.gradients * parameters) / split,
+      optimizer: (BYTES.optimizer * parameters) / (strategy === "zero" ? ranks : split),
+      activations: (MODEL.layers * inputs) / (data * pipeline),
+      // the weights and gradients of one whole layer, while it computes
+      gathered: strategy === "sharded" && ranks > 1 ? 2 * layer : 0,
+    };
+  }
+
+  const total = (parts) => Object.values(parts).reduce((sum, one) => sum + one, 0);
+
+  // Seconds of forward of a layer on a rank; backward takes twice as long: the gradients of x and of w.
+  function forwardSeconds(state) {
+    const { data, tensor } = mesh(state);
+    return (2 * state.rows * MODEL.hidden * MODEL.hidden) / (data * tensor) / RATES.flops;
+  }
+
+  function updateSeconds(state) {
+    return (memory(state).optimizer / BYTES.optimizer) * RATES.secondsPerParameter;
+  }
+
+  const moveSeconds = (state, bytes) => bytes / (state.link * 1e9);
+
+  // A lane under construction: blocks that follow each other, with "idle" in the gaps.
+  class Lane {
+    constructor() {
+      this.blocks = [];
+      this.end = 0;
+    }
+    add(kind, seconds, more = {}, ready = 0) {
+      this.waitUntil(ready);
+      if (seconds > 0) this.blocks.push({ kind, start: this.end, end: this.end + seconds, ...more });
+      this.end += seconds;
+      return this.end;
+    }
+    waitUntil(time) {
+      if (time <= this.end) return;
+      this.blocks.push({ kind: "idle", start: this.end, end: time });
+      this.end = time;
+    }
+  }
+
+  // All ranks do the same at the same time: each collective is for all of them.
+  function lanesInStep(state) {
+    const lane = new Lane();
+    const moves = movesOf(state);
+    const seconds = forwardSeconds(state);
+    const move = (when, k) => {
+      for (const one of moves) {
+        if (one.when !== when || !belongs(one, k)) continue;
+        const { name, of, axis, bytes } = one;
+        lane.add("move", moveSeconds(state, bytes), { name, of, axis, bytes, layer: k + 1 });
+      }
+    };
+    for (let k = 0; k < MODEL.layers; k += 1) {
+      move("before forward", k);
+      lane.add("forward", seconds, { layer: k + 1 });
+      move("after forward", k);
+    }
+    for (let k = MODEL.layers - 1; k >= 0; k -= 1) {
+      move("before backward", k);
+      lane.add("backward", 2 * seconds, { layer: k + 1 });
+      move("after backward", k);
+    }
+    lane.add("update", updateSeconds(state));
+    return Array.from({ length: state.ranks }, () => lane.blocks);
+  }
+
+  // GPipe: forward of all micro-batches, then backward in the opposite order. A send takes time of the sender only.
+  function lanesOfPipeline(state) {
+    const { ranks, micro } = state;
+    const lanes = Array.from({ length: ranks }, () => new Lane());
+    const seconds = ((MODEL.layers / ranks) * forwardSeconds(state)) / micro;
+    const bytes = sizes(state).activation / micro;
+    const ready = Array.from({ length: ranks }, () => Array(micro).fill(0));
+    const pass = (kind, k, j, to, of) => {
+      lanes[k].add(kind, kind === "forward" ? seconds : 2 * seconds, { micro: j + 1 }, ready[k][j]);
+      if (to < 0 || to >= ranks) return;
+      ready[to][j] = lanes[k].add("move", moveSeconds(state, bytes), { name: "send", of, bytes, to, micro: j + 1 });
+    };
+    for (let k = 0; k < ranks; k += 1) {
+      for (let j = 0; j < micro; j += 1) pass("forward", k, j, k + 1, "activations");
+    }
+    for (let k = ranks - 1; k >= 0; k -= 1) {
+      for (let j = micro - 1; j >= 0; j -= 1) pass("backward", k, j, k - 1, "activation gradients");
+    }
+    for (const lane of lanes) lane.add("update", updateSeconds(state));
+    const end = Math.max(...lanes.map((lane) => lane.end));
+    for (const lane of lanes) lane.waitUntil(end);
+    return lanes.map((lane) => lane.blocks);
+  }
+
+  // [[{kind, start, end, ...}] of each rank]: without gaps, in seconds. kind: forward, backward, move, update, idle.
+  const lanes = (state) => (state.strategy === "pipeline" ? lanesOfPipeline(state) : lanesInStep(state));
+
+  const length = (rows) => Math.max(...rows.map((blocks) => blocks[blocks.length - 1].end));
+
+  // {kind: the part of the time of all ranks together}
+  function shares(rows) {
+    const found = { forward: 0, backward: 0, move: 0, update: 0, idle: 0 };
+    const all = rows.length * length(rows);
+    for (const blocks of rows) for (const one of blocks) found[one.kind] += (one.end - one.start) / all;
+    return found;
+  }
+
+  // (p - 1) / (m + p - 1), arXiv:1811.06965: of equal stages, where sends and the update take no time.
+  const idleShare = (micro, stages) => (stages - 1) / (micro + stages - 1);
+
+  const alone = (state) => ({ ...state, strategy: "data", ranks: 1 });
+
+  // All that the page says of a state in numbers.
+  function step(state) {
+    const rows = lanes(state);
+    const { pipeline } = mesh(state);
+    return {
+      lanes: rows,
+      seconds: length(rows),
+      secondsAlone: length(lanes(alone(state))),
+      shares: shares(rows),
+      idleFormula: idleShare(state.micro, pipeline),
+      memory: memory(state),
+      memoryAlone: memory(alone(state)),
+      collectives: collectives(state),
+      sent: sent(state),
+    };
+  }
+
+  // Each strategy with the sliders as they are, or null where it does not run on so many ranks.
+  function compare(state) {
+    return Object.keys(STRATEGIES).map((strategy) => {
+      if (!STRATEGIES[strategy].ranks.includes(state.ranks)) return { strategy, step: null };
+      return { strategy, step: step({ ...state, strategy }) };
+    });
+  }
+
+  return {
+    MODEL, ROWS, LINKS, RATES, STRATEGIES, FIRST, microBatches, settle, mesh, sizes, collectives, sent, memory, total,
+    lanes, length, shares, idleShare, step, compare, alone,
+  };
+})();

@@ -1,0 +1,106 @@
+"""A training step of the stack of layers that harness/explore/steps.js describes, on the ranks of a pool."""
+
+import numpy as np
+import oneflow as flow
+
+from harness.measure.sbp import sbp_of
+from harness.measure.sent import sent_by
+
+# The SBPs of the weights of a pair of layers, of x, and of what each layer returns.
+LAYOUTS = {
+    "data": (("B", "B"), "S(0)", ("S(0)", "S(0)")),
+    "tensor": (("S(1)", "S(0)"), "B", ("S(1)", "B")),
+    "data_tensor": (("B, S(1)", "B, S(0)"), "S(0), B", ("S(0), S(1)", "S(0), B")),
+    "sharded": (("S(0)", "S(0)"), "S(0)", ("S(0)", "S(0)")),
+    "zero": (("S(0)", "S(0)"), "S(0)", ("S(0)", "S(0)")),  # as zero_optimizer.py keeps weights between steps
+    "pipeline": (("B", "B"), "B", ("B", "B")),
+}
+
+
+def sbps(name):
+    return [sbp_of(one) for one in name.split(", ")]
+
+
+def placements(strategy, layers):
+    """The placement of each layer."""
+    n = flow.env.get_world_size()
+    if strategy == "pipeline":
+        return [flow.placement("cpu", [k * n // layers]) for k in range(layers)]
+    ranks = np.arange(n).reshape(-1, 2) if strategy == "data_tensor" else np.arange(n)
+    return [flow.placement("cpu", ranks.tolist())] * layers
+
+
+class Layer(flow.nn.Module):
+    def __init__(self, w, ranks, strategy, place):
+        """place: 0 for the first of a pair, 1 for the second."""
+        super().__init__()
+        weights, _, outs = LAYOUTS[strategy]
+        self.w = flow.nn.Parameter(flow.tensor(w, placement=ranks, sbp=sbps(weights[place])))
+        self.ranks, self.out, self.gather = ranks, sbps(outs[place]), strategy in ("sharded", "zero")
+        # where x is whole on each rank of the axis that splits w, its gradient is a partial sum
+        self.pin = strategy in ("tensor", "data_tensor") and place == 0
+
+    def forward(self, x):
+        if x.placement != self.ranks:
+            x = x.to_global(placement=self.ranks)
+        x = flow.relu(x)
+        if self.pin:
+            x = x.to_global(sbp=x.sbp, grad_sbp=x.sbp)
+        w = self.w
+        if self.gather:
+            w = w.to_global(sbp=flow.sbp.broadcast, grad_sbp=flow.sbp.split(0))
+        return flow.matmul(x, w).to_global(sbp=self.out)
+
+
+def stack(strategy, layers, hidden, rows):
+    """The model, and x, which needs a gradient as if there were more layers before."""
+    rng = np.random.default_rng(0)
+    model = flow.nn.ModuleList()
+    for k, ranks in enumerate(placements(strategy, layers)):
+        w = rng.standard_normal((hidden, hidden), dtype=np.float32) / hidden**0.5
+        model.append(Layer(w, ranks, strategy, k % 2))
+    x = rng.standard_normal((rows, hidden), dtype=np.float32)
+    x_sbp = sbps(LAYOUTS[strategy][1])
+    return model, flow.tensor(x, placement=model[0].ranks, sbp=x_sbp, requires_grad=True)
+
+
+def forward_and_backward(model, x, gather_again, micro_batches):
+    """As in GPipe: forward of all micro-batches, then backward."""
+    outs = []
+    for part in x.chunk(micro_batches):
+        for layer in model:
+            # a checkpoint does forward of a layer once more in backward, and so gathers its weight again
+            part = flow.utils.checkpoint.checkpoint(layer, part) if gather_again else layer(part)
+        outs.append(part)
+    for out in outs:
+        out.backward(flow.ones_like(out))
+
+
+def sent(strategy, layers, hidden, rows, micro_batches=1):
+    """The bytes that this rank sends in a step."""
+    model, x = stack(strategy, layers, hidden, rows)
+    optimizer = flow.optim.Adam(model.parameters(), lr=1e-3)
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        forward_and_backward(model, x, strategy == "sharded", micro_batches)
+        optimizer.step()
+
+    step()  # what is done only once is not of a step
+    return sent_by(step)[1]
+
+
+def kept(strategy, layers, hidden, rows, micro_batches=1):
+    """The bytes on this rank of what autograd keeps for backward, without weights; each tensor once."""
+    model, x = stack(strategy, layers, hidden, rows)
+    sizes = {}
+
+    def keep(tensor):
+        if tuple(tensor.shape) != (hidden, hidden):
+            content = tensor.detach().to_local().numpy().tobytes()
+            sizes[hash(content)] = len(content)
+        return tensor
+
+    with flow.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward_and_backward(model, x, False, micro_batches)
+    return sum(sizes.values())
