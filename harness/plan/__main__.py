@@ -13,7 +13,14 @@ from harness.plan import cost, devices, formulas, model, report  # noqa: E402
 from harness.plan.case import Case  # noqa: E402
 
 BAD_INPUT = 2
-SIZES = ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size")
+SIZES = {  # -> what --help says of it
+    "num_layers": None,
+    "hidden_size": None,
+    "num_heads": "for grouped heads, a gated MLP or an untied head use --config",
+    "seq_len": "tokens of a sequence in training; with --config, by default the longest that the model takes",
+    "vocab_size": None,
+}
+LARGEST = {"memory": 1e4, "tflops": 1e5, "bandwidth": 1e5}  # in the units of the options
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,15 +35,16 @@ def parser():
     it = Parser(prog="launch.sh plan", description="Which layout fits a model onto devices, and which is the fastest?")
     it.add_argument("--config", metavar="FILE", help="config.json of a GPT- or Llama-like model, in place of the sizes")
     for name in SIZES:
-        it.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N")
+        it.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N", help=SIZES[name])
     it.add_argument("--global-batch-size", type=positive, metavar="N", required=True, help="sequences of a step")
     it.add_argument("--hosts", type=positive, default=1, metavar="N")
     it.add_argument("--gpus-per-host", type=positive, metavar="N", help="default: 8; of a CPU: its cores")
-    it.add_argument("--device", choices=[*devices.DEVICES, "cpu"], help="cpu: that of this machine")
-    it.add_argument("--memory", type=amount, metavar="GB", help="of a device, in place of the table's")
-    it.add_argument("--tflops", type=amount, metavar="T", help="peak of a device")
-    it.add_argument("--bandwidth-inside", type=amount, metavar="GB/S", help="that a device sends to others of its host")
-    it.add_argument("--bandwidth-between", type=amount, metavar="GB/S", help="that a host sends to others")
+    it.add_argument("--device", type=str.lower, choices=[*devices.DEVICES, "cpu"], help="cpu: that of this machine")
+    memory, tflops, bandwidth = (amount(largest) for largest in LARGEST.values())
+    it.add_argument("--memory", type=memory, metavar="GB", help="of a device, in place of the table's")
+    it.add_argument("--tflops", type=tflops, metavar="T", help="peak of a device")
+    it.add_argument("--bandwidth-inside", type=bandwidth, metavar="GB/S", help="that a device sends inside its host")
+    it.add_argument("--bandwidth-between", type=bandwidth, metavar="GB/S", help="that a host sends to others")
     it.add_argument("--precision", choices=list(formulas.PRECISIONS), help="default: amp, on a CPU fp32")
     it.add_argument("--recompute", choices=[*formulas.RECOMPUTE, "any"], default="any", help="default: any")
     it.add_argument("--why", type=positive, nargs=3, metavar=("D", "T", "P"), help="explain this mesh")
@@ -50,13 +58,18 @@ def positive(text):
     return int(text)
 
 
-def amount(text):
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+def amount(largest):
+    """A type of argparse: a number above 0 and up to `largest`."""
+
+    def number(text):
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text} is not a number; write it without a unit") from None
+        if not 0 < value <= largest:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {largest:g}; see --help for the unit")
+        return value
+
     return number
 
 
@@ -70,7 +83,8 @@ def model_of(options):
         return model.of_config(options.config, options.seq_len)
     missing = [f"--{name.replace('_', '-')}" for name in SIZES if name not in given]
     if missing:
-        raise ValueError(f"{', '.join(missing)} is missing; or name a config.json: --config FILE")
+        verb = "are" if len(missing) > 1 else "is"
+        raise ValueError(f"{', '.join(missing)} {verb} missing; or name a config.json: --config FILE")
     sizes = {name: getattr(options, name) for name in SIZES}
     if sizes["hidden_size"] % sizes["num_heads"]:
         raise ValueError(f"--num-heads {sizes['num_heads']} does not divide --hidden-size {sizes['hidden_size']}")
@@ -113,9 +127,26 @@ def none_divides(case):
     cluster, sizes = case.cluster, case.model
     return (
         f"no such layout: data x tensor x pipeline must be {cluster.ranks}, data must divide the {case.batch_size}"
-        f" sequences of a step, tensor the {sizes.kv_heads or sizes.num_heads} heads, pipeline the {sizes.num_layers}"
-        " layers"
+        f" sequences of a step, tensor the {heads_of(sizes)}, pipeline the {sizes.num_layers} layers"
     )
+
+
+def heads_of(sizes):
+    return f"{sizes.kv_heads} key-value heads" if sizes.kv_heads else f"{sizes.num_heads} heads"
+
+
+def what_does_not_divide(mesh, case):
+    """Why a mesh is no layout of the case."""
+    (data, tensor, pipeline), sizes = mesh, case.model
+    ranks = data * tensor * pipeline
+    if ranks != case.cluster.ranks:
+        return f"{data} x {tensor} x {pipeline} is {ranks}, and there are {case.cluster.ranks} devices"
+    divided = {
+        f"{data} replicas do not divide the {case.batch_size} sequences of a step": case.batch_size % data,
+        f"{tensor} tensor ranks do not divide the {heads_of(sizes)}": (sizes.kv_heads or sizes.num_heads) % tensor,
+        f"{pipeline} stages do not divide the {sizes.num_layers} layers": sizes.num_layers % pipeline,
+    }
+    return "; ".join(words for words, rest in divided.items() if rest)
 
 
 def as_json(one, fits):
@@ -133,7 +164,7 @@ def lines(options):
     elif options.why:
         mesh = tuple(options.why)
         if not any(one.layout.mesh == mesh for one in (*fit, *refused)):
-            raise ValueError(f"--why {' '.join(map(str, mesh))}: {none_divides(case)}")
+            raise ValueError(f"--why {' '.join(map(str, mesh))}: {what_does_not_divide(mesh, case)}")
         yield from report.why(mesh, fit, refused, case)
     elif fit:
         yield from report.plan(fit, refused, case)

@@ -91,18 +91,23 @@ def of_config(path, seq_len=None):
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error.strerror if isinstance(error, OSError) else 'not JSON'}") from None
+        why = f"{error.strerror}; name a config.json on this machine" if isinstance(error, OSError) else "not JSON"
+        raise ConfigError(f"{path}: {why}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: not a model's config.json")
     kind = config.get("model_type")
     if any((config.get(name) or 0) > 1 for name in EXPERTS):
         raise ConfigError(f"{path}: a mixture of experts; plan knows dense models")
     if kind not in KINDS:
-        raise ConfigError(f"{path}: model_type is {kind!r}; plan knows {', '.join(KINDS)}")
+        words = "has no model_type; is it the model's config.json?" if kind is None else f"model_type is {kind!r}"
+        raise ConfigError(f"{path}: {words}; plan knows {', '.join(KINDS)}")
     names, facts = KINDS[kind]
-    missing = [name for name in names.values() if not isinstance(config.get(name), int)]
-    if missing:
-        raise ConfigError(f"{path}: {', '.join(missing)} is missing")
+    wrong = [name for name in names.values() if type(config.get(name)) is not int]
+    if wrong:
+        raise ConfigError(f"{path}: must be whole numbers, but are not: {', '.join(wrong)}")
+    heads, kv_heads = config[names["num_heads"]], config.get("num_key_value_heads")
+    if kv_heads and heads % kv_heads:
+        raise ConfigError(f"{path}: {kv_heads} key-value heads do not divide the {heads} heads")
     sizes = {size: config[name] for size, name in names.items()}
     sizes["seq_len"] = seq_len or sizes["seq_len"]
     return Model(

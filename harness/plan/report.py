@@ -1,5 +1,6 @@
 """The text of a plan: a table of layouts, one of them in detail, three sentences, and a command."""
 
+import dataclasses
 import re
 import textwrap
 
@@ -7,6 +8,7 @@ from harness.plan import cost, formulas
 
 WIDTH = 100  # characters
 SHOWN = 6  # layouts in the table
+TIE = 1.1  # times as long: the plan itself may be off by as much
 PARTS = {  # of a step's time, as one says them
     "matmuls": "matmuls",
     "weights": "reads of the weights in each micro-batch",
@@ -86,9 +88,9 @@ def heading(case):
     links = f"{cluster.device.inside / 1e9:g} GB/s between the devices of a host"
     if cluster.hosts > 1:
         links += f", {cluster.device.between / 1e9:g} GB/s from host to host"
-    devices = f"{cluster.ranks_per_host} devices"
+    devices = f"{cluster.ranks_per_host} device{'s' * (cluster.ranks_per_host > 1)}"
     hosts = f"{cluster.hosts} hosts of {devices}" if cluster.hosts > 1 else devices
-    memory = f"{size(cluster.device.memory)}, of which a plan takes {size(cluster.memory)}"
+    memory = f"{size(cluster.device.memory)}, of which a plan may use {size(cluster.memory)}"
     peak = f"{cluster.device.flops[cluster.precision] / 1e12:.3g} TFLOP/s"
     yield f"{hosts}: {memory}, {peak}, of which matmuls reach {100 * cluster.efficiency:.0f} %; {links}"
 
@@ -154,18 +156,29 @@ def factor_for(second, first, change, case, most=100):
     return high
 
 
-def dearer(one, other):
-    """The part of which one layout spends most more than another: (part, seconds)."""
-    return max(((part, one.time[part] - other.time[part]) for part in one.time), key=lambda pair: pair[1])
+def differences(one, other):
+    """In words, where one layout takes more or less time than another; parts below a tenth of the largest as one."""
+    by_part = {part: one.time[part] - other.time[part] for part in one.time}
+    largest = max(map(abs, by_part.values()))
+    named = {part: seconds for part, seconds in by_part.items() if abs(seconds) >= largest / 10}
+    words = [f"{PARTS[part]} {signed(seconds)}" for part, seconds in sorted(named.items(), key=lambda pair: -pair[1])]
+    rest = sum(by_part.values()) - sum(named.values())
+    return ", ".join([*words, f"all else {signed(rest)}"] if rest else words)
+
+
+def signed(seconds):
+    return f"{'-' if seconds < 0 else '+'}{duration(abs(seconds))}"
 
 
 def reasons(costs, refused, case):
-    """Three sentences: why the first is first, when the second would be, and what was too large."""
+    """Why the first is first, when the second would be, and what was too large."""
     first, *others = costs
     part, seconds = max(first.time.items(), key=lambda pair: pair[1])
     yield f"It spends {100 * seconds / first.seconds:.0f} % of a step on {PARTS[part]}."
     if others:
         yield about_second(first, others[0], case)
+        if others[0].seconds < TIE * first.seconds:
+            yield "A difference below 10 % is within the error of a plan: take the simpler one, or measure both."
     quicker = [one for one in refused if one.seconds < first.seconds]
     if quicker:
         closest = min(quicker, key=lambda one: one.bytes)
@@ -178,16 +191,15 @@ def reasons(costs, refused, case):
 
 
 def about_second(first, second, case):
-    part, seconds = dearer(second, first)
     says = (
         f"The second, {name_of(second.layout)}, takes {duration(second.seconds - first.seconds)} longer:"
-        f" {PARTS[part]} take {duration(seconds)} more."
+        f" {differences(second, first)}."
     )
     changes = CHANGES if case.cluster.hosts > 1 else {name: CHANGES[name] for name in ("inside", "flops")}
     factors = {change: factor_for(second, first, change, case) for change in changes}
     possible = {change: factor for change, factor in factors.items() if factor}
     if not possible:
-        return f"{says} No faster link and no faster device, up to 100 times, would make it win."
+        return f"{says} Even links or devices 100 times as fast would not make it win."
     change = min(possible, key=possible.get)
     return f"{says} It would win if {CHANGES[change].format(f'{possible[change]:.3g} times')}."
 
@@ -198,7 +210,9 @@ def command(layout, case):
     data, tensor, pipeline = layout.mesh
     lacks = missing_in_gpt(layout, case)
     if lacks:
-        yield f"No recipe runs all of this: gpt.py has no {', no '.join(lacks)}. It runs the rest:"
+        yield f"No recipe runs this plan as it is: gpt.py has no {', no '.join(lacks)}."
+        yield "docs/your-model.md shows how to lay out a model of your own."
+        yield f"To try the mesh with gpt.py, {in_float32(layout, case)}:"
     elif cluster.hosts > 1:
         yield "On each host, with its own number for K:"
     hosts = f"--nnodes {cluster.hosts} --node_rank K --master_addr HOST0 " if cluster.hosts > 1 else ""
@@ -213,6 +227,15 @@ def command(layout, case):
         f"--batch-size {case.batch_size} --micro-batches {layout.micro_batches(case.batch_size)}",
     ]
     yield "  " + " \\\n    ".join(parts)
+
+
+def in_float32(layout, case):
+    """What gpt.py needs on each rank for the layout, as it has no other precision, and whether that fits."""
+    if layout.recompute == "selective":
+        layout = dataclasses.replace(layout, recompute="none")
+    needs = sum(cost.memory(case.model, layout, case.batch_size, "fp32").values())
+    fits = "which fits" if needs <= case.cluster.memory else "too much for these devices: take fewer layers"
+    return f"which needs about {size(needs)} a rank in float32, {fits}"
 
 
 def missing_in_gpt(layout, case):
@@ -237,7 +260,8 @@ def plan(costs, refused, case):
     yield from table(best[:SHOWN], case)
     if len(best) > SHOWN:
         yield f"  and {len(best) - SHOWN} more meshes"
-    yield "D x T x P: ranks along data, tensor, pipeline. SP: sequence parallel. sharded: weights, along data."
+    yield "D x T x P: ranks along data, tensor, pipeline. SP: sequence parallel."
+    yield "sharded: weights, along data; what is gathered stays until backward. selective, full: recomputation."
     yield ""
     yield f"The first, {name_of(best[0].layout)}:"
     yield from detail(best[0])
