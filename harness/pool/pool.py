@@ -123,10 +123,11 @@ class Pool:
                 for connection in wait(self.connections, max(0, deadline - time.monotonic())):
                     rank = self.connections.index(connection)
                     answers[rank], traceback = connection.recv()
+                    left = self.time_left(answers[rank])
                     if traceback:
                         failure = rank, traceback
-                    elif self.time_left(answers[rank]) is not None:
-                        deadline = min(deadline, time.monotonic() + self.time_left(answers[rank]))
+                    elif left is not None:
+                        deadline = min(deadline, time.monotonic() + left)
         except TimeOver:
             pass
         except (EOFError, OSError):  # a rank has closed its socket: it is about to end

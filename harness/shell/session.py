@@ -12,9 +12,8 @@ from harness.shell import remember
 from harness.shell.screen import Following
 
 ON_RANK = str(Path(__file__).with_name("on_rank.py"))
-INSIDE = re.compile(
-    f"^{re.escape(str(Path(__file__).resolve().parents[1]))}/|/site-packages/oneflow/"
-)  # not the user's
+HARNESS = str(Path(__file__).resolve().parents[1])
+INSIDE = re.compile(f"^{re.escape(HARNESS)}/|/site-packages/oneflow/")  # files that are not the user's
 GRACE = 5  # seconds that the other ranks have when one has raised
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')  # as faulthandler writes it
 NOISE = ("libibverbs not available", "    @ ", "*** Check failure")  # in what a rank wrote before it died
@@ -101,6 +100,9 @@ class Session:
         except PoolError as error:
             following.finish()
             self.explain(error)
+            return False
+        except TimeOver:  # Ctrl-C just before or after the call
+            self.screen.line("Interrupted.", "bold red")
             return False
         finally:
             following.finish()
