@@ -103,6 +103,14 @@ if [[ $1 == plan ]]; then
     find_any_python 3 8
     exec "$python" "$here/harness/plan" "${@:2}"
 fi
+case $1 in # a typing error must not set up 3.9 GB
+    -* | shell | show | bytes | test | docs | bench | faults | meshes | mutate) ;;
+    *)
+        name=${1%.py}
+        [[ -f $1 ]] || compgen -G "$here/recipes/$name.py" >/dev/null || compgen -G "$here/recipes/*/$name.py" >/dev/null \
+            || refuse "$1: no such file and no recipe: ./launch.sh lists the recipes, and --help the commands"
+        ;;
+esac
 addresses=$(ulimit -v) # kB
 [[ $addresses == unlimited || $addresses -ge 5000000 ]] \
     || refuse "ulimit -v allows $((addresses / 1000)) MB of addresses, and a rank needs 5000: type ulimit -v unlimited"

@@ -2,13 +2,14 @@
 
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
 
-from harness.jobs.run import LAUNCH
+from harness.jobs.run import LAUNCH, Run
 from harness.start.errors import UsageError
-from harness.start.options import checked, parser
+from harness.start.options import NO_SUCH_SCRIPT, checked, parser
 from harness.start.recipe import find, path_of
 from tests.cases import ROOT
 from tests.markdown import CLUSTERS
@@ -64,8 +65,8 @@ BAD_INPUT = {
     "-n 2": "name a Python script, such as recipes/data_parallel.py",
     f"--timeout -1 {DATA}": "--timeout must be a number of seconds, or 0 for no limit, got -1",
     f"--master_port 80 {DATA}": "--master_port must be from 1024 to 65535, got 80",
-    "recipes/data_paralel.py": "recipes/data_paralel.py: no such file and no recipe: ./launch.sh lists the recipes",
-    "recipes": "recipes: no such file and no recipe: ./launch.sh lists the recipes",
+    "recipes/data_paralel.py": f"recipes/data_paralel.py: {NO_SUCH_SCRIPT}",
+    "recipes": f"recipes: {NO_SUCH_SCRIPT}",
     "launch.sh": "(launch.sh, line ",
     f"--nnodes 0 {HYBRID}": "--nnodes must be 1 or more, got 0",
     f"--nnodes 2 --node_rank 2 {HYBRID}": "--node_rank must be from 0 to 1 with --nnodes 2, got 2",
@@ -113,3 +114,11 @@ def test_cuda_is_refused_where_a_rank_has_no_gpu_that_works(monkeypatch, tmp_pat
     else:
         with pytest.raises(UsageError, match=f"capability 6.0 to 8.9, got {usable} for 2: type --device cpu"):
             checked(command)
+
+
+def test_a_typing_error_sets_nothing_up(tmp_path):
+    shutil.copy(ROOT / "launch.sh", tmp_path)
+    shutil.copytree(ROOT / "harness", tmp_path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
+    job = Run(str(tmp_path / "launch.sh"), "paln", "--num-layers", "4").wait()
+    assert (job.code, job.err.strip()) == (2, f"launch.sh: paln: {NO_SUCH_SCRIPT}")
+    assert not (tmp_path / ".venv").exists()

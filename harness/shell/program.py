@@ -16,7 +16,7 @@ from harness.shell.session import Session
 from harness.start import recipe
 from harness.start.ending import BAD_INPUT, BROKEN_PIPE
 from harness.start.errors import UsageError
-from harness.start.options import Parser, fill_in_ranks
+from harness.start.options import NO_SUCH_SCRIPT, Parser, fill_in_ranks
 from harness.start.output import say
 
 
@@ -35,7 +35,7 @@ def options_of(arguments):
     if options.script is not None:
         path = recipe.find(options.script)
         if path is None:
-            raise UsageError(f"{options.script}: no such file and no recipe: ./launch.sh lists the recipes")
+            raise UsageError(f"{options.script}: {NO_SUCH_SCRIPT}")
         options.script = str(path)
         try:
             sizes = recipe.world_sizes(path)

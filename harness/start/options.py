@@ -10,6 +10,9 @@ from pathlib import Path
 from harness.start import recipe, schedulers
 from harness.start.errors import UsageError
 
+# what launch.sh itself says of a typing error, before it sets anything up
+NO_SUCH_SCRIPT = "no such file and no recipe: ./launch.sh lists the recipes, and --help the commands"
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are UsageError."""
@@ -41,7 +44,7 @@ def checked(arguments):
         raise UsageError("name a Python script, such as recipes/data_parallel.py")
     path = recipe.find(options.script)
     if path is None:
-        raise UsageError(f"{options.script}: no such file and no recipe: ./launch.sh lists the recipes")
+        raise UsageError(f"{options.script}: {NO_SUCH_SCRIPT}")
     options.script = str(path)
     try:
         sizes = recipe.world_sizes(path)
