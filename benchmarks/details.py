@@ -1,7 +1,7 @@
 """docs/performance-details.md: a section for each other part of bench. No figure stands here."""
 
 from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, grouped, step_time
-from benchmarks.layout import by_cpu, each, filled, ms, percent, plot, when
+from benchmarks.layout import by_cpu, each, filled, left_out, ms, percent, plot, when
 
 INTRODUCTION = """# Performance: the details
 
@@ -297,5 +297,8 @@ SECTIONS = (
 def page(found):
     """The text of the page; found: {part: {CPU: record}}."""
     texts = [INTRODUCTION]
+    missing = [section.__name__ for section in SECTIONS if section.__name__ not in found]
+    if missing:
+        texts.append(left_out(missing))
     texts += [section(found[section.__name__]) for section in SECTIONS if section.__name__ in found]
     return filled("\n\n".join([*texts, f"## When, and on what\n\n{when(found)}"])) + "\n"

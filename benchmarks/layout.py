@@ -69,6 +69,12 @@ def plot(name, words):
     return f'<picture>\n{dark}\n<img align="top" alt="{words}" src="{path}.svg">\n</picture>'
 
 
+def left_out(parts):
+    """What a page says of parts without figures."""
+    commands = ", ".join(f"`./launch.sh bench {name}`" for name in parts)
+    return f"Not measured since what they measure has changed: {commands}."
+
+
 def when(found):
     """The table of what was measured when, on which CPU."""
     lines = [

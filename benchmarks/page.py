@@ -1,7 +1,7 @@
 """docs/performance.md: the takeaways, a training step and a GPT beside PyTorch and JAX. No figure stands here."""
 
 from benchmarks.gpt import SIZES, TRAINED
-from benchmarks.layout import beside_peers, by_cpu, each, filled, ms, name_of, percent
+from benchmarks.layout import beside_peers, by_cpu, each, filled, left_out, ms, name_of, percent
 
 INTRODUCTION = """# Performance
 
@@ -102,5 +102,8 @@ def page(found):
     first = next(iter(next(iter(found.values())).values()))["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
     texts = [INTRODUCTION.format(takeaways=takeaways(found), cores=first["cores"], versions=versions)]
+    missing = [section.__name__ for section in (training, gpt) if section.__name__ not in found]
+    if missing:
+        texts.append(left_out(missing))
     texts += [section(found[section.__name__]) for section in (training, gpt) if section.__name__ in found]
     return filled("\n\n".join(texts)) + "\n"
