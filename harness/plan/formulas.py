@@ -160,12 +160,12 @@ def saved_in_16_bit(model):
 def saved_in_gpt_py(_):
     """What gpt.py's operations keep in eager mode, float32, fitted to measurements: see tests/slow/test_plan.py."""
     return {
-        "norms and sums": Saved("hidden_size", 4 * 12, "sequence"),
-        "inputs of qkv and up": Saved("hidden_size", 4 * 4, "gathered"),
+        "norms": Saved("hidden_size", 4 * 2.5, "sequence"),
+        "inputs of qkv and up": Saved("hidden_size", 4 * 2.5, "gathered"),
         "queries, keys and values": Saved("query_size", 4 * 3, "tensor"),
-        "scores": Saved("scores", 4, "tensor", True),
+        "scores after softmax": Saved("scores", 4, "tensor", True),
         "input of project": Saved("query_size", 4, "tensor"),
-        "inner activations": Saved("inner_size", 4 * 1.5, "tensor"),
+        "relu, and its square": Saved("inner_size", 4 * 2, "tensor"),
     }
 
 
