@@ -58,7 +58,8 @@ after each statement what moved between the ranks.
                       rank is (default: 60; 0: no limit)
   --echo              show statements that come from a pipe or a file
 
-Ctrl-C ends a statement, Ctrl-D or exit() the shell. A tutorial: docs/shell.md
+Ctrl-C ends a statement and starts new ranks, whose names are gone. Ctrl-D or
+exit() ends the shell. A tutorial: docs/shell.md
 END
 }
 

@@ -52,7 +52,7 @@ def test_a_tensor_is_shown_as_each_rank_holds_it(shell):
     assert shell.type("flow.ones(9, 8, placement=flow.placement('cpu', [1]), sbp=B)").splitlines() == [
         "[all] (9, 8) float32, B on ranks [1]",
         "[0] nothing",
-        "[1] (9, 8) whole",  # too many numbers to show
+        "[1] (9, 8) whole, 72 values: see to_local()",  # too many numbers to show
     ]
     mesh = "flow.placement('cpu', [[0, 1]])"
     line = "[all] (2, 2) float32, (B, S(1)) on ranks [[0, 1]], requires_grad"
@@ -67,7 +67,7 @@ def test_a_tensor_is_shown_as_each_rank_holds_it(shell):
         ("p = y @ z", []),
         ("a = x.to_global(sbp=B)", ["x -> a: S(0) -> B, all-gather, 32 B in all by the formula"]),
         ("a = (y @ z).to_global(sbp=B)", ["· -> a: P -> B, all-reduce, 32 B in all by the formula"]),
-        ("a = x @ z", ["x @ z = a: w S(0) -> B: all-gather, 32 B in all by the formula"]),
+        ("a = x @ z", ["x @ z = a: z S(0) -> B: all-gather, 32 B in all by the formula"]),
         ("a = w.to_global(sbp=S(0))", []),
         ("a = x.numpy()", ["x.numpy(): S(0) -> B, all-gather, 32 B in all by the formula"]),
         (
@@ -83,9 +83,20 @@ def test_what_moved_is_told(shell, statement, expected):
 @pytest.mark.parametrize("statement", ["a = x + y", "a = flow.relu(y @ z)"])
 def test_what_oneflow_moves_by_itself_is_told(shell, statement):
     [told] = moves(shell.type(statement))
-    assert re.fullmatch(
-        "OneFlow moved data inside this statement: .*B from a rank, OneFlow's own messages incl.*", told
-    )
+    assert re.fullmatch("OneFlow's ranks exchanged .*B: messages of its own, or small parts of a tensor", told)
+
+
+def test_values_of_a_local_tensor_that_are_lost_are_told(shell):
+    """Local to B takes those of rank 0."""
+    shell.type("mine = flow.ones(2, 2) * flow.env.get_rank()")
+    assert moves(shell.type("ours = mine.to_global(placement=ranks, sbp=B)")) == [
+        "mine -> ours: local -> B, broadcast from rank 0"
+    ]
+    assert moves(shell.type("ours = mine.to_global(placement=ranks, sbp=S(0))")) == []
+
+
+def test_a_shard_whose_values_are_not_shown_says_so(shell):
+    assert "see to_local()" in shell.type("flow.ones(20, 20, placement=ranks, sbp=B)")
 
 
 def test_backward_is_told(shell):

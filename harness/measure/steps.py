@@ -139,7 +139,8 @@ def moves_of(event, by_rank, names):
         what = f"{called[0]} @ {called[1]}" + (f" = {product}" if product != "·" else "")
         what = f"{event.layer}: matmul" if event.layer and "·" in called else what
         boxings = theory.matmul_boxings(inputs, outputs[0], event.facts["transposed"])
-        collective, boxings = theory.boxings_in_words(boxings), boxings and [one for _, one in boxings]
+        operands = {"x": called[0].replace("·", "left operand"), "w": called[1].replace("·", "right operand")}
+        collective, boxings = theory.boxings_in_words(boxings, operands), boxings and [one for _, one in boxings]
         return [replace(move, what=what, size=size, boxings=boxings, collective=collective)]
     if kind == "read":  # on every rank
         return [move.of(theory.boxing_to(x, "B", list(range(len(sent)))), what=READS[event.name].format(called[0]))]

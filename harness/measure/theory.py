@@ -174,8 +174,8 @@ def boxing_to(tensor, sbp, ranks):
     return Boxing(tensor["shape"], (tensor["sbp"], tensor["ranks"]), (sbp, ranks), tensor["item"])
 
 
-def boxings_in_words(boxings):
-    """What `matmul_boxings` found, such as "w S(0) -> B: all-gather"."""
+def boxings_in_words(boxings, operands):
+    """What `matmul_boxings` found, such as "b S(0) -> B: all-gather"; operands: {"x" and "w": their names}."""
     if boxings is None:
         return "not known"
-    return ", ".join(f"{name} {one.change}: {one.collective}" for name, one in boxings) or "nothing"
+    return ", ".join(f"{operands[name]} {one.change}: {one.collective}" for name, one in boxings) or "nothing"

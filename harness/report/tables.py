@@ -80,7 +80,7 @@ def signatures(found):
         out, _ = found["signatures", 2, which, "eager"][x, w]
         shapes = zip((x, w), MATMULS[which])
         inputs = [{"sbp": sbp, "ranks": [0, 1], "shape": shape, "item": 4} for sbp, shape in shapes]
-        words = theory.boxings_in_words(theory.matmul_boxings(inputs, {"sbp": out}))
+        words = theory.boxings_in_words(theory.matmul_boxings(inputs, {"sbp": out}), {"x": "x", "w": "w"})
         return out, words.replace("->", "→")
 
     rows = []

@@ -223,6 +223,6 @@ def held(tensor):
     words = held_in_words(Tensor("", shape, *where, {rank: block}), rank)
     shard = tensor.detach().to_local()
     if shard.numel() > SMALL:
-        return f"{words}\n"
+        return f"{words}, {shard.numel():,} values: see to_local()\n"
     values = np.array2string(shard.numpy(), precision=4, suppress_small=True, separator=", ")
     return f"{words}\n{values}\n" if "\n" in values else f"{words}  {values}\n"

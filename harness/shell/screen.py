@@ -17,6 +17,7 @@ PAUSE = 0.1  # seconds between two looks at what the ranks print
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object; each rank has its own
 CALL = "a call of "  # how steps.moves_of_graph names it
 MOST = 12  # moves of one statement that are shown
+MESSAGES = 4000  # bytes from a rank that OneFlow's own messages may be
 
 
 class Screen:
@@ -80,8 +81,13 @@ def implicit(moves, compares, sent):
         return [f"backward: the gradients, {about}"]
     if compares:
         return [f"flow.tensor: OneFlow compares the values of all ranks, {about}"]
-    if any(move.collective == "local to global" for move in moves):
-        return []  # the ranks have compared shapes
+    from_local = [move for move in moves if move.collective == "local to global"]
+    if from_local:  # else the ranks have only compared shapes
+        return [
+            f"{move.what}: {move.change}, broadcast from rank 0" for move in from_local if move.change.endswith("B")
+        ]
+    if sent < MESSAGES:
+        return [f"OneFlow's ranks exchanged {bytes_in_words(sent)}: messages of its own, or small parts of a tensor"]
     return [f"OneFlow moved data inside this statement: {about}"]
 
 

@@ -14,6 +14,7 @@ from harness.shell.screen import Following
 ON_RANK = str(Path(__file__).with_name("on_rank.py"))
 HARNESS = str(Path(__file__).resolve().parents[1])
 INSIDE = re.compile(f"^{re.escape(HARNESS)}/|/site-packages/oneflow/")  # files that are not the user's
+NO_LIMIT = 1e6  # seconds; a wait for much more overflows
 GRACE = 5  # seconds that the other ranks have when one has raised
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')  # as faulthandler writes it
 NOISE = ("libibverbs not available", "    @ ", "*** Check failure")  # in what a rank wrote before it died
@@ -43,7 +44,7 @@ class Session:
     def __init__(self, world_size, timeout, screen, script=None, arguments=()):
         self.world_size, self.screen = world_size, screen
         self.script, self.arguments = script, list(arguments)
-        self.ranks = Ranks(world_size, timeout or 1e9)  # 0: no limit
+        self.ranks = Ranks(world_size, min(timeout or NO_LIMIT, NO_LIMIT))
         self.folder = tempfile.TemporaryDirectory(prefix="cookbook-shell-")
         self.interrupted, self.exit_code = False, None
         self.script_works = True
