@@ -6,8 +6,12 @@ const RANKS = ["1", "2", "3", "4", "2x2"];
 const FIRST = { ranks: "2", x: "S(1)", w: "S(0)", to: "B", mode: "eager", preset: "row" };
 const PRESETS = {
   data: { state: { ranks: "2", x: "S(0)", w: "B", to: "" }, recipes: ["data_parallel.py"], step: { strategy: "data" } },
-  column: { state: { ranks: "2", x: "B", w: "S(1)", to: "" }, recipes: ["model_parallel.py"] },
-  row: { state: { ranks: "2", x: "S(1)", w: "S(0)", to: "B" }, recipes: ["row_parallel.py"] },
+  column: {
+    state: { ranks: "2", x: "B", w: "S(1)", to: "" },
+    recipes: ["model_parallel.py"],
+    step: { strategy: "tensor" },
+  },
+  row: { state: { ranks: "2", x: "S(1)", w: "S(0)", to: "B" }, recipes: ["row_parallel.py"], step: { strategy: "tensor" } },
   megatron: {
     state: { ranks: "2", x: "B", w: "S(1)", to: "" },
     second: { ranks: "2", x: "S(1)", w: "S(0)", to: "B" },
@@ -142,6 +146,15 @@ function writeAddress() {
 
 // ---- choosing
 
+// The preset whose SBPs the state has, on as many axes; "" if there is none.
+function matching() {
+  const alike = ([name, { state: one }]) =>
+    name !== "megatron" &&
+    ["x", "w", "to"].every((key) => state[key] === one[key]) &&
+    (state.ranks === "2x2") === (one.ranks === "2x2");
+  return (Object.entries(PRESETS).find(alike) ?? [""])[0];
+}
+
 function choose(changes, preset = "") {
   state = { ...state, ...changes, preset };
   if (changes.ranks !== undefined && preset === "") {
@@ -151,6 +164,7 @@ function choose(changes, preset = "") {
     }
     if (state.ranks === "2x2") state.to = "";
   }
+  state.preset = preset || matching();
   seen = null;
   draw();
   writeAddress();

@@ -6,9 +6,9 @@ const StepWords = {
       "A stack of {layers} equal layers, relu(x) @ w, inside a larger model: {hidden} features in and out, which " +
       "1 to 8 ranks divide evenly; float32, Adam. Each layer has {layer} of weights.",
     rates:
-      "All lengths are by formula; nothing here is measured. A rank computes at {flops} GFLOP/s and updates a " +
+      "All times are by formula; nothing here is measured. A rank computes at {flops} GFLOP/s and updates a " +
       "parameter in {update} ns, about as the CPU cores in docs/performance.md. Backward takes twice as long as " +
-      "forward. No rank computes while it sends, as the recipes in eager mode.",
+      "forward. No rank computes while it sends, as in the eager recipes.",
     strategy: "Strategy",
     ranks: "Ranks",
     micro: "Micro-batches",
@@ -23,7 +23,7 @@ const StepWords = {
     sharded: "fully sharded",
     zero: "ZeRO",
     "about data":
-      "Each rank has all weights and its rows of the batch. In backward an all-reduce adds up each weight's " +
+      "Each rank has all weights and its rows of the batch. During backward, an all-reduce sums each weight's " +
       "gradient.",
     "about tensor":
       "Layers come in pairs: the first has its weight split by columns, the second by rows. Each pair needs an " +
@@ -36,14 +36,15 @@ const StepWords = {
       "activations run along axis 1, those of gradients along axis 0.",
     "about sharded":
       "Each rank has 1/n of every weight, gradient and moment. An all-gather brings a layer together before its " +
-      "forward and again before its backward; a reduce-scatter splits the gradient.",
+      "forward and again before its backward; a reduce-scatter splits the gradient. (The recipe keeps gathered " +
+      "weights until backward, and so gathers once.)",
     "about zero":
       "Data parallel, but each rank has Adam's moments of 1/n of each weight, and updates that part. The new " +
       "weights are gathered before their next forward: stage 1 of ZeRO.",
     summary: "A step takes {seconds}: {times} times as fast as on a single rank. {parts}",
     "summary of one": "A step takes {seconds} on a single rank. {parts}",
     "summary shares":
-      "Of their time the ranks compute {compute}, communicate {move}, update {update} and are idle {idle}.",
+      "The ranks spend {compute} of the step computing, {move} communicating, {update} updating, and {idle} idle.",
     "summary sizes": "A rank holds {memory} and sends {sent}.",
     time: "The step in time",
     "time of": "Milliseconds by formula, not measured; no rank computes while it sends. Numbers in blocks are layers.",
@@ -74,7 +75,7 @@ const StepWords = {
     axis: " along axis {axis}",
     memory: "Memory of each rank",
     "memory of":
-      "The most that each part takes in a step. Of activations each layer keeps its input for backward. A rank " +
+      "The most that each part takes in a step. Each layer keeps its input for backward. A rank " +
       "holds {part} of what a single rank would.",
     "memory gathered": " A gathered layer: its whole weight and gradient, while it computes.",
     sum: "sum",
@@ -94,16 +95,16 @@ const StepWords = {
     "idle of": "Idle",
     "idle formula":
       "With p = {ranks} stages and m = {micro} micro-batches a rank is idle (p - 1) / (m + p - 1) = {stages} / " +
-      "{both} = {formula} of forward and backward, where sends take no time. In the picture, with sends and " +
+      "{both} = {formula} of forward and backward, if sends took no time. In the picture, with sends and " +
       "update, it is {share} of the step.",
-    "idle none": "No rank waits for another: all have equal work, and each collective needs all of them.",
+    "idle none": "No rank waits for another: all do equal work and enter each collective together.",
     compare: "All strategies",
     "compare of": "{ranks} ranks, {rows} rows, {link} GB/s; the pipeline with {micro} micro-batches.",
     "a step": "a step",
     "sends at most": "sends",
     "up to": "up to {most}",
     try:
-      "Data parallel sends gradients, as large as the weights; tensor parallel and the pipeline send " +
+      "What data parallel sends grows with the weights; tensor parallel and the pipeline send " +
       "activations, which grow with the rows. So fewer rows favour tensor parallel, more rows data parallel, and " +
       "a slow link the pipeline.",
     "idle share": "idle",
@@ -114,7 +115,7 @@ const StepWords = {
   zh: {
     model: "一个较大模型中的 {layers} 个相同的层 relu(x) @ w：输入和输出各 {hidden} 个特征，可由 1 到 8 个 rank 均分；float32，Adam。每层的权重占 {layer}。",
     rates:
-      "所有时长都由公式算出，没有一个是实测的。每个 rank 的计算速度为 {flops} GFLOP/s，更新一个参数需要 {update} ns，与 docs/performance.md 中的 CPU " +
+      "所有时长都由公式算出，均非实测。每个 rank 的计算速度为 {flops} GFLOP/s，更新一个参数需要 {update} ns，与 docs/performance.md 中的 CPU " +
       "核相近。反向的时间是前向的两倍。与 eager 模式下的示例一样，rank 在通信时不计算。",
     strategy: "策略",
     ranks: "rank 数",
