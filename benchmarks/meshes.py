@@ -24,7 +24,8 @@ from tests.cases import ROOT, gpt  # noqa: E402
 PAGE, PICTURES = ROOT / "docs" / "gpt.md", ROOT / "docs" / "pictures"
 TEXT = Path(__file__).with_name("meshes_template.md")  # the page, with a {name} for each table
 TITLE = "Losses on ten meshes: {runs} runs of {steps} steps of AdamW, eager and in a graph."
-NEAR = 0.05  # how far what was measured may be from a formula
+NEAR = 0.05  # how far what was measured may be from a formula,
+MESSAGES = 30_000  # and bytes of OneFlow's own messages in a step, which depend on the machine
 ALL_TO_ALL = "an all-to-all comes on top for weights that dimension 1 splits, as in the atlas"
 ONE_SENDS = "one rank of a stage sends the residual, and the next stage spreads it by an all-reduce, as in the atlas"
 ONE_TABLE = "one rank of the first stage sends the table, and the last stage spreads it by an all-reduce"
@@ -56,7 +57,7 @@ def errors(found):
 
 def off(measured, formula):
     """Whether a figure is not that of its formula."""
-    return abs(measured - formula) > NEAR * formula
+    return abs(measured - formula) > NEAR * formula + MESSAGES
 
 
 def cell(measured, formula):
