@@ -1,10 +1,8 @@
 """What `plan` expects of gpt.py on 2 ranks of this machine, beside the time that each layout takes. Seconds."""
 
-import statistics
-
 import numpy as np
 
-from benchmarks.steps import OURS, rates, slowest
+from benchmarks.steps import OURS, cores, rates, slowest
 from harness.plan import cost, formulas
 from harness.plan.devices import Cluster, Device
 from harness.plan.model import Model
@@ -14,7 +12,7 @@ from tests.cases import reference_gpt
 
 SIZES = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "seq_len": 128}
 BATCH_SIZE = 16
-STEPS = 5  # that are timed at once, and one before them
+STEPS = 7  # that are timed at once, and one before them
 UPDATE = 2 * (4 + 8) + 4  # bytes of a parameter that AdamW reads and writes, as `plan` has it
 
 
@@ -49,8 +47,10 @@ def cluster_of(found, model, alone):
 
 
 def ranks_of(values):
-    """The place of each value in their order, from 0 on."""
-    return np.argsort(np.argsort(values))
+    """The place of each value in their order, from 0 on; equal values share the mean of their places."""
+    values = np.asarray(values)
+    below, equal = ((values[:, None] > values).sum(1), (values[:, None] == values).sum(1))
+    return below + (equal - 1) / 2
 
 
 def spearman(ones, others):
@@ -69,18 +69,16 @@ def plan(turns, say):
     """{"rows": [{"layout", "micro_batches", "plan", "measured"}], "spearman", "first": what plan puts first over the
     best, both as measured}."""
     model = Model(**SIZES, vocab_size=reference_gpt.vocab_size_of(SIZES["num_heads"]))
-    with Pool(1, timeout=300) as pool:
+    with cores(1), Pool(1, timeout=300) as pool:  # one core, as each of two ranks has
         alone = step_time(pool, cost.Layout(1, 1, 1, BATCH_SIZE))
     cluster = cluster_of(rates(turns), model, alone)
     chosen, rows = list(layouts()), []
     for layout in chosen:
-        times = []
-        for _ in range(max(1, turns // 2)):
-            with Pool(2, timeout=300) as pool:  # new ranks for each run, as graphs are never freed
-                times.append(step_time(pool, layout))
+        with Pool(2, timeout=300) as pool:  # new ranks for each layout, as graphs are never freed
+            seconds = step_time(pool, layout)
         expected = cost.cost(model, layout, BATCH_SIZE, cluster).seconds
         facts = {"layout": name_of(layout), "micro_batches": layout.micro_batches(BATCH_SIZE)}
-        rows.append({**facts, "plan": expected, "measured": statistics.median(times)})
+        rows.append({**facts, "plan": expected, "measured": seconds})
         say(rows[-1])
     expected, measured = ([row[side] for row in rows] for side in ("plan", "measured"))
     first = measured[int(np.argmin(expected))] / min(measured)

@@ -161,6 +161,7 @@ def test_orders_are_compared_by_spearman():
     assert planned.spearman([1, 2, 3, 4], [10, 20, 25, 90]) == pytest.approx(1)
     assert planned.spearman([1, 2, 3, 4], [9, 8, 7, 0]) == pytest.approx(-1)
     assert planned.spearman([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
+    assert planned.ranks_of([5.0, 1.0, 5.0, 9.0]).tolist() == [1.5, 0, 1.5, 3]
 
 
 def test_layouts_that_are_compared_with_the_plan_are_different_and_divide():
