@@ -192,14 +192,15 @@ def timeline(records):
             f"{percent(sum(end - begin for begin, end in lane) / data['step'])} on rank {rank}"
             for rank, lane in enumerate(data["busy"])
         )
-        return f"On the {cpu} the threads that compute ran in {ranks} of a step of {ms(data['step'])} ms."
+        return f"On the {cpu} they ran in {ranks} of a step of {ms(data['step'])} ms."
 
     [micro_batches] = {record["data"]["micro_batches"] for record in records.values()}
     return f"""## A pipeline in time
 
-The same graph on 2 ranks with {micro_batches} micro-batches: when the thread of each rank that computes was running.
-Its state was read from outside, about once a millisecond, since OneFlow's own profiler aborts on a CPU. Above it stands
-the order of GPipe, in which only matmuls take time.
+The same graph on 2 ranks with {micro_batches} micro-batches: when a thread of each rank was running, apart from the
+one that schedules. Their states were read from outside, since OneFlow's own profiler aborts on a CPU: every half
+millisecond or so, which takes some of the ranks' time. Above it stands the order of GPipe, in which only matmuls take
+time.
 
 {each(records, shares)}
 

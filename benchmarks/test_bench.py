@@ -191,9 +191,8 @@ def test_lanes_of_gpipe():
 
 def test_a_thread_works_in_the_spans_of_its_samples():
     samples = [(moment / 1000, [{1, 7} if moment % 10 < 4 else {1}, {2}]) for moment in range(30)]
-    assert timeline.worker(samples, 0, {1}) == 7 and timeline.worker(samples, 1, set()) == 2
-    times = [moment for moment, threads in samples if 7 in threads[0]]
-    assert timeline.spans(times) == [[0.0, 0.003], [0.01, 0.013], [0.02, 0.023]]
+    assert timeline.spans(samples, 0, {1}) == [[0.0, 0.003], [0.01, 0.013], [0.02, 0.023]]
+    assert timeline.spans(samples, 1, set()) == [[0.0, 0.029]]
     assert timeline.median_step([0, 9, 10, 12, 15, 90]) == (10, 12)
 
 

@@ -1,5 +1,6 @@
 """When each stage of a pipeline works in a step: the states of the threads that compute, sampled from outside."""
 
+import os
 import statistics
 import threading
 import time
@@ -11,18 +12,32 @@ from harness.pool import Pool
 
 RANKS, MICRO_BATCHES, BATCH = 2, 8, 2048
 STEPS = 12
-GAP = 0.002  # seconds: samples of work that are nearer belong together
 
 
-def running(pid):
-    """The threads of a process that run, or are ready to."""
-    found = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):
-            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-            if state == "R":
-                found.add(int(task.name))
-    return found
+class Threads:
+    """The threads of a process; their files stay open, as opening them takes most of the time of a sample."""
+
+    def __init__(self, pid):
+        self.folder, self.files = Path(f"/proc/{pid}/task"), {}
+
+    def look_for_new(self):
+        for task in self.folder.iterdir():
+            if task.name not in self.files:
+                with suppress(OSError):
+                    self.files[task.name] = os.open(task / "stat", os.O_RDONLY)
+
+    def running(self):
+        """Those that run, or are ready to."""
+        found = set()
+        for name, file in self.files.items():
+            with suppress(OSError):  # it has ended
+                if os.pread(file, 100, 0).rpartition(b") ")[2][:1] == b"R":
+                    found.add(int(name))
+        return found
+
+    def close(self):
+        for file in self.files.values():
+            os.close(file)
 
 
 class Sampler(threading.Thread):
@@ -30,11 +45,16 @@ class Sampler(threading.Thread):
 
     def __init__(self, pids):
         super().__init__(daemon=True)
-        self.pids, self.samples, self.done = pids, [], threading.Event()
+        self.processes, self.samples, self.done = [Threads(pid) for pid in pids], [], threading.Event()
 
     def run(self):
         while not self.done.is_set():
-            self.samples.append((time.perf_counter(), [running(pid) for pid in self.pids]))
+            if len(self.samples) % 100 == 0:
+                for threads in self.processes:
+                    threads.look_for_new()
+            self.samples.append((time.perf_counter(), [threads.running() for threads in self.processes]))
+        for threads in self.processes:
+            threads.close()
 
 
 def sampled(pool, **arguments):
@@ -49,23 +69,16 @@ def sampled(pool, **arguments):
         sampler.join()
 
 
-def worker(samples, rank, apart):
-    """The thread of a rank, not one of `apart`, that runs in most samples."""
-    counts = {}
-    for _, threads in samples:
-        for thread in threads[rank] - apart:
-            counts[thread] = counts.get(thread, 0) + 1
-    return max(counts, key=counts.get)
-
-
-def spans(times):
-    """[(begin, end)] of runs of times that are near each other."""
-    found = []
-    for moment in times:
-        if found and moment - found[-1][1] <= GAP:
+def spans(samples, rank, apart):
+    """[(begin, end)] of the samples in a row in which a thread of a rank, not one of `apart`, runs."""
+    found, before = [], False
+    for moment, threads in samples:
+        busy = bool(threads[rank] - apart)
+        if busy and before:
             found[-1][1] = moment
-        else:
+        elif busy:
             found.append([moment, moment])
+        before = busy
     return found
 
 
@@ -83,10 +96,8 @@ def timeline(_, say):
         samples, ranks = sampled(pool, steps=STEPS, **sizes)
         mains = [process.pid for process in pool.ranks.processes]
     begin, end = median_step(ranks[0]["begins"])
-    inside = [sample for sample in samples if begin <= sample[0] < end]
-    busy = []
-    for rank, (said, main) in enumerate(zip(ranks, mains)):
-        thread = worker(inside, rank, {said["scheduling"], main})
-        busy.append(spans([moment - begin for moment, threads in inside if thread in threads[rank]]))
+    inside = [(moment - begin, threads) for moment, threads in samples if begin <= moment < end]
+    aparts = [{said["scheduling"], main} for said, main in zip(ranks, mains)]
+    busy = [spans(inside, rank, apart) for rank, apart in enumerate(aparts)]
     say(f"{len(inside)} samples of a step of {1e3 * (end - begin):.0f} ms")
     return {"micro_batches": MICRO_BATCHES, "step": end - begin, "busy": busy}
