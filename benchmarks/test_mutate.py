@@ -8,8 +8,10 @@ from benchmarks import mutate
 from benchmarks.mutations import lesson, mutants
 from harness.pool import Pool, pool_cache
 from harness.start.recipe import path_of
-from tests.cases import CASES, WITHOUT_CASE
+from tests.cases import CASES, ROOT, WITHOUT_CASE
 from tests.cases.ladder import OBSERVE
+
+README = ROOT / "README.md"
 
 # What a lesson says -> how many mutants each place has, at least, that begin with it.
 PLACES = {
@@ -27,9 +29,11 @@ METHODS = {".set_stage(": 5, ".set_epoch(": 1, ".zero_grad(": 1, ".kill()": 1, "
 
 
 def test_every_recipe_is_broken_in_every_layout_and_every_cure_that_it_states():
+    total = 0
     for name in (*CASES, *WITHOUT_CASE):
         source = path_of(name).read_text()
         found = list(mutants(source))
+        total += len(found)
         changes = [mutant.change.split(" -> ")[0] for mutant in found]
         code = source[source.index("\nimport") :]  # without the docstring
         code = "".join(line.split("#")[0] for line in code.splitlines(keepends=True))
@@ -38,6 +42,7 @@ def test_every_recipe_is_broken_in_every_layout_and_every_cure_that_it_states():
         for words, times in METHODS.items():
             assert sum(words in change for change in changes) >= times * lesson(code).count(words), (name, words)
         assert all(source != mutant.source for mutant in found)
+    assert f"in {total:,} ways" in README.read_text().replace("\n", " ")
 
 
 PLANNED = """

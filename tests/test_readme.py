@@ -7,7 +7,7 @@ import pytest
 
 from harness.jobs.run import LAUNCH, Run
 from harness.start.recipe import all_paths, path_of
-from tests.cases import CASES, ONE_LAYER, ROOT, WITHOUT_CASE
+from tests.cases import CASES, ONE_LAYER, ROOT, WITHOUT_CASE, is_default, runs
 from tests.markdown import CHINESE, CHINESE_GALLERY, COMMANDS, ENGLISH, GALLERY, blocks, slug, tables
 
 GLYPHS = {"▤": "S(0)", "▥": "S(1)", "■": "B", "▨": "P"}
@@ -18,25 +18,32 @@ ELSEWHERE = ("./launch.sh test", ".venv/bin/python -m oneflow.distributed.launch
 
 @pytest.fixture
 def mine(tmp_path):
-    """The folder of a user who has saved the README's program as mine.py."""
+    """The folder of a user who has saved the README's program as layouts.py."""
     [program] = blocks(ENGLISH, "python")
-    (tmp_path / "mine.py").write_text(program)
+    (tmp_path / "layouts.py").write_text(program)
     return tmp_path
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith(ELSEWHERE)])
 def test_command_runs(command, mine):
-    folder = mine if "mine.py" in command else ROOT
+    folder = mine if "layouts.py" in command else ROOT
     job = Run("bash", "-c", command.replace("./launch.sh", LAUNCH), cwd=folder).wait()
     assert job.code == 0 and job.out and not job.err, job.err
     if command == COMMANDS[0]:
-        assert sorted(job.out.splitlines()) == sorted(blocks(ENGLISH, "text")[0].splitlines())  # ranks in any order
+        assert sorted(job.out.splitlines()) == sorted(blocks(ENGLISH, "text")[1].splitlines())  # ranks in any order
 
 
-def test_program_prints_its_shard(mine):
-    job = Run(LAUNCH, "-n", 2, "mine.py", cwd=mine).wait()
-    line = "(4, 8) oneflow.sbp.split(dim=0) (2, 8)"
-    assert sorted(job.out.splitlines()) == [f"[0] {line}", f"[1] {line}"], job.err
+def test_program_prints_what_the_page_shows(mine):
+    assert "run `./launch.sh -n 2 layouts.py`" in ENGLISH.read_text()
+    job = Run(LAUNCH, "-n", 2, "layouts.py", cwd=mine).wait()
+    by_rank = sorted(job.out.splitlines(), key=lambda line: line[:3])  # each rank's lines keep their order
+    assert by_rank == blocks(ENGLISH, "text")[0].splitlines(), job.err
+
+
+def test_readme_counts_recipes_and_runs():
+    recipes, runs_there = map(int, re.search(r"(\d+) recipes, (\d+) runs", ENGLISH.read_text()).groups())
+    assert recipes == len(all_paths())
+    assert runs_there == sum(map(is_default, runs()))
 
 
 def test_official_command_is_the_one_that_is_tested():
@@ -102,7 +109,8 @@ def test_both_languages_agree(page):
 
 
 def links_of(path):
-    return re.findall(r"]\(([^)]+)\)", path.read_text())
+    """Those to files here, and to the web; not those to pages of the repository's host, such as its badges."""
+    return [link for link in re.findall(r"]\(([^)]+)\)", path.read_text()) if "/actions/" not in link]
 
 
 @pytest.mark.parametrize("page", PAIRS)
