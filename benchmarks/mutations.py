@@ -95,7 +95,7 @@ def is_new_class(node):
 def replacements(node, recipe, kinds, in_main):
     """The texts by which one node of the syntax tree is replaced."""
     old = recipe.text(node)
-    stored = isinstance(getattr(node, "ctx", None), ast.Store)
+    stored = isinstance(node, ast.arg) or isinstance(getattr(node, "ctx", None), ast.Store)
     if isinstance(node, ast.Expr) and node in recipe.endings:
         return ["pass"]
     if old in SBPS or (isinstance(node, ast.Call) and recipe.text(node.func) == "flow.sbp.split"):
