@@ -2,8 +2,8 @@
 
     python3 harness/plan/page.py
 
-writes them anew. A ```sh block with a plan command is followed by a ```text block with what it prints. A block that ends
-with `...` keeps its number of lines, and shows only the first ones. Of the table, only the rows are written.
+writes them anew. A ```sh block with a plan command is followed by a ```text block with what it prints. A block that
+ends with `...` keeps its number of lines, and shows only the first ones. Of the table, only the rows are written.
 """
 
 import contextlib
