@@ -72,5 +72,5 @@ def rows_of_table():
         planned = best[place].seconds
         difference = 100 * (planned / row.seconds - 1)
         mesh = " x ".join(map(str, row.mesh))
-        times = f"{row.seconds:.1f} s | {planned:.1f} s ({difference:+.0f} %)"
-        yield f"| {row.billions} B on {mesh} | {times} | {place + 1} |"
+        times = f"{row.seconds:.1f} s | {planned:.1f} s ({difference:+.0f}\N{NO-BREAK SPACE}%)"  # for a narrow column
+        yield f"| {row.billions} B, {mesh} | {times} | {place + 1} |"
