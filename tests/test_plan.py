@@ -317,10 +317,18 @@ def test_it_imports_the_standard_library_alone():
     assert job.code == 0, job.err
 
 
-def test_page_shows_what_its_commands_print(monkeypatch, tmp_path):
-    text = page.PAGE.read_text()
-    [config] = blocks(page.PAGE, "json")
+@pytest.mark.parametrize("path", page.PAGES, ids=lambda path: path.name)
+def test_page_shows_what_its_commands_print(path, monkeypatch, tmp_path):
+    text = path.read_text()
+    [config] = blocks(path, "json")
     (tmp_path / "config.json").write_text(config)
     monkeypatch.chdir(tmp_path)
-    assert len(page.COMMAND.findall(text)) >= 6
+    assert len(page.COMMAND.findall(text)) == text.count("\n./launch.sh plan ") >= 6
+    assert len(page.TABLE.findall(text)) == 1
     assert page.filled(text) == text, "python3 harness/plan/page.py makes it anew"
+
+
+def test_block_of_a_page_that_ends_in_dots_keeps_its_number_of_lines():
+    output = "one\ntwo\nthree\nfour\n"
+    assert page.shown(output, "1\n2\n") == output
+    assert page.shown(output, "1\n2\n...\n") == "one\ntwo\n...\n"

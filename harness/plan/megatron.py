@@ -64,16 +64,13 @@ def modelled(row):
     return next(one for one in first_layouts(row) if one.layout.mesh == row.mesh)
 
 
-def table():
-    """Lines of Markdown: what they measured beside the plan, and the layout that the plan puts first."""
-    yield "| billion parameters | ranks | they chose | step, measured | step, by the plan | the plan's first |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+def rows_of_table():
+    """Lines of Markdown: their mesh, the time of a step as they measured it and by the plan, its place in the plan."""
     for row in ROWS:
         best = first_layouts(row)
         place = [one.layout.mesh for one in best].index(row.mesh)
-        first = " x ".join(map(str, best[0].layout.mesh))
-        says = "theirs" if place == 0 else f"{first}; theirs is number {place + 1}"
-        own = best[place].seconds
-        off = 100 * (own / row.seconds - 1)
+        planned = best[place].seconds
+        difference = 100 * (planned / row.seconds - 1)
         mesh = " x ".join(map(str, row.mesh))
-        yield f"| {row.billions} | {row.ranks} | {mesh} | {row.seconds:.1f} s | {own:.1f} s ({off:+.0f} %) | {says} |"
+        times = f"{row.seconds:.1f} s | {planned:.1f} s ({difference:+.0f}\N{NO-BREAK SPACE}%)"  # for a narrow column
+        yield f"| {row.billions} B, {mesh} | {times} | {place + 1} |"

@@ -1,9 +1,9 @@
-"""docs/choosing.md: what its commands print, and its table, come from `plan` itself.
+"""docs/choosing.md and its translation: what their commands print, and their table, come from `plan` itself.
 
     python3 harness/plan/page.py
 
-writes them anew. Behind each ```sh block with one plan command stands a ```text block with what it prints; the table is
-between two comments.
+writes them anew. A ```sh block with a plan command is followed by a ```text block with what it prints. A block that
+ends with `...` keeps its number of lines, and shows only the first ones. Of the table, only the rows are written.
 """
 
 import contextlib
@@ -20,9 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from harness.plan import __main__ as plan  # noqa: E402
 from harness.plan import megatron  # noqa: E402
 
-PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "choosing.md"
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+PAGES = (DOCS / "choosing.md", DOCS / "choosing.zh-CN.md")
 COMMAND = re.compile(r"(```sh\n\./launch\.sh plan (.*?)\n```\n\n```text\n)(.*?)(```\n)", re.DOTALL)
-TABLE = re.compile(r"(<!-- Megatron-LM -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
+TABLE = re.compile(r"(<!-- Megatron-LM -->\n\|[^\n]*\n\| ---[^\n]*\n)(.*?)(<!-- end -->\n)", re.DOTALL)
+MORE = "...\n"
 
 
 def printed(arguments):
@@ -32,19 +34,32 @@ def printed(arguments):
     return out.getvalue()
 
 
+def shown(output, before):
+    """The output, or as many of its first lines as the page showed before."""
+    if not before.endswith(MORE):
+        return output
+    lines = output.splitlines(keepends=True)
+    return "".join(lines[: before.count("\n") - 1]) + MORE
+
+
 def filled(text):
     """The page with what its commands print now."""
-    text = COMMAND.sub(lambda found: found[1] + printed(found[2]) + found[4], text)
-    return TABLE.sub(lambda found: found[1] + "\n".join(megatron.table()) + "\n" + found[3], text)
+    text = COMMAND.sub(lambda found: found[1] + shown(printed(found[2]), found[3]) + found[4], text)
+    return TABLE.sub(lambda found: found[1] + "\n".join(megatron.rows_of_table()) + "\n" + found[3], text)
 
 
-def main():
-    text = PAGE.read_text()
+def fill(page):
+    text = page.read_text()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
         os.chdir(folder)  # where the page says that config.json is
-        PAGE.write_text(filled(text))
+        page.write_text(filled(text))
         os.chdir("/")
+
+
+def main():
+    for page in PAGES:
+        fill(page)
 
 
 if __name__ == "__main__":

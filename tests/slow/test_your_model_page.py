@@ -78,7 +78,7 @@ def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     write(folder, {"train.py": SCRIPT})
     found = losses(folder, 1)
-    [shown] = blocks_of(SECTIONS["The script"], "text")
+    shown = blocks_of(PAGE.read_text(), "text")[0]
     assert [f"{loss:.4f}" for loss in found] == re.findall(r"loss (\S+)", shown)
     return found
 
