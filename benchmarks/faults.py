@@ -44,8 +44,8 @@ TEXT = f"""# Faults
 What happens to a training job when a rank, a host, a link or a disk fails? We injected {{count}} faults into jobs of
 [elastic_training.py](../recipes/starting/elastic_training.py), each at a random moment:
 
-- {{right}} of {{count}} jobs ended, or restarted, in time and with the right exit code. Each named the rank or host that
-  failed.
+- {{right}} of {{count}} jobs ended, or restarted, in time and with the right exit code. Each named the rank or host
+  that failed.
 - {{left}} processes were left, and {{lost}} checkpoints were lost.
 - {{equal}} of {{count}} trainings resumed from their last checkpoint and ended with the weights of an undisturbed run,
   bit by bit.
