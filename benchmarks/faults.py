@@ -131,7 +131,7 @@ FAULTS = [
           "rank RANK of . is stopped", tries=2, timeout=SILENCE, within=SILENCE + 3),
     Fault("a host dies", while_it_trains(jobs.kill_node), 1, r"NODE is gone", hosts=(2,)),
     Fault("the link goes down", while_it_trains(jobs.pull_link), 1, r"node \d \([^)]*\) is gone", hosts=(2,), tries=3),
-    Fault("a host never comes", jobs.nothing, 2, "did not come until --timeout", hosts=(2,), tries=2, timeout=4,
+    Fault("a host never comes", jobs.nothing, 2, "did not come within --timeout", hosts=(2,), tries=2, timeout=4,
           within=8, setting="alone"),
     Fault("the disk is full at a checkpoint", jobs.nothing, 1, RANK_FAILED + "exit code 1", tries=3, within=120,
           setting="disk"),
