@@ -14,7 +14,6 @@ import platform
 import random
 import re
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -34,7 +33,7 @@ DEATH = 15  # seconds within which a job must end, or start again, after a death
 SILENCE = 12  # the --timeout of jobs that will fall silent
 DISK = "72k"  # has room for one checkpoint of 44 KB (eager) or 52 KB, and not for a second
 FOUND, PAGE = ROOT / "docs" / "faults.json", ROOT / "docs" / "faults.md"
-COLUMNS = ["fault", "exit code", "tries on one host, two hosts", "one host: seconds", "two hosts: seconds"]
+COLUMNS = ["fault", "exit code", "one host", "two hosts"]
 
 
 TEXT = f"""# Faults
@@ -52,8 +51,8 @@ What happens to a training job when a rank, a host, a link or a disk fails? We i
 
 ## What each fault does
 
-The seconds run from the fault until the last launcher ends, or starts the ranks again: the median, and in brackets the
-worst. The limit is {DEATH} seconds.
+The seconds run from the fault until the last launcher ends, or starts the ranks again. The limit is {DEATH} s. The
+table has the longest time of all tries. The last two faults have no time, because they do not happen at one moment.
 
 {{table}}
 - **A rank that is killed or raises** ends the job at once. In rows with `restarts`, the job had `--max-restarts 2`, and
@@ -248,18 +247,19 @@ def good(outcome):
     return not outcome.problems and not outcome.left and not outcome.lost and outcome.equal
 
 
-def seconds(outcomes):
-    """The median and, in brackets, the worst of the seconds that some tries took."""
-    times = [one.seconds for one in outcomes if one.seconds is not None]
-    return f"{statistics.median(times):.1f} ({max(times):.1f})" if times else "–"
+def longest(outcomes):
+    """The most seconds that one of these tries took, and the number of tries."""
+    if not outcomes:
+        return "–"
+    times, tries = [one.seconds for one in outcomes if one.seconds is not None], f"{len(outcomes)} tries"
+    return f"{max(times):.1f} s ({tries})" if times else tries
 
 
 def rows_of(outcomes):
     """The rows of the page's table, one for each kind of fault."""
     for fault in FAULTS:
         on = [[one for one in outcomes if (one.fault, one.hosts) == (fault.what, count)] for count in (1, 2)]
-        tries = ", ".join(str(len(some) or "–") for some in on)
-        yield [fault.what, "restarts" if fault.restarts else fault.code, tries, *map(seconds, on)]
+        yield [fault.what, "restarts" if fault.restarts else fault.code, *map(longest, on)]
 
 
 def page(found):
