@@ -14,7 +14,6 @@ import platform
 import random
 import re
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -34,10 +33,50 @@ DEATH = 15  # seconds within which a job must end, or start again, after a death
 SILENCE = 12  # the --timeout of jobs that will fall silent
 DISK = "72k"  # has room for one checkpoint of 44 KB (eager) or 52 KB, and not for a second
 FOUND, PAGE = ROOT / "docs" / "faults.json", ROOT / "docs" / "faults.md"
-COLUMNS = [
-    *("fault", "hosts", "tries", "seconds, median", "worst", "limit", "as promised", "processes left"),
-    *("checkpoints lost", "weights bitwise equal"),
-]
+COLUMNS = ["fault", "exit code", "one host", "two hosts"]
+
+
+TEXT = f"""# Faults
+
+[README](../README.md) · [all pages](README.md) · next: [testing](testing.md)
+
+What happens to a training job when a rank, a host, a link or a disk fails? We injected {{count}} faults into jobs of
+[elastic_training.py](../recipes/starting/elastic_training.py), each at a random moment:
+
+- {{right}} of {{count}} jobs ended, or restarted, in time and with the right exit code. Each named the rank or host
+  that failed.
+- {{left}} processes were left, and {{lost}} checkpoints were lost.
+- {{equal}} of {{count}} trainings resumed from their last checkpoint and ended with the weights of an undisturbed run,
+  bit by bit.
+
+## What each fault does
+
+The seconds run from the fault until the last launcher ends, or starts the ranks again. The limit is {DEATH} s. The
+table has the longest time of all tries. The last two faults have no time, because they do not happen at one moment.
+
+{{table}}
+- **A rank that is killed or raises** ends the job at once. In rows with `restarts`, the job had `--max-restarts 2`, and
+  all ranks started again from the last checkpoint.
+- **A rank that is stopped or calls `sys.exit(0)`** falls silent. The others wait for it until `--timeout`, here
+  {SILENCE} s from the start of the job. `launch.sh` then prints where each rank is, and which one is stopped or has
+  ended.
+- **A link that goes down** is noticed when the other launcher has sent nothing for 10 s.
+- **A host that dies or never comes** ends the job, because nothing can be started on it. Let a scheduler start the job
+  again.
+- **A full disk** ends the job. The last checkpoint is still there: the recipe removes it only when the next one is
+  complete.
+
+## How it was measured
+
+`./launch.sh faults` makes this page ({{machine}}), and the tests repeat a sample. A job trains for {STEPS} steps, with
+a checkpoint after every {EVERY}. It has {RANKS[1]} ranks on one host or {RANKS[2]} on two, which are network namespaces
+with addresses of their own. Half of the tries run in eager mode, half in a graph.
+
+A fault comes at the start, while the ranks meet, in training, or while a checkpoint is written. If the job or the rank
+is almost at its end by then, the try does not count. At a time limit, only the host of the silent rank names it. A job
+that does not restart by itself is started again. Its last checkpoint, weight and momentum, is compared with that of an
+undisturbed run.
+"""
 
 
 @dataclass
@@ -91,7 +130,7 @@ FAULTS = [
           "rank RANK of . is stopped", tries=2, timeout=SILENCE, within=SILENCE + 3),
     Fault("a host dies", while_it_trains(jobs.kill_node), 1, r"NODE is gone", hosts=(2,)),
     Fault("the link goes down", while_it_trains(jobs.pull_link), 1, r"node \d \([^)]*\) is gone", hosts=(2,), tries=3),
-    Fault("a host never comes", jobs.nothing, 2, "did not come until --timeout", hosts=(2,), tries=2, timeout=4,
+    Fault("a host never comes", jobs.nothing, 2, "did not come within --timeout", hosts=(2,), tries=2, timeout=4,
           within=8, setting="alone"),
     Fault("the disk is full at a checkpoint", jobs.nothing, 1, RANK_FAILED + "exit code 1", tries=3, within=120,
           setting="disk"),
@@ -208,44 +247,34 @@ def good(outcome):
     return not outcome.problems and not outcome.left and not outcome.lost and outcome.equal
 
 
+def longest(outcomes):
+    """The most seconds that one of these tries took, and the number of tries."""
+    if not outcomes:
+        return "–"
+    times, tries = [one.seconds for one in outcomes if one.seconds is not None], f"{len(outcomes)} tries"
+    return f"{max(times):.1f} s ({tries})" if times else tries
+
+
+def rows_of(outcomes):
+    """The rows of the page's table, one for each kind of fault."""
+    for fault in FAULTS:
+        on = [[one for one in outcomes if (one.fault, one.hosts) == (fault.what, count)] for count in (1, 2)]
+        yield [fault.what, "restarts" if fault.restarts else fault.code, *map(longest, on)]
+
+
 def page(found):
     """docs/faults.md, from what is in docs/faults.json."""
     outcomes = [Outcome(**one) for one in found["outcomes"]]
-    rows = []
-    for fault in FAULTS:
-        for count in fault.hosts:
-            some = [one for one in outcomes if (one.fault, one.hosts) == (fault.what, count)]
-            times = [one.seconds for one in some if one.seconds is not None]
-            took = [f"{statistics.median(times):.1f}", f"{max(times):.1f}", f"{fault.within:g}"] if times else ["–"] * 3
-            as_said = sum(not one.problems for one in some)
-            counts = (sum(one.left for one in some), sum(one.lost for one in some), sum(one.equal for one in some))
-            rows.append([fault.what, count, len(some), *took, as_said, *counts])
-    left, lost = sum(one.left for one in outcomes), sum(one.lost for one in outcomes)
-    return f"""# Faults
-
-[README](../README.md) · [all pages](README.md) · next: [testing](testing.md)
-
-We injected {len(outcomes)} faults into jobs of [elastic_training.py](../recipes/starting/elastic_training.py),
-{STEPS} steps with a checkpoint after every {EVERY}: {left} processes were left, {lost} checkpoints were lost.
-`./launch.sh faults` makes this page ({found["machine"]}; half of the tries eager, half in a graph; {RANKS[1]} ranks
-on one host, {RANKS[2]} on two, which are network namespaces with addresses of their own), and the tests repeat a
-sample.{found.get("remark", "")}
-
-A fault comes at a random moment: at the start, while the ranks meet, in training, while a checkpoint is written. The
-seconds run from the fault until the last launcher ends, or says that it restarts the ranks (exceptions, and the first
-two rows, with `--max-restarts 2`). "As promised" means: within the limit, if there is one, with the right exit code,
-and each host names the rank or host that failed (at a time limit only the rank's own host does). Then the job goes
-on, by itself or started again, and its last checkpoint, weight and momentum, is compared with that of an undisturbed
-run. A fault that comes too late, when the job or the rank has all but ended, is not counted.
-
-{table(COLUMNS, rows)}
-- A rank that calls `sys.exit(0)` or is stopped falls silent, and the others wait for it until `--timeout`, here
-  {SILENCE} s from the start of the job. `launch.sh` then shows where each rank is, and which one is stopped or has
-  ended.
-- `launch.sh` notices a link that is down when the other launcher has sent nothing for 10 s.
-- A host that dies or never comes ends the job: nothing can be started on it. A scheduler starts the job again.
-- On a full disk the job ends, and the last checkpoint stays: the recipe removes it when the next one is complete.
-"""
+    text = TEXT.format(
+        count=len(outcomes),
+        right=sum(not one.problems for one in outcomes),
+        equal=sum(one.equal for one in outcomes),
+        left=sum(one.left for one in outcomes),
+        lost=sum(one.lost for one in outcomes),
+        table=table(COLUMNS, rows_of(outcomes)),
+        machine=found["machine"],
+    )
+    return "\n".join([text, f"{found['remark']}\n"] if "remark" in found else [text])
 
 
 def main(arguments=None):

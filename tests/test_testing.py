@@ -48,15 +48,17 @@ def program():
     return found
 
 
-def test_example_passes_on_two_and_on_four_ranks(tmp_path, program):
+def test_example_passes_on_two_three_and_four_ranks(tmp_path, program):
     job = run_example(tmp_path, program)
-    assert job.code == 0 and "2 passed" in job.out, job.out
+    assert job.code == 0 and "3 passed" in job.out, job.out
 
 
-def test_example_with_a_split_turned_to_broadcast_names_tensor_rank_expected_and_found(tmp_path, program):
-    changed = program.replace("placement=ranks, sbp=flow.sbp.split(1)", "placement=ranks, sbp=flow.sbp.broadcast")
+def test_example_without_its_split_names_tensor_rank_expected_and_found(tmp_path, program):
+    forgotten = ".to_global(sbp=S(0))"
+    assert f"`{forgotten}`" in PAGE.read_text()
+    changed = program.replace(forgotten, "")
     assert changed != program
     job = run_example(tmp_path, changed)
     [shown] = blocks(PAGE, "text")
-    assert job.code == 1 and "2 failed" in job.out
+    assert job.code == 1 and "3 failed" in job.out
     assert all(line in job.out for line in shown.splitlines()), job.out

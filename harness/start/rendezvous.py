@@ -24,8 +24,8 @@ def wait_for(meeting, deadline, stopped):
         if stopped():
             return False
         if time.monotonic() > deadline:
-            check = "see that launch.sh runs there and can reach us"
-            raise UsageError(f"{meeting.missing()} did not come until --timeout; {check}")
+            check = "check that launch.sh runs there and can reach this host"
+            raise UsageError(f"{meeting.missing()} did not come within --timeout; {check}")
         if time.monotonic() > notice:
             notice = float("inf")
             say(f"waiting for {meeting.missing()}")
@@ -43,7 +43,7 @@ class Gathering:
             self.listener = socket.create_server(("0.0.0.0", nodes.port))
         except OSError as error:
             reason = f"--master_port {nodes.port}: {os.strerror(error.errno)}"
-            raise UsageError(f"{reason}; take another one, the same on each node") from None
+            raise UsageError(f"{reason}; choose a different one, the same on each node") from None
         self.listener.setblocking(False)
 
     def __enter__(self):

@@ -1,4 +1,4 @@
-"""The pages on errors: each message still appears where a page says, and each cure works.
+"""The pages on errors: each message still appears where a page says, and each fix works.
 
 Every code block of these pages is run, as the comment in front of it says:
 
@@ -7,7 +7,8 @@ Every code block of these pages is run, as the comment in front of it says:
     <!-- 2 ranks: works -->   runs through                <!-- file NAME -->       a script that shell blocks start
     <!-- shell: fails -->     by bash; wrong, waits, works likewise; then, behind commas, what else is asked for
 
-What a block prints must hold each line of the ```text block behind it and, up to the cure, the message in the heading.
+What a block prints must hold each line of the ```text block behind it and, up to the fix, the message in the heading. A
+```text block in front of the first block of an entry belongs to that block.
 """
 
 import contextlib
@@ -33,13 +34,15 @@ from tests.cases import ROOT
 from tests.markdown import slug
 
 INDEX = ROOT / "docs" / "diagnosing.md"
-NAMES = ("errors-start", "errors-hangs", "errors-tensors", "silently-wrong", "errors-launcher")
+NAMES = ("errors-start", "errors-hangs", "errors-tensors", "errors-launcher", "silently-wrong")
 PAGES = {f"{name}.md": INDEX.with_name(f"{name}.md").read_text() for name in NAMES}
 TEXT = "\n".join(PAGES.values())
 BLOCK = re.compile(r"(?:<!-- (?P<mark>.+?) -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"(shell|\d ranks?): (raises|wrong|works|fails|waits)((?:, [\w ]+)*)")
 PORT = "29500"  # on the page; each job gets a free one
-TOOLS = "It hangs"  # a chapter of commands, not of messages with cures
+TOOLS = "It hangs"  # a chapter of commands, not of messages with fixes
+FIX = "**Fix**: "
+SILENT = ("**Looks right**: ", "**Wrong**: ", "**How to see it**: ", FIX)  # the parts of an entry without a message
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 AT_ONCE = 5  # jobs; most of them wait
 LONGER = (1, 4, 12)  # times that a job is given in turn, where a busy machine was too slow for the sleeps of the page
@@ -59,7 +62,7 @@ class Block:
     end: str  # "raises", "wrong", "works", "fails" or "waits"
     options: tuple
     code: str
-    cures: bool  # whether it stands behind "Cure:"
+    fixes: bool  # whether it stands behind FIX
     shown: list = field(default_factory=list)
 
     @property
@@ -80,6 +83,7 @@ def read_pages():
     entries, blocks, files, unread, chapter = [], [], {}, [], ""
     parts = re.split(r"^(###?) (.+)\n", TEXT, flags=re.MULTILINE)
     for level, title, body in zip(parts[1::3], parts[2::3], parts[3::3]):
+        first = []  # what the first block of the entry must print
         if level == "##":
             chapter = title
         else:
@@ -87,15 +91,18 @@ def read_pages():
         for found in BLOCK.finditer(body):
             mark, language, code = found.group("mark", "language", "code")
             how = re.fullmatch(MARK, mark or "")
-            if language == "text" and not mark and blocks and blocks[-1].entry == entries[-1]:
-                blocks[-1].shown += code.splitlines()
+            if language == "text" and not mark:
+                inside = blocks and entries and blocks[-1].entry == entries[-1]
+                (blocks[-1].shown if inside else first).extend(code.splitlines())
             elif mark and mark.startswith("file "):
                 files[mark[5:]] = code
             elif how:
-                options, cures = tuple(how[3].split(", ")[1:]), "\nCure: " in body[: found.start()]
-                blocks.append(Block(entries[-1], chapter, len(blocks) + 1, how[1], how[2], options, code, cures))
+                options, fixes = tuple(how[3].split(", ")[1:]), FIX in body[: found.start()]
+                blocks.append(Block(entries[-1], chapter, len(blocks) + 1, how[1], how[2], options, code, fixes, first))
+                first = []
             else:
                 unread.append(found.group())
+        unread += first
     return entries, blocks, files, unread
 
 
@@ -201,7 +208,7 @@ def offline(block, text):
 def missing(block, text):
     """What the page says that this block prints, and it does not."""
     wanted = [line.strip() for line in block.shown]
-    shows = [one for one in BLOCKS if one.entry == block.entry and not one.cures]
+    shows = [one for one in BLOCKS if one.entry == block.entry and not one.fixes]
     if len(shows) == 1 and block in shows:  # else the page says below each which of the messages it prints
         wanted += messages(block.entry)
     return [line for line in wanted if line not in text]
@@ -299,21 +306,39 @@ def test_every_block_of_the_page_is_run():
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_entry_shows_the_message_and_the_cure(entry):
+def test_entry_shows_the_message_and_the_fix(entry):
     blocks = [block for block in BLOCKS if block.entry == entry]
     assert blocks
-    assert blocks[0].chapter.startswith(TOOLS) or not blocks[0].cures and blocks[-1].cures
-    shows = [block for block in blocks if not block.cures]
+    assert blocks[0].chapter.startswith(TOOLS) or not blocks[0].fixes and blocks[-1].fixes
+    shows = [block for block in blocks if not block.fixes]
     assert not [piece for piece in messages(entry) if any(piece in block.code for block in shows)], "it prints its own"
     shown = "\n".join(line for block in shows for line in block.shown)
     assert len(shows) == 1 or not [piece for piece in messages(entry) if piece not in shown]
-    assert entry.startswith(("Silence", "A rank that is stopped", "Without")) or messages(entry)
 
 
-def test_index_has_every_entry_in_order():
-    index = re.findall(r"^\| \[(.+)]\((.+)#(.+)\) \| .+ \|$", INDEX.read_text(), flags=re.MULTILINE)
-    entries = [(page, entry) for page in PAGES for entry in re.findall("^### (.+)$", PAGES[page], flags=re.MULTILINE)]
-    assert [(page, anchor) for _, page, anchor in index] == [(page, slug(entry)) for page, entry in entries]
-    assert len(set(index)) == len(index)
-    for (name, _, _), (_, entry) in zip(index, entries):
-        assert name in entry
+def entries_of(page):
+    """The entries of a page: (heading, text)."""
+    parts = re.split(r"^##+ (.+)\n", PAGES[page], flags=re.MULTILINE)
+    headings = set(re.findall(r"^### (.+)$", PAGES[page], flags=re.MULTILINE))
+    return [(title, body) for title, body in zip(parts[1::2], parts[2::2]) if title in headings]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_entries_have_the_same_parts_in_the_same_order(page):
+    for entry, body in entries_of(page):
+        parts = re.findall(r"^\*\*[A-Z][\w ]+\*\*: ", body, flags=re.MULTILINE)
+        if page == "silently-wrong.md":
+            assert parts == [*SILENT], entry
+        else:
+            tools = any(block.entry == entry and block.chapter.startswith(TOOLS) for block in BLOCKS)
+            assert parts == ([] if tools else ["**Why**: ", FIX]), entry
+
+
+def test_index_has_every_entry():
+    """Under each symptom that it has, so some are there twice."""
+    index = re.findall(r"^- \[(.+)]\(([\w-]+\.md)#([\w-]+)\)", INDEX.read_text(), flags=re.MULTILINE)
+    entries = {(page, slug(entry)): entry for page in PAGES for entry, _ in entries_of(page)}
+    linked = [link for link in index if link[1] in PAGES]
+    assert {(page, anchor) for _, page, anchor in linked} == set(entries)
+    for name, page, anchor in linked:
+        assert name in entries[page, anchor]

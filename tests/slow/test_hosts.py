@@ -45,13 +45,14 @@ def test_proof_ladder_on_two_hosts(hosts, pools, name, n, graph):
 
 
 def crossings():
-    """The rows of the table in docs/clusters.md: (source, target, old SBP, new SBP, graph or not, times the tensor)."""
+    """The rows of the tables in docs/clusters.md: (source, target, old SBP, new SBP, graph, times the tensor)."""
     found = []
-    for cells in tables(CLUSTERS):
-        if len(cells) == 5 and " → " in cells[0] and cells[1].startswith("0"):
-            ranks = [[int(rank) for rank in side.split(", ")] for side in cells[1].split(" → ")]
-            for graph, cell in ((False, cells[2]), (True, cells[3])):
-                found.append((ranks[0], ranks[-1], *cells[0].split(" → "), graph, float(cell)))
+    for first, *cells in tables(CLUSTERS):
+        if first.startswith("ranks 0"):
+            ranks = [[int(rank) for rank in side.split(", ")] for side in first[len("ranks ") :].split(" → ")]
+        elif " → " in first:
+            for graph, cell in ((False, cells[0]), (True, cells[1])):
+                found.append((ranks[0], ranks[-1], *first.split(" → "), graph, float(cell)))
     return found
 
 

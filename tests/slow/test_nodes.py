@@ -178,7 +178,7 @@ def test_node_that_never_comes():
     lost = Run(LAUNCH, "--nnodes", 2, "--node_rank", 1, *NOWHERE, *command)
     for run, missing in zip(ended([leader, lost]), ("node 1 of 2", "node 0 at nowhere.invalid:29500 (")):
         gives_up = run.err.splitlines()[-1]
-        assert run.code == 2 and "did not come until --timeout" in gives_up
+        assert run.code == 2 and "did not come within --timeout" in gives_up
         assert gives_up.startswith(f"launch.sh: {missing}")
 
 
