@@ -108,16 +108,15 @@ def times_of(data, strategy, kind, cores):
 
 def mark_crossings(axis, crossings, kind, theme):
     """Where two strategies cross: of measured times, the sizes between which they do."""
-    for one, other, where in crossings:
-        if where and kind == "formula":
+    for one, other, where in ((one, other, where) for one, other, where in crossings if where):
+        if kind == "formula":
             axis.axvline(where, color=THEMES[theme][0], linewidth=1, linestyle=":")
-            words = f"at {where:.0f}"
-        elif where:
+            place, words = {"x": 0.98, "y": 0.93, "ha": "right", "va": "top"}, f"at {where:.0f}"
+        else:
             below, above = max(x for x in formulas.HIDDEN if x <= where), min(x for x in formulas.HIDDEN if x > where)
             axis.axvspan(below, above, color=THEMES[theme][2], alpha=0.22, linewidth=0)
-            words = f"between {below} and {above}"
-        if where:
-            axis.text(0.02, 0.05, f"{one} and {other} cross\n{words}", transform=axis.transAxes)
+            place, words = {"x": 0.02, "y": 0.05}, f"between {below} and {above}"
+        axis.text(s=f"{one} and {other} cross\n{words}", transform=axis.transAxes, **place)
 
 
 def collectives(record, theme):
