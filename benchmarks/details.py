@@ -10,6 +10,15 @@ INTRODUCTION = """# Performance: the details
 What the ratios on [the short page](performance.md) are made of. `./launch.sh bench` makes this page too.
 """
 
+ALT = {  # what is in a plot
+    "scaling": "milliseconds of a step on 1, 2 and 4 ranks: strong and weak scaling of data parallel "
+    "and column-row; shaded: more ranks than cores",
+    "sizes": "the time of data parallel, column-row and pipeline against the hidden size, by "
+    "OneFlow, PyTorch and the formula, and where two cross",
+    "collectives": "GB a second that a rank sends, of four collectives on 2 and on 4 ranks, against the "
+    "tensor's size: OneFlow beside gloo",
+}
+
 
 def limit(records):
     def matmuls(data):
@@ -123,7 +132,7 @@ Milliseconds of a step, and in parentheses the time on 1 rank divided by it. Str
 the ranks; the ideal is the number of ranks. Weak scaling gives each rank 256 rows; the ideal is 1. Each rank has one
 core. 4 ranks share the 2 cores, so they cannot beat 2 ranks. The dashed line is the ideal on 2 cores.
 
-{plot("scaling", "milliseconds of a step against the number of ranks")}
+{plot("scaling", ALT["scaling"])}
 
 {by_cpu(header, records, rows, keys=3)}"""
 
@@ -154,11 +163,11 @@ def sizes(records):
     return f"""## How cost grows with size
 
 Milliseconds of a step with a batch of {BATCH} and {FEATURES} features in and out, by hidden size. On 2 ranks the three
-strategies do the same work.
+strategies do the same work. The picture divides the time by the hidden size, with which most of the work grows.
 
 {each(records, rates)}
 
-{plot("sizes", "milliseconds of a step against the hidden size")}
+{plot("sizes", ALT["sizes"])}
 
 {by_cpu(["strategy", "ranks", "side", *HIDDEN], records, rows, keys=3)}
 The hidden size from {HIDDEN[0]} to {HIDDEN[-1]} at which the better of two strategies changes: by the bytes that a rank
@@ -224,7 +233,7 @@ def collectives(records):
 time of gloo's collective for as many bytes. Sizes are those of the whole tensor. The last row is how fast this machine
 copies as much in memory.
 
-{plot("collectives", "bytes a second of each collective against the tensor's size")}
+{plot("collectives", ALT["collectives"])}
 
 {by_cpu(["collective", "SBP", "ranks", *map(size_in_words, sizes)], records, rows, keys=3)}"""
 

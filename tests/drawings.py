@@ -1,7 +1,8 @@
 """The pictures of recipes in docs/pictures, kept by hand; each has what it claims of a run as JSON in its <metadata>.
 
-Groups say what they draw: data-tensor and data-rank a rank's block, data-step a part of a training step,
-data-conversion a cell of a table, data-sends an arrow, data-bar and data-kept a bar.
+Groups say what they draw: data-tensor and data-rank a rank's block, data-values its numbers, data-step a part of a
+training step, data-conversion a cell of a table, data-sends and data-moves an arrow, data-attends a block of a ring,
+data-slots those of tokens, data-bar, data-kept and data-strategy a bar.
 """
 
 import json
@@ -11,7 +12,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 
 from harness.measure import theory
-from harness.measure.sbp import KINDS, Layout, split_dim
+from harness.measure.sbp import Layout, split_dim
 from tests.cases import ROOT
 
 PICTURES = ROOT / "docs" / "pictures"
@@ -74,11 +75,21 @@ def tensors_of(claim):
     return matmuls + [tensor for move in claim["moves"] for tensor in (move["old"], move["new"])]
 
 
-def sbp_in_words(sbp):
-    """ "split(0)"; on a mesh "S(0), B"."""
-    if ", " in sbp:
-        return sbp
-    return KINDS[sbp[0]] + ("" if split_dim(sbp) is None else f"({split_dim(sbp)})")
+def sbp_in_words(tensor):
+    """ "S(0)", on a mesh "S(0), B"; of a tensor on a single rank which one, since every SBP is the same there."""
+    members = layout(tensor).members
+    return f"rank {members[0]} only" if len(members) == 1 else tensor["sbp"]
+
+
+def block_in_words(tensor, rank):
+    """What a rank holds of a matrix, line by line: "whole", "rows 0-1", "column 2", "part of the sum"."""
+    shape, where = drawn_as(tensor)
+    lines = []
+    for name, (start, stop), size in zip(("row", "column"), where.block(shape, rank), shape):
+        if stop - start < size:
+            lines.append(f"{name}s {start}-{stop - 1}" if stop - start > 1 else f"{name} {start}")
+    lines += ["part of the sum"] if "P" in where.axes else []
+    return lines or ["whole"]
 
 
 def ranks_in_words(ranks):

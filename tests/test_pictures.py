@@ -19,6 +19,7 @@ from tests.drawings import (
     PICTURES,
     SVG,
     THEMES,
+    block_in_words,
     claim,
     claiming,
     drawn_as,
@@ -39,7 +40,8 @@ SHOWN = (830, 358)  # pixels of a page's text on a screen, and on a phone that i
 ALL = (*NAMES, "gpt_losses")  # this one by ./launch.sh meshes
 DRAWN = pytest.mark.parametrize("name, theme", list(itertools.product(ALL, THEMES)))
 EQUATIONS, STEPS = claiming("matmuls", "moves"), claiming("steps", "kept")
-UNIT = {"kept": 74, "bar": 80}  # pixels of a bar of length 1
+UNIT = {"kept": 70, "bar": 80, "strategy": 54}  # pixels of a bar of length 1
+PAD = 2  # pixels from what is drawn to its dashed outline, so that it covers none of the dashes
 
 
 def luminance(colour):
@@ -130,24 +132,26 @@ def cells_of(group):
     starts = np.array([numbers(start) for start in re.findall(r"M([^h]+)h", path.get("d"))])
     side = numbers(re.search(r"h([^v]+)v", path.get("d")).group(1))[0] + 1
     outlines = [rect for rect in group.iter(f"{SVG}rect") if rect.get("stroke-dasharray")]  # of the whole tensor
-    origin = [float(outlines[0].get(key)) for key in "xy"] if outlines else starts.min(0)
+    origin = [float(outlines[0].get(key)) + PAD for key in "xy"] if outlines else starts.min(0)
     columns, rows = ((starts - origin) / side).round(4).T.tolist()
     return set(zip(rows, columns)), path.get("fill").startswith("url(#P-")
 
 
 @both_themes(EQUATIONS)
 def test_blocks_are_those_of_the_layout(name, theme):
-    root, wanted = picture(name, theme), {}
+    root, wanted, words = picture(name, theme), {}, {}
     for tensor in tensors_of(claim(root)):
         shape, layout = drawn_as(tensor)
         for rank in layout.members:
             rows, columns = (range(start, stop) for start, stop in layout.block(shape, rank))
             cells = {(float(i), float(j)) for i in rows for j in columns}
             wanted[tensor["name"], str(rank)] = (cells, "P" in layout.axes)
-    found = [((one.get("data-tensor"), one.get("data-rank")), cells_of(one)) for one in groups(root, "tensor")]
+            words[tensor["name"], str(rank)] = " ".join(block_in_words(tensor, rank))
+    found = [((one.get("data-tensor"), one.get("data-rank")), one) for one in groups(root, "tensor")]
     assert {key for key, _ in found} == set(wanted)
-    for key, block in found:
-        assert block == wanted[key], key
+    for key, group in found:
+        assert cells_of(group) == wanted[key], key
+        assert " ".join(texts(group)) in ("", words[key]), key
 
 
 @both_themes(EQUATIONS)
@@ -166,13 +170,14 @@ def test_equations_say_shapes_sbps_and_moves(name, theme):
     root = picture(name, theme)
     said, claimed = texts(root), claim(root)
     headings = [
-        (f"{tensor['name']} ({', '.join(map(str, tensor['shape']))})", sbp_in_words(tensor["sbp"]))
+        (f"{tensor['name']} ({', '.join(map(str, tensor['shape']))})", sbp_in_words(tensor))
         for tensor in tensors_of(claimed)
     ]
     moves = [tuple(move_in_words(move)) for move in claimed["moves"]]
     for lines in [*headings, *moves]:
         assert lines in [tuple(said[k : k + len(lines)]) for k in range(len(said))], lines
-    assert numbers_in(said) == numbers_in([line for lines in moves for line in lines])
+    arrows = [f"{amount:.2f}" for amount in claimed.get("sends", {}).values()]
+    assert numbers_in(said) == numbers_in([line for lines in moves for line in lines] + arrows)
     in_words = {
         f"{name} {shape}" for line in said for name, shape in re.findall(r"^(\S.*) (\((?:s, )?\d+, \d+\))$", line)
     }
@@ -228,14 +233,14 @@ def test_numbers_of_a_step_are_those_that_it_claims(name, theme):
         kinds += [one["of"]] if one["of"] not in kinds else []
     for what, (amount, kinds) in sends.items():
         who = "" if what == "send" else "each rank sends "
-        assert f"{what}: {who}{amount:.2f} × {' and '.join(f'each {kind}' for kind in kinds)}" in said
+        assert f"{what}: {who}{amount:.2f} × each {' and '.join(kinds)}" in said
     bars = {(one.get("data-kept"), int(one.get("data-rank"))): one for one in groups(root, "kept")}
     assert len(bars) == 3 * claimed["ranks"]
     for (kind, rank), group in bars.items():
         kept, beside = claimed["kept"][kind][rank], claimed["kept beside"][kind][rank]
         assert texts(group) == [f"{kept:.2f}"] and spans(group, "x")[1] == pytest.approx(UNIT["kept"] * kept)
         outlines = [float(rect.get("width")) for rect in group.iter(f"{SVG}rect") if rect.get("stroke-dasharray")]
-        assert outlines == pytest.approx([UNIT["kept"] * beside] if kept < beside else [])
+        assert outlines == pytest.approx([UNIT["kept"] * beside + 2 * PAD] if kept < beside else [])
     amounts = [amount for amount, _ in sends.values()] + [kept for ranks in claimed["kept"].values() for kept in ranks]
     assert numbers_in(said) == {f"{amount:.2f}" for amount in amounts}
 
@@ -272,12 +277,20 @@ def test_cells_of_the_conversions_have_their_collective_and_their_bytes(name, th
     assert places == {(old, new): (rows[i], columns[j]) for i, old in enumerate(SBPS) for j, new in enumerate(SBPS)}
 
 
-@both_themes(["parameter_server"])
-def test_arrows_and_bars_have_what_is_sent(name, theme):
+@both_themes(["parameter_server", "hybrid_parallel"])
+def test_arrows_have_what_is_sent(name, theme):
     root = picture(name, theme)
-    roles = [claim(root)[role]["sends"] for role in ("server", "ring")]
+    claimed = claim(root)
+    parts = [claimed, *(part for part in claimed.values() if isinstance(part, dict))]
+    roles = [part["sends"] for part in parts if "sends" in part]
     arrows = [(one.get("data-sends"), *texts(one)) for one in groups(root, "sends")]
     assert sorted(arrows) == sorted((ends, f"{amount:.2f}") for sends in roles for ends, amount in sends.items())
+
+
+@both_themes(["parameter_server"])
+def test_bars_have_what_a_rank_sends(name, theme):
+    root = picture(name, theme)
+    roles = [claim(root)[role]["sends"] for role in ("server", "ring")]
     sums = [
         sum(amount for ends, amount in sends.items() if ends.startswith(f"{rank} "))
         for sends in roles
@@ -287,6 +300,75 @@ def test_arrows_and_bars_have_what_is_sent(name, theme):
     assert [(texts(bar)[-1], spans(bar, "x")[1]) for bar in bars] == [
         (f"{amount:.2f}", pytest.approx(UNIT["bar"] * amount)) for amount in sums
     ]
+
+
+@both_themes(["partial_sum"])
+def test_partial_sums_add_up_to_the_product(name, theme):
+    root = picture(name, theme)
+    claimed = claim(root)
+    product = np.array(claimed["x"]) @ claimed["w"]
+    assert (np.sum(claimed["partial"], axis=0) == product).all() and (product == claimed["out"]).all()
+    wanted = {("sum", ""): claimed["out"]}
+    wanted.update({("partial", str(rank)): part for rank, part in enumerate(claimed["partial"])})
+    wanted.update({("out", str(rank)): claimed["out"] for rank in range(claimed["ranks"])})
+    found = {(one.get("data-values"), one.get("data-rank")): texts(one) for one in groups(root, "values")}
+    assert found == {key: [str(number) for row in rows for number in row] for key, rows in wanted.items()}
+
+
+@both_themes(["ring_attention"])
+def test_blocks_of_a_ring_are_where_they_are_claimed(name, theme):
+    root = picture(name, theme)
+    claimed, places, lines = claim(root), {}, {}
+    for group in groups(root, "attends"):
+        step, rank, block = map(int, group.get("data-attends").split())
+        assert texts(group) == [f"k, v {block}"]
+        places[step, rank] = spans(group, "x"), spans(group, "y")
+        lines.setdefault(("x", rank), set()).add(spans(group, "x"))
+        lines.setdefault(("y", step), set()).add(spans(group, "y"))
+    assert all(len(spans_of_line) == 1 for spans_of_line in lines.values())
+    assert sorted(places) == sorted((step, rank) for step, rank, _ in claimed["attends"])
+    assert [list(map(int, one.get("data-attends").split())) for one in groups(root, "attends")] == claimed["attends"]
+    arrows = {tuple(map(int, one.get("data-moves").split())): one for one in groups(root, "moves")}
+    assert sorted(arrows) == sorted(map(tuple, claimed["moves"]))
+    for (step, _, old, new), group in arrows.items():
+        first, *_, last = np.array(numbers(next(group.iter(f"{SVG}polyline")).get("points"))).reshape(-1, 2)
+        for (x, y), place in ((first, places[step - 1, old]), (last, places[step, new])):
+            (left, width), (top, height) = place
+            assert left <= x <= left + width and top - 8 <= y <= top + height + 8
+    assert numbers_in(texts(root)) == {f"{amount:.2f}" for amount in claimed["sent"]}
+
+
+@both_themes(["all_to_all"])
+def test_slots_hold_the_tokens_that_are_claimed(name, theme):
+    root = picture(name, theme)
+    claimed, seen, colours = claim(root), set(), {}
+    for one in groups(root, "slots"):
+        kind, rank, other = one.get("data-slots"), int(one.get("data-rank")), int(one.get("data-other"))
+        group, expert = (other, rank) if kind == "arrived" else (rank, other)
+        tokens = int(claimed["slots"][group][expert])
+        fills = [rect.get("fill") for rect in one.iter(f"{SVG}rect")]
+        assert texts(one) == [str(group)] * tokens and fills.count("none") == claimed["capacity"] - tokens
+        colours.setdefault(expert, set()).update(set(fills) - {"none"})
+        seen.add((kind, rank, other))
+    assert seen == set(itertools.product(("sent", "arrived", "returned"), range(4), range(4)))
+    assert sorted(map(len, colours.values())) == [1] * 4 and len(set.union(*colours.values())) == 4
+    [amount] = {f"{sent:.2f}" for move in claimed["moves"] for sent in move["sent"]}
+    assert numbers_in(texts(root)) == {amount}
+    said = " ".join(texts(root))
+    assert f"{claimed['dropped']:.0f} tokens found none free" in said
+
+
+@both_themes(["memory"])
+def test_bars_of_the_strategies_have_what_a_rank_keeps(name, theme):
+    root = picture(name, theme)
+    bars = {(one.get("data-strategy"), int(one.get("data-rank"))): one for one in groups(root, "strategy")}
+    claimed = {one["strategy"]: one["kept"] for one in claim(root)["strategies"]}
+    assert set(bars) == {(name, rank) for name, kept in claimed.items() for rank in range(len(kept["weights"]))}
+    for (strategy, rank), group in bars.items():
+        kept = [claimed[strategy][kind][rank] for kind in ("weights", "gradients", "state")]
+        widths = [float(rect.get("width")) for rect in group.iter(f"{SVG}rect")]
+        assert widths == pytest.approx([UNIT["strategy"] * amount for amount in kept])
+        assert texts(group) == [f"{amount:.2f}" for amount in [*kept, sum(kept)]]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
