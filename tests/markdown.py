@@ -97,7 +97,7 @@ class Section:
 
 def sections(page):
     """The recipes of a page, in order."""
-    found = re.findall(r"^### \[(.+)]\((\S+)\)\n(.*?)(?=^##|\Z)", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^### \[([^\n]+)]\((\S+)\)\n(.*?)(?=^##|\Z)", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     paths = [(page.parent / link).resolve() for _, link, _ in found]
     return [Section(title, path.stem, path, text) for (title, _, text), path in zip(found, paths)]
 

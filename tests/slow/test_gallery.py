@@ -14,7 +14,7 @@ SECTIONS = {section.recipe: section for section in sections(GALLERY)}
 # These print how their processes were started, or numbers of a generator that other calls on a pool have used.
 WHOLE_JOBS = ("hello_ranks", "rendezvous", "spawn", "elastic_training", "random_numbers")
 NUMBER = re.compile(r"-?\d+\.\d+")
-OF_THE_MACHINE = re.compile(r"\d+ tokens/s|\(\S+, [\d.]+\)|process \d+|127\.0\.0\.1:\d+")
+OF_THE_MACHINE = re.compile(r"\d+ tokens/s|\(\S+, \d+(?:\.\d+){3}\)|process \d+|127\.0\.0\.1:\d+")
 
 
 def words_of(section):
