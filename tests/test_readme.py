@@ -8,11 +8,33 @@ import pytest
 from harness.jobs.run import LAUNCH, Run
 from harness.start.recipe import all_paths, path_of
 from tests.cases import CASES, ONE_LAYER, ROOT, WITHOUT_CASE, is_default, runs
-from tests.markdown import CHINESE, CHINESE_GALLERY, COMMANDS, ENGLISH, GALLERY, blocks, slug, tables
+from tests.markdown import (
+    CHINESE,
+    CHINESE_GALLERY,
+    COMMANDS,
+    ENGLISH,
+    GALLERY,
+    blocks,
+    chapter,
+    chapters,
+    headings,
+    sections,
+    slug,
+    tables,
+    tables_of,
+    without_targets,
+)
 
-GLYPHS = {"▤": "S(0)", "▥": "S(1)", "■": "B", "▨": "P"}
-PAIRS = {"README": (ENGLISH, CHINESE), "recipes": (GALLERY, CHINESE_GALLERY)}
-PAGES = [*sum(PAIRS.values(), ()), *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAIRS = {
+    "README": (ENGLISH, CHINESE),
+    "recipes": (GALLERY, CHINESE_GALLERY),
+    "choosing": (DOCS / "choosing.md", DOCS / "choosing.zh-CN.md"),
+    "your-model": (DOCS / "your-model.md", DOCS / "your-model.zh-CN.md"),
+}
+ENGLISH_OF = {chinese: english for english, chinese in PAIRS.values()}
+PAGES = [ENGLISH, GALLERY, CHINESE_GALLERY, *sorted(DOCS.glob("*.md"))]
+SBP = r"(?:S\(\d\)|B|P)"
 ELSEWHERE = ("./launch.sh test", ".venv/bin/python -m oneflow.distributed.launch")  # what other tests run
 
 
@@ -51,61 +73,100 @@ def test_official_command_is_the_one_that_is_tested():
 
 
 def test_readme_lists_every_recipe_with_its_first_line():
-    listed = re.findall(r"^- \[(.+?)]\((recipes/.+?)\): (.+)$", ENGLISH.read_text(), flags=re.MULTILINE)
-    assert len(listed) == len(all_paths()) == len([*CASES, *WITHOUT_CASE])
-    first_lines = {
-        str(path_of(name).relative_to(ROOT)): ast.get_docstring(ast.parse(path_of(name).read_text())).split("\n")[0]
-        for name in [*CASES, *WITHOUT_CASE]
-    }
-    assert {path: f"{strategy}: {words}" for strategy, path, words in listed} == first_lines
+    """The README of the recipes, as headings and what is below them."""
+    found = {section.path: section for section in sections(GALLERY)}
+    assert len(found) == len(sections(GALLERY)) == len(all_paths()) == len([*CASES, *WITHOUT_CASE])
+    for path in map(path_of, [*CASES, *WITHOUT_CASE]):
+        strategy, words = ast.get_docstring(ast.parse(path.read_text())).split("\n")[0].split(": ", 1)
+        first_paragraph = found[path].text.strip().split("\n\n")[0].replace("\n", " ")
+        assert found[path].title == strategy
+        assert first_paragraph.startswith((f"{words} ", f"{words[0].upper()}{words[1:]} ")), first_paragraph
+
+
+def layouts_in(text):
+    """name -> SBP of a line such as: x (S(0), B) @ w (B, S(1)), old local, new w0 grad S(0)."""
+    name = r"((?:new )?[\w.]*[\w](?: grad| exp_avg)?)"
+    pairs = re.findall(rf"{name} (local\b|{SBP}(?![\w(])|\({SBP}(?:, {SBP})*\))", text, flags=re.ASCII)
+    return {tensor: sbp[1:-1] if sbp.startswith("(") else sbp for tensor, sbp in pairs if tensor not in ("B", "P")}
 
 
 def test_gallery_shows_the_layouts_of_the_cases():
-    rows = {re.search(r"\[(\w+)\.py]", row[0]).group(1): row for row in tables(GALLERY) if row[0].startswith("**[")}
-    assert sorted(rows) == sorted([*CASES, *WITHOUT_CASE])
-    for name, (link, layouts) in ((name, rows[name]) for name in CASES):
-        [_, use], [what, moves] = link.split("<br>"), layouts.split("<br>")
-        case = CASES[name](4)
-        words = {"gradient", "gradients", "weights", "state", "chooses"}  # which are no names of tensors
-        shown = {tensor: GLYPHS[glyph] for tensor, glyph in re.findall(r"(\w+) ([▤▥■▨])", what) if tensor not in words}
-        wanted = {t: ("B" if sbp == "local" else sbp) for t, (sbp, _) in case.layout.items() if t in shown}
-        assert shown == wanted
+    found = {section.recipe: section for section in sections(GALLERY)}
+    for name, case in ((name, CASES[name](4)) for name in CASES):
+        shown = layouts_in(found[name].layout)
+        assert shown == {tensor: case.layout[tensor][0] for tensor in shown if tensor in case.layout}, name
         if (
             {"x", "w"} <= {tensor.rstrip("0") for tensor in case.layout}
             and name != "two_d_sbp"
             and "losses" not in case.layout
         ):
             assert {"x", "w", "out"} <= {tensor.rstrip("01") for tensor in shown}
-        assert moves.startswith("moves: ") and use.startswith("use it ")
-        assert (moves == "moves: nothing") == (not (case.moves or case.sends) and name != "matmul_signatures")
+        assert shown or name in ("sbp_conversions", "cross_placement", "matmul_signatures"), name
+        moves = found[name].moves
+        assert (moves == "nothing") == (not (case.moves or case.sends) and name != "matmul_signatures"), (name, moves)
+
+
+def test_gallery_shows_the_layouts_of_gpt():
+    """By its own table: it has no case."""
+    nodes = ast.parse(path_of("gpt").read_text()).body
+    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+    [table] = [node.value for node in assigned if getattr(node.targets[0], "id", "") == "LAYOUT"]
+    table = eval(compile(ast.Expression(table), "gpt.py", "eval"), {"B": "B", "S": lambda dim: f"S({dim})"})
+    [shown] = [layouts_in(section.layout) for section in sections(GALLERY) if section.recipe == "gpt"]
+    assert shown == {kind: ", ".join(sbps) for kind, sbps in table.items() if kind != "replicated"}
+
+
+@pytest.mark.parametrize("page", [GALLERY, CHINESE_GALLERY], ids=["english", "chinese"])
+def test_every_recipe_of_the_gallery_has_a_command_and_its_output(page):
+    for section in sections(page):
+        assert f" {section.recipe}" in section.command and section.command.startswith("./launch.sh ")
+        assert section.output and section.layout and section.moves
 
 
 def test_every_topic_of_training_is_found_by_its_name_in_pytorch():
-    rows = {row[0]: re.findall(r"\[([\w.]+)]", row[1]) for row in tables(GALLERY) if not row[0].startswith("**[")}
+    rows = dict(tables_of(chapter(GALLERY, "Coming from PyTorch")))
     for usual in (
         *("DistributedDataParallel", "nn.DataParallel", "FullyShardedDataParallel", "ZeRO", "DTensor", "Megatron"),
         *("pipelining", "gradient accumulation", "checkpoint.checkpoint", "DistributedSampler", "torchmetrics"),
         *("SyncBatchNorm", "manual_seed", "distributed.checkpoint", "parameter server", "asynchronous SGD", "ring"),
     ):
         assert any(usual in topic for topic in rows), usual
-    linked = {link for links in rows.values() for link in links}
-    own_ways = {"auto_parallel.py"}  # PyTorch has no such thing
-    assert {f"{name}.py" for name in {*CASES, *WITHOUT_CASE} - set(ONE_LAYER)} - own_ways <= linked
+    recipes = {slug(section.title): section.recipe for section in sections(GALLERY)}
+    linked = {recipes[anchor] for links in rows.values() for anchor in re.findall(r"\(#([^)]+)\)", links)}
+    own_ways = {"auto_parallel"}  # PyTorch has no such thing
+    assert {*CASES, *WITHOUT_CASE} - set(ONE_LAYER) - own_ways <= linked
+
+
+CODE = re.compile(r"`[^`]*`|\w+\.py|[@=→]|\*\*\d|\d(?:[\d.]*\d)?")
 
 
 @pytest.mark.parametrize("page", PAIRS)
 def test_both_languages_agree(page):
     one_page, other_page = PAIRS[page]
-    for language in ("bash", "text", "python"):
+    for language in ("bash", "sh", "text", "python"):
         assert blocks(one_page, language) == blocks(other_page, language)
     english, chinese = tables(one_page), tables(other_page)
     assert [len(row) for row in english] == [len(row) for row in chinese]
-    code = re.compile(r"`[^`]*`|\w+\.py|[▤▥■▨@=→]|\*\*\d|\d(?:[\d.]*\d)?")
     for one, other in zip(english, chinese):
         for cell, translated in zip(one, other):
-            found, theirs = (sorted(code.findall(text)) for text in (cell, translated))  # word order differs
-            assert found == theirs, (cell, translated)
-    assert one_page.read_text().count("\n## ") == other_page.read_text().count("\n## ")
+            found, theirs = (sorted(CODE.findall(without_targets(text))) for text in (cell, translated))
+            assert found == theirs, (cell, translated)  # word order differs
+    one_text, other_text = one_page.read_text(), other_page.read_text()
+    assert one_text.count("\n## ") == other_text.count("\n## ")
+    assert one_text.count("\n### ") == other_text.count("\n### ")
+
+
+def test_both_languages_of_a_recipe_have_the_same_numbers_code_and_layouts():
+    english, chinese = sections(GALLERY), sections(CHINESE_GALLERY)
+    assert [section.path for section in english] == [section.path for section in chinese]
+    code = re.compile(rf"{CODE.pattern}|\b[BP]\b")
+    for one, other in zip(english, chinese):
+        found, theirs = (sorted(code.findall(without_targets(section.text))) for section in (one, other))
+        assert found == theirs, one.title
+        assert layouts_in(one.layout) == layouts_in(other.layout), one.title
+    for one, other in zip(chapters(GALLERY), chapters(CHINESE_GALLERY)):
+        found, theirs = (sorted(code.findall(without_targets(text))) for text in (one, other))
+        assert found == theirs, one.strip().split("\n")[0]
 
 
 def links_of(path):
@@ -113,16 +174,22 @@ def links_of(path):
     return [link for link in re.findall(r"]\(([^)]+)\)", path.read_text()) if "/actions/" not in link]
 
 
+def destination(path, link):
+    """What a link leads to: an address, or a page, the English one of two, and the number of its heading."""
+    if link.startswith("https://"):
+        return link
+    name, _, anchor = link.partition("#")
+    there = (path.parent / name).resolve() if name else path
+    number = list(map(slug, headings(there))).index(anchor) if anchor else None
+    return ENGLISH_OF.get(there, there), number
+
+
 @pytest.mark.parametrize("page", PAIRS)
 def test_both_languages_link_to_the_same(page):
     """In the same order, but for the links to each other."""
-    translations = {one: other for one, other in PAIRS.values()}
-    english, chinese = (
-        [link if link.startswith("https://") else (path.parent / link).resolve() for link in links_of(path)]
-        for path in PAIRS[page]
-    )
-    both = set(translations) | set(translations.values())
-    assert [link for link in english if link not in both] == [link for link in chinese if link not in both]
+    each_other = (PAIRS[page][0], None)
+    english, chinese = ([destination(path, link) for link in links_of(path)] for path in PAIRS[page])
+    assert [link for link in english if link != each_other] == [link for link in chinese if link != each_other]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
@@ -139,5 +206,19 @@ def test_links_lead_somewhere(path):
         name, _, anchor = target.partition("#")
         there = path.parent / name if name else path
         assert there.exists(), target
-        headings = re.findall("^#+ (.+)$", there.read_text(), flags=re.MULTILINE) if anchor else []
-        assert not anchor or anchor in map(slug, headings), target
+        assert not anchor or anchor in map(slug, headings(there)), target
+
+
+def test_headings_of_the_gallery_are_different_links():
+    """GitHub adds -1 to the second of two that are alike."""
+    for page in (GALLERY, CHINESE_GALLERY):
+        slugs = list(map(slug, headings(page)))
+        assert len(slugs) == len(set(slugs))
+
+
+def test_pages_that_are_english_only_say_so_in_chinese():
+    links = re.findall(r"\[[^][]+]\(([^)#]+\.md)[^)]*\)(（英文）)?", CHINESE_GALLERY.read_text())
+    for target, mark in links:
+        there = (CHINESE_GALLERY.parent / target).resolve()
+        is_english = there not in ENGLISH_OF and there != GALLERY  # the link at the top is to the same page in English
+        assert bool(mark) == is_english, target

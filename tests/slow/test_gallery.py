@@ -1,0 +1,119 @@
+"""Every command on the page of the recipes prints what the page shows. They run while other tests do: see conftest.py."""
+
+import re
+import shlex
+
+import pytest
+
+from harness.jobs.run import LAUNCH, Run
+from harness.start import options
+from tests.cases.ladder import MAIN
+from tests.markdown import GALLERY, sections
+
+SECTIONS = {section.recipe: section for section in sections(GALLERY)}
+# These print how their processes were started, or numbers of a generator that other calls on a pool have used.
+WHOLE_JOBS = ("hello_ranks", "rendezvous", "spawn", "elastic_training", "random_numbers")
+NUMBER = re.compile(r"-?\d+\.\d+")
+OF_THE_MACHINE = re.compile(r"\d+ tokens/s|\(\S+, \d+(?:\.\d+){3}\)|process \d+|127\.0\.0\.1:\d+")
+
+
+def words_of(section):
+    return shlex.split(section.command)[1:]
+
+
+def early_jobs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gallery")  # for the checkpoints that elastic_training saves
+    return {("gallery", name): Run(LAUNCH, *words_of(SECTIONS[name]), cwd=folder) for name in WHOLE_JOBS}
+
+
+def background_calls(item):
+    """What a test needs: see background.py."""
+    name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+    if name is None or name in WHOLE_JOBS:
+        return {}
+    command = options.checked(words_of(SECTIONS[name]))  # as launch.sh reads it
+
+    def call(pool):
+        return pool.call(MAIN, path=command.script, arguments=command.arguments)
+
+    return {("gallery", name): (command.nproc_per_node, call)}
+
+
+def lines_of(results):
+    """What the ranks of a pool printed, as launch.sh marks it."""
+    assert [(code, err) for code, _, err in results] == [(0, "")] * len(results)
+    prefixes = [f"[{rank}] " for rank in range(len(results))] if len(results) > 1 else [""]
+    return [f"{prefix}{line}" for prefix, (_, out, _) in zip(prefixes, results) for line in out.splitlines()]
+
+
+def by_rank(lines):
+    """[rank] -> its lines in order; a job of one rank marks no line."""
+    ranks = {}
+    for line in lines:
+        ranks.setdefault(re.match(r"(\[\d+] )?", line).group(), []).append(line)
+    return ranks
+
+
+def is_like(shown, printed):
+    """Whether two lines are alike, but for the last digit of a number with a point, and what tells the machine."""
+    shown, printed = OF_THE_MACHINE.sub("*", shown), OF_THE_MACHINE.sub("*", printed)
+    if NUMBER.sub("*", shown) != NUMBER.sub("*", printed):
+        return False
+    for one, other in zip(NUMBER.findall(shown), NUMBER.findall(printed)):
+        unit = 10.0 ** -len(one.split(".")[1])
+        if len(one.split(".")[1]) != len(other.split(".")[1]) or abs(float(one) - float(other)) > 1.5 * unit:
+            return False
+    return True
+
+
+def first_not_printed(shown, printed):
+    """The first line of a page that a job did not print, or not in this order on its rank; None if there is none."""
+    printed = by_rank(printed)
+    for rank, lines in by_rank(shown).items():
+        rest = iter(printed.get(rank, []))
+        for line in lines:
+            if not any(is_like(line, candidate) for candidate in rest):
+                return line
+    return None
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_command_prints_what_the_page_shows(measured, early, name):
+    if name in WHOLE_JOBS:
+        job = early["gallery", name].wait()
+        assert job.code == 0, job.err
+        printed = job.out.splitlines()
+    else:
+        printed = lines_of(measured("gallery", name))
+    line = first_not_printed(SECTIONS[name].output, printed)
+    assert line is None, f"{SECTIONS[name].command} does not print {line!r}, but:\n" + "\n".join(printed)
+
+
+PRINTED = ["[0] w (2, 8) of (4, 8)", "[1] w (2, 8) of (4, 8)", "[0] loss 2.7000 -> 1.9437 in 3 steps"]
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        ["[0] w (2, 8) of (4, 8)", "[0] loss 2.7001 -> 1.9437 in 3 steps", "[1] w (2, 8) of (4, 8)"],
+        ["[1] w (2, 8) of (4, 8)"],
+    ],
+)
+def test_lines_of_a_job_are_found(shown):
+    assert first_not_printed(shown, PRINTED) is None
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        ["[0] w (2, 8) of (4, 9)"],
+        ["[2] w (2, 8) of (4, 8)"],
+        ["[0] loss 2.7003 -> 1.9437 in 3 steps"],
+        ["[0] loss 2.7 -> 1.9 in 3 steps"],
+        ["[0] loss 2.7000 -> 1.9437 in 4 steps"],
+        ["[0] loss 2.7000 -> 1.9437 in 3 steps", "[0] w (2, 8) of (4, 8)"],
+        ["[1] w (2, 8) of (4, 8)", "[1] w (2, 8) of (4, 8)"],
+    ],
+)
+def test_other_lines_are_seen(shown):
+    assert first_not_printed(shown, PRINTED) == shown[-1]
