@@ -27,8 +27,8 @@ ALL_TO_ALL = (
     " where p does not divide both sizes of the tensor."
 )
 GATHERS = (
-    "Each rank sends (p-1)/p. The graph gathers the whole tensor on every rank, as S → B does. The first rank keeps it as"
-    " its part of the sum, and the others keep zeros."
+    "Each rank sends (p-1)/p. The graph gathers the whole tensor on every rank, as S → B does. The first rank keeps it"
+    " as its part of the sum, and the others keep zeros."
 )
 SENDS_WHOLE = (
     "Each old rank sends its block to every new rank, as S → B does: p2/p1. From a single old rank, one copy is sent."
