@@ -1,7 +1,7 @@
 """docs/performance-details.md: a section for each other part of bench. No figure stands here."""
 
 from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, grouped, step_time
-from benchmarks.layout import by_cpu, each, filled, left_out, ms, percent, plot, when
+from benchmarks.layout import by_cpu, each, filled, left_out, ms, percent, plot, when, with_ranks
 
 INTRODUCTION = """# Performance: the details
 
@@ -57,9 +57,9 @@ def busy(records):
         for row in data:
             idle = max(0.0, row["step"] - row["others"] - row["scheduling"])
             shares = [percent(part / row["step"]) for part in (row["others"], row["scheduling"], idle)]
-            yield [row["strategy"], row["ranks"], row["mode"], ms(row["step"]), *shares, f"{row['gain']:.2f}"]
+            yield [f"{with_ranks(row)}, {row['mode']}", ms(row["step"]), *shares, f"{row['gain']:.2f}"]
 
-    header = ["strategy", "ranks", "mode", "step, ms", "working", "OneFlow's scheduling thread", "idle", "nice 19"]
+    header = ["strategy", "step, ms", "working", "scheduling thread", "idle", "nice 19"]
     return f"""## What the first core does
 
 What do the ranks on the first core do in a step? They work, they are idle, or OneFlow's scheduling thread runs.
@@ -70,14 +70,15 @@ again, even while the rank waits for a message. So its share is mostly waiting.
 For the last column that thread got the lowest priority, nice 19. The figure is the time of a step without that, divided
 by the time with it.
 
-{by_cpu(header, records, rows, keys=3)}"""
+{by_cpu(header, records, rows)}"""
 
 
 def plan(records):
     def rows(data):
         for row in sorted(data["rows"], key=lambda row: row["measured"]):
+            micro_batches = "" if row["micro_batches"] == 1 else f", {row['micro_batches']} micro-batches"
             ratio = f"{row['plan'] / row['measured']:.2f}"
-            yield [row["layout"], row["micro_batches"], ms(row["measured"]), ms(row["plan"]), ratio]
+            yield [row["layout"] + micro_batches, ms(row["measured"]), ms(row["plan"]), ratio]
 
     def orders(data, cpu):
         return (
@@ -93,7 +94,7 @@ update.
 
 {each(records, orders)}
 
-{by_cpu(["D x T x P", "micro-batches", "measured, ms", "plan, ms", "plan / measured"], records, rows, keys=2)}"""
+{by_cpu(["D x T x P", "measured, ms", "plan, ms", "plan / measured"], records, rows)}"""
 
 
 def levers(records):
@@ -118,9 +119,9 @@ def scaling(records):
         for (kind, strategy), own in grouped(data, "kind", "strategy").items():
             for side in ("eager", "PyTorch"):
                 times = [row["seconds"][side] for row in own]
-                yield [kind, strategy, side, *(f"{ms(one)} ({times[0] / one:.2f})" for one in times)]
+                yield [f"{kind}, {strategy}, {side}", *(f"{ms(one)} ({times[0] / one:.2f})" for one in times)]
 
-    header = ["scaling", "strategy", "side", "1 rank", "2 ranks", "4 ranks"]
+    header = ["scaling", "1 rank", "2 ranks", "4 ranks"]
     return f"""## Scaling
 
 Milliseconds of a step. In parentheses is the time on 1 rank, divided by this time.
@@ -133,7 +134,7 @@ ideal on 2 cores.
 
 {plot("scaling", "milliseconds of a step against the number of ranks")}
 
-{by_cpu(header, records, rows, keys=3)}"""
+{by_cpu(header, records, rows)}"""
 
 
 def sizes(records):
@@ -142,9 +143,9 @@ def sizes(records):
     def rows(data):
         for (strategy, ranks), own in grouped(data["steps"], "strategy", "ranks").items():
             for side in ("eager", "PyTorch"):
-                yield [strategy, ranks, side, *(ms(row["seconds"][side]) for row in own)]
+                yield [f"{strategy}, {ranks} ranks, {side}", *(ms(row["seconds"][side]) for row in own)]
             formula = [step_time(strategy, ranks, row["hidden_size"], data["per_rank"], cores) for row in own]
-            yield [strategy, ranks, "formula", *map(ms, formula)]
+            yield [f"{strategy}, {ranks} ranks, formula", *map(ms, formula)]
 
     def crossed(data):
         for one, other, where in crossings(data, cores):
@@ -168,7 +169,7 @@ strategies do the same work.
 
 {plot("sizes", "milliseconds of a step against the hidden size")}
 
-{by_cpu(["strategy", "ranks", "side", *HIDDEN], records, rows, keys=3)}
+{by_cpu(["strategy", *HIDDEN], records, rows)}
 At which hidden size from {HIDDEN[0]} to {HIDDEN[-1]} does the better of two strategies change? The columns compare them
 by the bytes that a rank sends, by the formula for time, and by measured time. "none" means that one strategy is better
 at all sizes.
@@ -219,24 +220,31 @@ millisecond. That takes some of the ranks' time.
 
 
 def collectives(records):
-    first = next(iter(records.values()))["data"]
-    sizes = list(dict.fromkeys(row["bytes"] for row in first["moves"]))
+    moves = next(iter(records.values()))["data"]["moves"]
+    names = dict.fromkeys((row["collective"], row["sbp"]) for row in moves)
 
     def rows(data):
-        for key, own in grouped(data["moves"], "collective", "sbp", "ranks").items():
-            yield [*key, *(f"{ms(row['seconds']['ours'])} ({row['ratio']:.2f})" for row in own)]
-        copies = {row["bytes"]: row["bytes"] / row["seconds"] / 1e9 for row in data["copies"]}
-        yield ["copy in memory, GB/s", "", "", *(f"{copies[size]:.1f}" for size in sizes)]
+        for (ranks, size), own in grouped(data["moves"], "ranks", "bytes").items():
+            cells = {
+                (row["collective"], row["sbp"]): f"{ms(row['seconds']['ours'])} ({row['ratio']:.2f})" for row in own
+            }
+            yield [f"{ranks} ranks, {size_in_words(size)}", *(cells[name] for name in names)]
+
+    def copies(data):
+        for row in data["copies"]:
+            yield [size_in_words(row["bytes"]), f"{row['bytes'] / row['seconds'] / 1e9:.1f}"]
 
     return f"""## Collectives
 
 Milliseconds of a `to_global` from one SBP to a different one, in eager mode. In parentheses is that time divided by
-the time of gloo's collective for as many bytes. The sizes are those of the whole tensor. The last row says how fast
-this machine copies as much in memory.
+the time of gloo's collective for as many bytes. The sizes are those of the whole tensor.
 
 {plot("collectives", "bytes a second of each collective against the tensor's size")}
 
-{by_cpu(["collective", "SBP", "ranks", *map(size_in_words, sizes)], records, rows, keys=3)}"""
+{by_cpu(["tensor", *map("<br>".join, names)], records, rows)}
+For comparison, this machine copies as much in memory at this speed:
+
+{by_cpu(["size", "GB/s"], records, copies)}"""
 
 
 def size_in_words(size):
