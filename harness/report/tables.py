@@ -88,10 +88,11 @@ def same_ranks(found, pairs=PAIRS):
 
     rows = []
     for pair in pairs:
-        collective = atlas.formula([0, 1], [0, 1], *pair).collective
-        rows.append((pair, [collective, atlas.sent_by_each(*pair), *(each(pair, mode) for mode in MODES)]))
+        collective, formula = atlas.formula([0, 1], [0, 1], *pair).collective, atlas.sent_by_each(*pair)
+        words = collective if formula == "0" else f"{collective}<br>{formula}"
+        rows.append((pair, [words, *(each(pair, mode) for mode in MODES)]))
     lines = [[pairs_in_words(group), *cells] for group, cells in folded(rows)]
-    return table(["from → to", "collective", "formula", *MODES], lines)
+    return table(["from → to", "collective, formula", *MODES], lines)
 
 
 def formulas_of_other_ranks():
@@ -144,9 +145,10 @@ def moved(found, x, w, which):
 
 
 def legal_signatures(found):
-    """The matmuls for which nothing moves."""
+    """The matmuls for which nothing moves, as a list."""
     products = {pair: moved(found, *pair, "equal") for pair in PAIRS}
-    return table(["x @ w", "out"], [[" @ ".join(pair), out] for pair, (out, moves) in products.items() if not moves])
+    lines = [f"- {' @ '.join(pair)} = {out}" for pair, (out, moves) in products.items() if not moves]
+    return "\n".join(lines) + "\n"
 
 
 def moves_in_words(moves):
@@ -161,8 +163,9 @@ def signatures(found):
         if moves:
             [(_, one)] = moves
             sent = [sum(found["signatures", 2, "equal", mode][pair][1]) / (2 * 4 * 720 * 720) for mode in MODES]
-            rows.append([" @ ".join(pair), f"{moves_in_words(moves)}, {one.collective}", out, *map(units, sent)])
-    return table(["x @ w", "moves first", "out", *MODES], rows)
+            product = f"{' @ '.join(pair)} = {out}"
+            rows.append([product, f"{moves_in_words(moves)}, {one.collective}", *map(units, sent)])
+    return table(["x @ w = out", "moves first", *MODES], rows)
 
 
 def larger_signatures(found):
@@ -183,8 +186,9 @@ def mesh(results):
         amounts = [move.by_rank or [0] * 4, move.sent]
         cells = [figure_of_all(sent[rank] / move.size for rank in range(4)) for sent in amounts]
         what, change = (text.replace("->", "→") for text in (move.what, move.change))
-        rows.append([what, change, move.collective, *cells])
-    return table(["step", "from → to", "collective", "formula", "eager"], rows)
+        step = f"{what}<br>{change}" if change else what
+        rows.append([step, move.collective, *cells])
+    return table(["step", "collective", "formula", "eager"], rows)
 
 
 def figure_of_all(sent):
@@ -199,11 +203,7 @@ def graph_to_formula(results):
     return f"{sum(call.sent) / call.formula:.2f}"
 
 
-KEPT = {  # heading -> bytes that a rank keeps between two steps; Adam's two moments lie as the weight does
-    "weights": lambda kept: kept["weights"],
-    "gradients": lambda kept: kept["gradients"],
-    "Adam's moments": lambda kept: 2 * kept["weights"],
-}
+KEPT = ("weights", "gradients")
 
 
 def runs_of(results, name):
@@ -232,8 +232,8 @@ def training_sends(results):
     for strategy, name in recipes_by_strategy():
         runs = runs_of(results, name)
         sent = [on_two_and_four(runs, mode, lambda one: one["sent"] / one["weights"]) for mode in MODES]
-        rows.append([strategy, f"{name}.py", *sent])
-    return table(["strategy", "recipe", *MODES], rows)
+        rows.append([f"{strategy}<br>{name}.py", *sent])
+    return table(["strategy", *MODES], rows)
 
 
 def training_keeps(results):
@@ -242,9 +242,7 @@ def training_keeps(results):
     for strategy, name in recipes_by_strategy():
         runs = runs_of(results, name)
         first = min(mode for mode, _ in runs)
-        cells = [
-            on_two_and_four(runs, first, lambda one, of=of: of(one["kept"]) / one["weights"]) for of in KEPT.values()
-        ]
+        cells = [on_two_and_four(runs, first, lambda one, of=of: one["kept"][of] / one["weights"]) for of in KEPT]
         rows.append(((strategy, name), cells))
     lines = [[strategies_in_words(group), *cells] for group, cells in folded(rows)]
     return table(["strategy", *KEPT], lines)
@@ -256,7 +254,7 @@ def strategies_in_words(group):
     for strategy, name in group:
         names.setdefault(strategy, []).append(f"{name}.py")
     lines = [
-        strategy if len(names[strategy]) == len(STRATEGIES[strategy]) else f"{strategy}: {', '.join(names[strategy])}"
+        strategy if len(names[strategy]) == len(STRATEGIES[strategy]) else f"{strategy} ({', '.join(names[strategy])})"
         for strategy in names
     ]
     return "<br>".join(lines)
