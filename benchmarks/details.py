@@ -1,13 +1,14 @@
 """docs/performance-details.md: a section for each other part of bench. No figure stands here."""
 
 from benchmarks.formulas import BATCH, FEATURES, HIDDEN, crossings, grouped, step_time
-from benchmarks.layout import by_cpu, each, filled, left_out, ms, percent, plot, when
+from benchmarks.layout import by_cpu, each, filled, left_out, ms, percent, plot, when, with_ranks
 
 INTRODUCTION = """# Performance: the details
 
 [README](../README.md) · [all pages](README.md) · [performance](performance.md), the short page
 
-What the ratios on [the short page](performance.md) are made of. `./launch.sh bench` makes this page too.
+[The short page](performance.md) has ratios to PyTorch and JAX. This page says where they come from. `./launch.sh bench`
+makes it too. Where a table has one CPU, that CPU stands in [the last table](#when-and-on-what).
 """
 
 ALT = {  # what is in a plot
@@ -37,13 +38,13 @@ def limit(records):
 
     return f"""## The limit
 
-Column-row on 2 ranks: the five matmuls of a rank's step with nothing else to do. No recipe can make OpenBLAS's `sgemm`
-faster.
+How fast can a step of column-row be on 2 ranks? This table has its five matmuls, with nothing else to do. No recipe can
+make OpenBLAS's `sgemm` faster.
 
 {by_cpu(["framework", "matmuls alone, ms", "/ fastest"], records, matmuls)}
 {each(records, modes)}
 
-Where an eager step goes, in one run:
+Where the time of an eager step goes:
 
 {by_cpu(["part", "of the step"], records, shares)}"""
 
@@ -55,8 +56,7 @@ def kernels(records):
 
     return f"""## Kernels
 
-Operations of a step, alone on one core, in milliseconds, float32. A recipe can avoid a slow one: gpt.py is written with
-the fast ones.
+Milliseconds of single operations on one core, in float32. A recipe can avoid a slow one: gpt.py uses the fast ones.
 
 {by_cpu(["operation", "OneFlow", "PyTorch", "ratio"], records, rows)}"""
 
@@ -66,40 +66,44 @@ def busy(records):
         for row in data:
             idle = max(0.0, row["step"] - row["others"] - row["scheduling"])
             shares = [percent(part / row["step"]) for part in (row["others"], row["scheduling"], idle)]
-            yield [row["strategy"], row["ranks"], row["mode"], ms(row["step"]), *shares, f"{row['gain']:.2f}"]
+            yield [f"{with_ranks(row)}, {row['mode']}", ms(row["step"]), *shares, f"{row['gain']:.2f}"]
 
-    header = ["strategy", "ranks", "mode", "step, ms", "working", "OneFlow's scheduling thread", "idle", "nice 19"]
+    header = ["strategy", "step, ms", "working", "scheduling thread", "idle", "nice 19"]
     return f"""## What the first core does
 
-The CPU time of the ranks that share this core, in a step. OneFlow's scheduling thread
-(`vm::VirtualMachine::ScheduleLoop`) never sleeps while work is under way: it calls `sched_yield` again and again, also
-while the rank waits for a message. So its share is mostly waiting.
+What do the ranks on the first core do in a step? They work, they are idle, or OneFlow's scheduling thread runs.
 
-The last column gives that thread the lowest priority: the time of a step without that, divided by the time with it.
+That thread, `vm::VirtualMachine::ScheduleLoop`, never sleeps while work is under way. It calls `sched_yield` again and
+again, even while the rank waits for a message. So its share is mostly waiting.
 
-{by_cpu(header, records, rows, keys=3)}"""
+For the last column that thread got the lowest priority, nice 19. The figure is the time of a step without that, divided
+by the time with it.
+
+{by_cpu(header, records, rows)}"""
 
 
 def plan(records):
     def rows(data):
         for row in sorted(data["rows"], key=lambda row: row["measured"]):
+            micro_batches = "" if row["micro_batches"] == 1 else f", {row['micro_batches']} micro-batches"
             ratio = f"{row['plan'] / row['measured']:.2f}"
-            yield [row["layout"], row["micro_batches"], ms(row["measured"]), ms(row["plan"]), ratio]
+            yield [row["layout"] + micro_batches, ms(row["measured"]), ms(row["plan"]), ratio]
 
     def orders(data, cpu):
         return (
-            f"On the {cpu} Spearman's correlation of the two orders is {data['spearman']:.2f}. What the plan puts first"
-            f" takes {data['first']:.2f} times as long as the fastest."
+            f"On the {cpu}, the layout that the plan puts first takes {data['first']:.2f} times as long as the fastest."
+            f" Spearman's correlation of the two orders is {data['spearman']:.2f}."
         )
 
     return f"""## The plan, beside runs
 
-Steps of gpt.py in a graph on 2 ranks, one for each core, and what [plan](choosing.md) expects of them. Its rates are
-measured in the same run: the arithmetic of a step on one rank, an all-reduce of 16 MB, and an update.
+How well does [plan](choosing.md) predict a step? These are steps of gpt.py in a graph on 2 ranks, one on each core.
+The plan takes three rates from the same run: the arithmetic of a step on one rank, an all-reduce of 16 MB, and an
+update.
 
 {each(records, orders)}
 
-{by_cpu(["D x T x P", "micro-batches", "measured, ms", "plan, ms", "plan / measured"], records, rows, keys=2)}"""
+{by_cpu(["D x T x P", "measured, ms", "plan, ms", "plan / measured"], records, rows)}"""
 
 
 def levers(records):
@@ -108,14 +112,15 @@ def levers(records):
 
     return f"""## Levers
 
-The time of a step without a lever, divided by the time with it, on 2 ranks in eager mode. Each lever that is set is
-taken away alone; each one that is not set is added alone.
+What does each option bring, on 2 ranks in eager mode? The gain is the time of a step without it, divided by the time
+with it. Each option that we set was disabled on its own. Each one that we do not set was enabled on its own.
 
-OneFlow 0.9.0 contains an OpenBLAS that knows CPUs by their model, and chooses kernels without AVX on newer ones. So
-`launch.sh` loads OpenBLAS 0.3.34 before it. `COOKBOOK_BLAS=builtin` switches that off. With a different launcher,
-and for processes that a rank starts, type `export LD_PRELOAD=$PWD/.venv/lib/libopenblas.so`.
+{by_cpu(["lever", "strategy", "gain", "set by"], records, rows, keys=2)}
+The first is the largest. OneFlow 0.9.0 contains an old OpenBLAS. It chooses kernels by the model of the CPU, and newer
+models get kernels without AVX. So `launch.sh` loads OpenBLAS 0.3.34 first. `COOKBOOK_BLAS=builtin` switches that off.
 
-{by_cpu(["lever", "strategy", "gain", "set by"], records, rows, keys=2)}"""
+With a different launcher, and for processes that a rank starts, type
+`export LD_PRELOAD=$PWD/.venv/lib/libopenblas.so`."""
 
 
 def scaling(records):
@@ -123,18 +128,22 @@ def scaling(records):
         for (kind, strategy), own in grouped(data, "kind", "strategy").items():
             for side in ("eager", "PyTorch"):
                 times = [row["seconds"][side] for row in own]
-                yield [kind, strategy, side, *(f"{ms(one)} ({times[0] / one:.2f})" for one in times)]
+                yield [f"{kind}, {strategy}, {side}", *(f"{ms(one)} ({times[0] / one:.2f})" for one in times)]
 
-    header = ["scaling", "strategy", "side", "1 rank", "2 ranks", "4 ranks"]
+    header = ["scaling", "1 rank", "2 ranks", "4 ranks"]
     return f"""## Scaling
 
-Milliseconds of a step, and in parentheses the time on 1 rank divided by it. Strong scaling splits a batch of 512 over
-the ranks; the ideal is the number of ranks. Weak scaling gives each rank 256 rows; the ideal is 1. Each rank has one
-core. 4 ranks share the 2 cores, so they cannot beat 2 ranks. The dashed line is the ideal on 2 cores.
+Milliseconds of a step. In parentheses is the time on 1 rank, divided by this time.
+
+- Strong scaling splits a batch of 512 over the ranks. The ideal in parentheses is the number of ranks.
+- Weak scaling gives each rank 256 rows. The ideal is 1.
+
+Each rank has one core. 4 ranks share the 2 cores, so they cannot beat 2 ranks. In the picture, the dashed line is the
+ideal on 2 cores.
 
 {plot("scaling", ALT["scaling"])}
 
-{by_cpu(header, records, rows, keys=3)}"""
+{by_cpu(header, records, rows)}"""
 
 
 def sizes(records):
@@ -143,9 +152,9 @@ def sizes(records):
     def rows(data):
         for (strategy, ranks), own in grouped(data["steps"], "strategy", "ranks").items():
             for side in ("eager", "PyTorch"):
-                yield [strategy, ranks, side, *(ms(row["seconds"][side]) for row in own)]
+                yield [f"{strategy}, {ranks} ranks, {side}", *(ms(row["seconds"][side]) for row in own)]
             formula = [step_time(strategy, ranks, row["hidden_size"], data["per_rank"], cores) for row in own]
-            yield [strategy, ranks, "formula", *map(ms, formula)]
+            yield [f"{strategy}, {ranks} ranks, formula", *map(ms, formula)]
 
     def crossed(data):
         for one, other, where in crossings(data, cores):
@@ -154,29 +163,29 @@ def sizes(records):
     def rates(data, cpu):
         flops, update, sent = (data["per_rank"][name] for name in ("flops", "update", "bytes"))
         return (
-            f"On the {cpu} the formula adds up matmuls at {flops / 1e9:.0f} GFLOP/s, the update at"
-            f" {1e9 * update:.2f} ns a parameter, and bytes at {sent / 1e9:.2f} GB/s, those of an all-reduce of 16 MB."
-            " All three rates are of the same run."
+            f"The formula adds the times of matmuls, update and communication. On the {cpu}, matmuls run at"
+            f" {flops / 1e9:.0f} GFLOP/s, an update takes {1e9 * update:.2f} ns a parameter, and an all-reduce of 16 MB"
+            f" moves {sent / 1e9:.2f} GB/s. All three rates come from the same run."
         )
 
     kinds = ("bytes", "formula", "eager", "PyTorch")
     return f"""## How cost grows with size
 
-Milliseconds of a step with a batch of {BATCH} and {FEATURES} features in and out, by hidden size. On 2 ranks the three
+Milliseconds of a step, by hidden size, with a batch of {BATCH} and {FEATURES} features in and out. On 2 ranks the three
 strategies do the same work. The picture divides the time by the hidden size, with which most of the work grows.
 
 {each(records, rates)}
 
 {plot("sizes", ALT["sizes"])}
 
-{by_cpu(["strategy", "ranks", "side", *HIDDEN], records, rows, keys=3)}
-The hidden size from {HIDDEN[0]} to {HIDDEN[-1]} at which the better of two strategies changes: by the bytes that a rank
-sends, by the formula for time, and in measured time. "none" means that the same one is better at all sizes.
+{by_cpu(["strategy", *HIDDEN], records, rows)}
+At which hidden size from {HIDDEN[0]} to {HIDDEN[-1]} does the better of two strategies change? The columns compare them
+by the bytes that a rank sends, by the formula for time, and by measured time. "none" means that one strategy is better
+at all sizes.
 
-By bytes, data parallel and column-row cross at batch x out / (in + out), and the pipeline sends less than column-row
-while hidden is smaller than out. Time also has the update, of all weights or of half of them, and waiting.
-
-{by_cpu(["strategies", *kinds], records, crossed)}"""
+{by_cpu(["strategies", *kinds], records, crossed)}
+By bytes, data parallel and column-row cross at batch x out / (in + out). The pipeline sends less than column-row while
+hidden is smaller than out. Time adds the update, of all weights or of half of them, and waiting."""
 
 
 def idle(records):
@@ -186,30 +195,32 @@ def idle(records):
 
     return f"""## Idle pipeline stages
 
-A graph of train_pipeline.py on 2 ranks, with m micro-batches of one batch of 2048. With one micro-batch one stage works
-after the other, so that its time is the work of both. What is not work in a step of both stages is idle.
+A graph of train_pipeline.py on 2 ranks splits a batch of 2048 into m micro-batches. With m = 1 one stage works after
+the other, so the time of a step is the work of both. With more micro-batches, all time that is not work is idle.
 
-The formula assumes equal stages. Here the first stage needs no gradient of its input, so the last one has 3 of the 5
-matmuls. That alone leaves 1 - 5/6 = 17 % idle. Matmuls of smaller micro-batches are slower, too.
-
-{by_cpu(["m", "step / step with m = 1", "idle", "(n-1)/(m+n-1)"], records, rows)}"""
+{by_cpu(["m", "step / step with m = 1", "idle", "(n-1)/(m+n-1)"], records, rows)}
+Why is more idle than the formula says? The formula assumes equal stages. Here the first stage needs no gradient of its
+input, so the last one has 3 of the 5 matmuls. That alone leaves 1 - 5/6 = 17 % idle. Matmuls of smaller micro-batches
+are also slower."""
 
 
 def timeline(records):
     def shares(data, cpu):
-        ranks = " and ".join(
-            f"{percent(sum(end - begin for begin, end in lane) / data['step'])} on rank {rank}"
+        ranks = ", and ".join(
+            f"for {percent(sum(end - begin for begin, end in lane) / data['step'])} on rank {rank}"
             for rank, lane in enumerate(data["busy"])
         )
-        return f"On the {cpu} they ran in {ranks} of a step of {ms(data['step'])} ms."
+        return f"On the {cpu}, a step took {ms(data['step'])} ms. Threads ran {ranks}."
 
     [micro_batches] = {record["data"]["micro_batches"] for record in records.values()}
     return f"""## A pipeline in time
 
-The same graph on 2 ranks with {micro_batches} micro-batches: when a thread of each rank was running, apart from the
-one that schedules. Their states were read from outside, since OneFlow's own profiler aborts on a CPU: every half
-millisecond or so, which takes some of the ranks' time. Above it stands the order of GPipe, in which only matmuls take
-time.
+When does each rank work? This is the same graph on 2 ranks with {micro_batches} micro-batches. A block is a time in
+which a thread of the rank was running, the scheduling thread aside. The lanes above it are the order of GPipe, in which
+only matmuls take time.
+
+OneFlow's own profiler aborts on a CPU. So the states of the threads were read from outside, about every half
+millisecond. That takes some of the ranks' time.
 
 {each(records, shares)}
 
@@ -218,24 +229,31 @@ time.
 
 
 def collectives(records):
-    first = next(iter(records.values()))["data"]
-    sizes = list(dict.fromkeys(row["bytes"] for row in first["moves"]))
+    moves = next(iter(records.values()))["data"]["moves"]
+    names = dict.fromkeys((row["collective"], row["sbp"]) for row in moves)
 
     def rows(data):
-        for key, own in grouped(data["moves"], "collective", "sbp", "ranks").items():
-            yield [*key, *(f"{ms(row['seconds']['ours'])} ({row['ratio']:.2f})" for row in own)]
-        copies = {row["bytes"]: row["bytes"] / row["seconds"] / 1e9 for row in data["copies"]}
-        yield ["copy in memory, GB/s", "", "", *(f"{copies[size]:.1f}" for size in sizes)]
+        for (ranks, size), own in grouped(data["moves"], "ranks", "bytes").items():
+            cells = {
+                (row["collective"], row["sbp"]): f"{ms(row['seconds']['ours'])} ({row['ratio']:.2f})" for row in own
+            }
+            yield [f"{ranks} ranks, {size_in_words(size)}", *(cells[name] for name in names)]
+
+    def copies(data):
+        for row in data["copies"]:
+            yield [size_in_words(row["bytes"]), f"{row['bytes'] / row['seconds'] / 1e9:.1f}"]
 
     return f"""## Collectives
 
-`to_global` from one SBP to a different one in eager mode, in milliseconds. In parentheses: that time divided by the
-time of gloo's collective for as many bytes. Sizes are those of the whole tensor. The last row is how fast this machine
-copies as much in memory.
+Milliseconds of a `to_global` from one SBP to a different one, in eager mode. In parentheses is that time divided by
+the time of gloo's collective for as many bytes. The sizes are those of the whole tensor.
 
 {plot("collectives", ALT["collectives"])}
 
-{by_cpu(["collective", "SBP", "ranks", *map(size_in_words, sizes)], records, rows, keys=3)}"""
+{by_cpu(["tensor", *map("<br>".join, names)], records, rows)}
+For comparison, this machine copies as much in memory at this speed:
+
+{by_cpu(["size", "GB/s"], records, copies)}"""
 
 
 def size_in_words(size):
@@ -250,14 +268,14 @@ def launches(records):
     def stalls(data, cpu):
         return (
             f"On the {cpu}, {data['alone']} launches on 4 ranks took {data['median']:.2f} s in the median and"
-            f" {data['longest']:.2f} s at most. {data['stalls'] or 'None'} of them hit the 10 s retry of a rank that"
-            " looks for rank 0 too early."
+            f" {data['longest']:.2f} s at most. A rank that looks for rank 0 too early tries again after 10 s:"
+            f" {data['stalls'] or 'none'} of the launches hit that."
         )
 
     return f"""## Launch
 
-Seconds from the command to its end, for a job that sums one number: `./launch.sh` with OneFlow, and torchrun with
-PyTorch and gloo.
+Seconds from the command to its end, for a job that sums one number. `./launch.sh` starts OneFlow. torchrun starts
+PyTorch with gloo.
 
 {by_cpu(["ranks", "launch.sh", "torchrun", "ratio"], records, rows)}
 {each(records, stalls)}
@@ -270,8 +288,8 @@ def fresh_clone(records):
 
     return f"""## From a fresh clone to the first result
 
-Seconds of `git clone` and `./launch.sh recipes/data_parallel.py`, with nothing in uv's cache. The download depends on
-the network. A second clone on the same machine links to the cache.
+Seconds of `git clone` and `./launch.sh recipes/data_parallel.py`, with an empty cache of uv. The download depends on
+the network. A second clone on the same machine links to the cache, and is faster.
 
 {by_cpu(["phase", "seconds"], records, rows)}"""
 

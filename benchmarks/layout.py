@@ -49,17 +49,29 @@ def each(records, sentence):
     return "\n\n".join(sentence(record["data"], name_of(cpu)) for cpu, record in records.items())
 
 
-def beside_peers(records):
-    """The table of steps in milliseconds, and the faster mode's time over each peer's."""
+def with_ranks(row):
+    return f"{row['strategy']}, {row['ranks']} ranks" if row["ranks"] > 1 else row["strategy"]
+
+
+def ratios_to_peers(records):
+    """The table of the faster mode's time over each peer's."""
 
     def rows(data):
         for row in data:
-            cells = [ms(row["seconds"][side]) if side in row["seconds"] else "–" for side in SIDES]
             ratios = [f"{row['ratios'][peer]:.2f}" if peer in row["ratios"] else "–" for peer in SIDES[2:]]
-            yield [row["strategy"], row["ranks"], *cells, row["best"], *ratios]
+            yield [with_ranks(row), *ratios, row["best"]]
 
-    names = [f"{side}, ms" for side in SIDES]
-    return by_cpu(["strategy", "ranks", *names, "faster mode", "/ PyTorch", "/ JAX"], records, rows, keys=2)
+    return by_cpu(["strategy", "/ PyTorch", "/ JAX", "faster mode"], records, rows)
+
+
+def times(records):
+    """The table of steps in milliseconds."""
+
+    def rows(data):
+        for row in data:
+            yield [with_ranks(row), *(ms(row["seconds"][side]) if side in row["seconds"] else "–" for side in SIDES)]
+
+    return by_cpu(["strategy", *SIDES], records, rows)
 
 
 def plot(name, words):
@@ -72,7 +84,7 @@ def plot(name, words):
 def left_out(parts):
     """What a page says of parts without figures."""
     commands = ", ".join(f"`./launch.sh bench {name}`" for name in parts)
-    return f"Not measured since what they measure has changed: {commands}."
+    return f"The code has changed since these parts were measured, so the page leaves them out: {commands}."
 
 
 def when(found):

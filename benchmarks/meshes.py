@@ -26,33 +26,21 @@ TEXT = Path(__file__).with_name("meshes_template.md")  # the page, with a {name}
 TITLE = "Losses on ten meshes: {runs} runs of {steps} steps of AdamW, eager and in a graph."
 NEAR = 0.05  # how far what was measured may be from a formula,
 MESSAGES = 30_000  # and bytes of OneFlow's own messages in a step, which depend on the machine
-ALL_TO_ALL = "an all-to-all comes on top for weights that dimension 1 splits, as in the atlas"
-ONE_SENDS = "one rank of a stage sends the residual, and the next stage spreads it by an all-reduce, as in the atlas"
-ONE_TABLE = "one rank of the first stage sends the table, and the last stage spreads it by an all-reduce"
+ALL_TO_ALL = "weights that dimension 1 splits need [an extra all-to-all](sbp-atlas.md#the-same-ranks)"
+ONE_SENDS = "one rank of a stage sends the residual, and the next stage spreads it by an all-reduce"
+ONE_EMBEDDING = "one rank of the first stage sends the embedding, and the last stage spreads it by an all-reduce"
+UNSPLIT = "in one direction the full, unsplit residual is sent"
 KNOWN = {  # (mesh, layout, axis, mode): why it is not the formula
     **{(mesh, "sharded weights", "data", "eager"): ALL_TO_ALL for mesh in ((2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1))},
     **{((1, 2, 2), "plain", axis, "eager"): ONE_SENDS for axis in ("tensor", "pipeline")},
-    **{((2, 1, 2), layout, "pipeline", "eager"): ONE_TABLE for layout in ("plain", "sharded weights")},
-    ((1, 2, 2), "sequence parallel", "pipeline", "graph"): "one way the residual goes on as the whole sequence",
+    **{((2, 1, 2), layout, "pipeline", "eager"): ONE_EMBEDDING for layout in ("plain", "sharded weights")},
+    ((1, 2, 2), "sequence parallel", "pipeline", "graph"): UNSPLIT,
 }
 MODES = {False: "eager", True: "graph"}
 
 
 def name_of(mesh):
     return " × ".join(map(str, mesh))
-
-
-def errors(found):
-    """The table of the errors."""
-    rows = []
-    for (mesh, layout), both in gpt.by_row(found).items():
-        cells = [f"{max(map(abs, run['loss_errors'])):.0e}" for run in both]
-        cells += [f"{run['gradient_error']:.0e}" for run in both]
-        rows.append([name_of(mesh), layout, *(cell.replace("e-0", "e-") for cell in cells)])
-    return table(
-        ["D × T × P", "layout", *(f"{what}, {mode}" for what in ("losses", "gradients") for mode in MODES.values())],
-        rows,
-    )
 
 
 def off(measured, formula):
@@ -64,41 +52,61 @@ def cell(measured, formula):
     """Figures of both modes in MB, the formula in brackets; bold where they differ."""
     if not formula:
         return "–"
-    figures = [f"**{one / 1e6:.2f}**" if off(one, formula) else f"{one / 1e6:.2f}" for one in measured]
-    return f"{figures[0] if len(set(figures)) == 1 else ' · '.join(figures)} ({formula / 1e6:.2f})"
+    figures = [f"**{megabytes(one)}**" if off(one, formula) else megabytes(one) for one in measured]
+    return f"{figures[0] if len(set(figures)) == 1 else ' · '.join(figures)} ({megabytes(formula)})"
 
 
-def costs(found):
-    """The table of bytes and memory."""
+def megabytes(count):
+    return f"{count / 1e6:.2f}"
+
+
+def moved(found):
+    """The table of bytes."""
     rows = []
     for (mesh, layout), both in gpt.by_row(found).items():
-        moved, kept = gpt.formulas(mesh, layout)
-        cells = [cell([run["sent"][axis] for run in both], moved[axis]) for axis in AXES]
-        cells.append(cell([sum(run["held"].values()) for run in both], kept))
-        rows.append([name_of(mesh), layout, *cells])
-    return table(["D × T × P", "layout", *AXES, "kept by a rank"], rows)
+        formulas, _ = gpt.formulas(mesh, layout)
+        if any(formulas.values()):
+            cells = [cell([run["sent"][axis] for run in both], formulas[axis]) for axis in AXES]
+            rows.append([f"{name_of(mesh)}<br>{layout}", *cells])
+    return table(["D × T × P", *AXES], rows)
+
+
+def kept(found):
+    """The table of memory; sequence parallel keeps as much as plain, see test_meshes.py."""
+    layouts = ("plain", "sharded weights")
+    figures = {row: megabytes(sum(both[0]["held"].values())) for row, both in gpt.by_row(found).items()}
+    rows = [[name_of(mesh), *(figures.get((mesh, layout), "–") for layout in layouts)] for mesh in gpt.MESHES]
+    return table(["D × T × P", *layouts], rows)
 
 
 def remarks():
-    """{why figures are not those of the formulas: where}."""
+    """Why figures are not those of the formulas, and where, as a list."""
     places = {}
-    for (mesh, *rest), why in KNOWN.items():
-        places.setdefault(why, []).append(", ".join([name_of(mesh), *rest]))
-    return places
+    for (mesh, *what), why in KNOWN.items():
+        places.setdefault(why, {}).setdefault(tuple(what), []).append(name_of(mesh))
+    lines = []
+    for why, meshes in places.items():
+        where = [f"{layout}, {axis}, {mode}, on {', '.join(names)}" for (layout, axis, mode), names in meshes.items()]
+        lines.append(f"- {'; '.join(where)}: {why}.")
+    return "\n".join(lines)
+
+
+def largest(numbers):
+    """Such as 2.3e-6."""
+    return f"{max(map(abs, numbers)):.1e}".replace("e-0", "e-")
 
 
 def page(found):
-    plain = [run for run in found["runs"] if run["layout"] == "plain"]
     return TEXT.read_text().format(
         **gpt.SIZES,
         steps=gpt.LAYOUTS["plain"]["steps"],
         few=gpt.LAYOUTS["sharded weights"]["steps"],
-        loss=f"{max(abs(x) for run in plain for x in run['loss_errors']):.0e}".replace("e-0", "e-"),
-        gradient=f"{max(run['gradient_error'] for run in found['runs']):.0e}".replace("e-0", "e-"),
-        errors=errors(found),
-        costs=costs(found),
-        others=f"{max(run['sent']['others'] for run in found['runs']) / 1e6:.2f}",
-        remarks="\n".join(f"- {why}: {'; '.join(places)}." for why, places in remarks().items()),
+        loss=largest(error for run in found["runs"] for error in run["loss_errors"]),
+        gradient=largest(run["gradient_error"] for run in found["runs"]),
+        moved=moved(found),
+        kept=kept(found),
+        others=megabytes(max(run["sent"]["others"] for run in found["runs"])),
+        remarks=remarks(),
     )
 
 

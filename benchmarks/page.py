@@ -1,21 +1,27 @@
 """docs/performance.md: the takeaways, a training step and a GPT beside PyTorch and JAX. No figure stands here."""
 
 from benchmarks.gpt import SIZES, TRAINED
-from benchmarks.layout import beside_peers, by_cpu, each, filled, left_out, ms, name_of, percent
+from benchmarks.layout import by_cpu, each, filled, left_out, ms, name_of, percent, ratios_to_peers, times
 
 INTRODUCTION = """# Performance
 
-[README](../README.md) · [all pages](README.md) · next: [clusters](clusters.md)
+[README](../README.md) · [all pages](README.md) · next: [performance: the details](performance-details.md)
 
-How fast are the recipes on a CPU, beside PyTorch and JAX? Takeaways:
+How fast are the recipes on a CPU, beside PyTorch and JAX? The takeaways:
 
 {takeaways}
+"""
+MEASURED = """## How this is measured
 
-`./launch.sh bench` makes this page from its runs. Times belong to a machine, so look at the ratios: each is the median
-over several turns of one run, in which all sides take turns on the same cores. The ranks of OneFlow and of PyTorch are
-bound to their cores. Each CPU here has {cores} cores; where there are more ranks than that, ranks share cores. The
-versions: {versions}. [The details](performance-details.md) have the kernels, the collectives, scaling, launch
-times, and the date of each measurement.
+- `./launch.sh bench` measures, and makes this page.
+- Times belong to a machine, so compare the ratios. All sides take turns on the same cores. A ratio is the median over
+  several turns of one run.
+- The ranks of OneFlow and of PyTorch are bound to their cores. Each CPU here has {cores} cores. Where there are more
+  ranks than cores, ranks share them.
+- The versions: {versions}.
+
+[The details](performance-details.md) have the kernels, the collectives, scaling and launch times, and the date of each
+measurement.
 """
 
 
@@ -25,12 +31,14 @@ def takeaways(found):
         [
             *(ratios_in_words(found, "training", "A step of the small models below")),
             *(ratios_in_words(found, "gpt", "A step of a GPT")),
-            "- Neither eager mode nor nn.Graph is always faster. A pipeline needs a graph: there its stages overlap.",
-            "- On a slow link, choose the strategy that sends least at your sizes: see the [atlas](sbp-atlas.md).",
-            "- Start at most one rank for each core. With more, they take time from each other.",
-            "- `launch.sh` sets the options that are costliest to forget: it binds each rank to its cores, and loads a",
-            "  current OpenBLAS.",
-            "- On GPUs the bytes and the memory of each rank are the same, and the times are not: measure them there.",
+            "- A pipeline needs a graph: only there its stages overlap. Otherwise neither eager mode nor nn.Graph is",
+            "  always faster.",
+            "- On a slow link, choose the strategy that sends least at your sizes. The",
+            "  [atlas](sbp-atlas.md#what-a-training-step-costs) has what each strategy sends.",
+            "- Start at most one rank for each core. More ranks take time from each other.",
+            "- Start the ranks with `launch.sh`. It binds each rank to its cores and loads a current OpenBLAS, the two",
+            "  [options that are costliest to forget](performance-details.md#levers).",
+            "- On GPUs, each rank sends and keeps as much as here. The times are different: measure them there.",
         ]
     )
 
@@ -45,21 +53,34 @@ def ratios_in_words(found, part, what):
 def training(records):
     return f"""## A training step
 
-The recipes' own loops, with SGD and momentum 0.9 in float32. A batch has 512 rows, input and output 1024 features, the
-hidden layer 4096. The pipeline has a layer of 1024 x 1024 on each rank, and 8 micro-batches. Fully sharded trains with
-Adam.
+The figures are our time, in the faster mode, divided by the peer's. Above 1 we are slower.
 
-PyTorch runs on gloo: DistributedDataParallel; DTensor; GPipe of distributed.pipelining; DTensor with an all-reduce
-of the gradients by hand; FSDP2. JAX runs jit on sharded arrays, in one process with a host device for each rank. It has
-no pipeline.
+{ratios_to_peers(records)}
+Two differences explain most ratios:
 
-The last columns are our time, in the faster mode, divided by the peer's. Above 1 we are slower.
+- PyTorch multiplies with MKL, and OneFlow with OpenBLAS. Which of them is faster depends on the CPU and on the size:
+  see [the limit](performance-details.md#the-limit) and [kernels](performance-details.md#kernels).
+- JAX's devices share one memory. Nothing that they exchange crosses a socket: see
+  [collectives](performance-details.md#collectives).
 
-{beside_peers(records)}
-Two differences explain most ratios. PyTorch multiplies with MKL, OneFlow with OpenBLAS: which is faster depends on the
-CPU and on the size ([the limit](performance-details.md#the-limit), [kernels](performance-details.md#kernels)). JAX's
-devices share one memory, so nothing that they exchange crosses a socket
-([collectives](performance-details.md#collectives)).
+The same steps in milliseconds:
+
+{times(records)}
+The recipes run their own loops in float32, with SGD and momentum 0.9. Fully sharded trains with Adam. A batch has 512
+rows, with 1024 features in and out and a hidden layer of 4096. The pipeline has a layer of 1024 x 1024 on each rank,
+and 8 micro-batches.
+
+PyTorch runs on gloo:
+
+| strategy | PyTorch |
+| --- | --- |
+| data parallel | DistributedDataParallel |
+| column-row | DTensor |
+| pipeline | GPipe of distributed.pipelining |
+| data x tensor | DTensor, with an all-reduce of the gradients by hand |
+| fully sharded | FSDP2 |
+
+JAX runs jit on sharded arrays, in one process with a host device for each rank. It has no pipeline.
 """
 
 
@@ -74,16 +95,22 @@ def gpt(records):
     header += ["update / step", "matmuls / step"]
     return f"""## A GPT
 
-A step of [gpt.py](../recipes/transformer/gpt.py): {SIZES["num_layers"]} layers, hidden size {SIZES["hidden_size"]},
-{heads} heads, {sequences} sequences of {length} characters, float32, AdamW. PyTorch: one process;
-DistributedDataParallel; DTensor, which also splits the vocabulary and the loss; FSDP2. It has its fused attention and
-its fused AdamW. JAX: jit on sharded arrays. All start from the same weights and train on the same text.
+A step of [gpt.py](../recipes/transformer/gpt.py) with {SIZES["num_layers"]} layers of hidden size
+{SIZES["hidden_size"]}, {heads} heads, and {sequences} sequences of {length} characters. It trains with AdamW in
+float32. Again, this is our time divided by the peer's:
 
-{each(records, differences)}
+{ratios_to_peers(records)}
+All sides start from the same weights and train on the same text. {each(records, differences)}
 
-{beside_peers(records)}
-Where the time goes, on at most one rank for each core: the parts of a step, OneFlow's in eager mode, and the matmuls of
-a rank with nothing else to do. Waiting for a message counts for the part that waits.
+The same steps in milliseconds:
+
+{times(records)}
+PyTorch runs one process, DistributedDataParallel, DTensor or FSDP2. With DTensor it also splits the vocabulary and the
+loss. It has its fused attention and its fused AdamW. JAX runs jit on sharded arrays.
+
+Where does the time go? The next table has the parts of a step, on at most one rank for each core. OneFlow runs in eager
+mode. The last times are the matmuls of a rank with nothing else to do. Waiting for a message counts for the part that
+waits.
 
 {by_cpu(header, records, parts_of_gpt, keys=3)}"""
 
@@ -101,9 +128,10 @@ def page(found):
     """The text of the page; found: {part: {CPU: record}}."""
     first = next(iter(next(iter(found.values())).values()))["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
-    texts = [INTRODUCTION.format(takeaways=takeaways(found), cores=first["cores"], versions=versions)]
+    texts = [INTRODUCTION.format(takeaways=takeaways(found))]
+    texts += [section(found[section.__name__]) for section in (training, gpt) if section.__name__ in found]
     missing = [section.__name__ for section in (training, gpt) if section.__name__ not in found]
     if missing:
         texts.append(left_out(missing))
-    texts += [section(found[section.__name__]) for section in (training, gpt) if section.__name__ in found]
+    texts.append(MEASURED.format(cores=first["cores"], versions=versions))
     return filled("\n\n".join(texts)) + "\n"

@@ -29,3 +29,10 @@ def test_bytes_and_memory_are_those_of_the_formulas(row):
             found = run["sent"][axis]
             off, explained = meshes.off(found, formula), (*row, axis, mode) in meshes.KNOWN
             Checks.equal(off, explained, *row, mode, axis, found, "is more than 5 % from", formula)
+
+
+def test_sequence_parallel_keeps_as_much_as_plain():
+    """The page says so, in place of a column."""
+    held = {row: [run["held"] for run in both] for row, both in by_row(FOUND).items()}
+    compared = [mesh for mesh, layout in held if layout == "sequence parallel"]
+    assert compared and all(held[mesh, "sequence parallel"] == held[mesh, "plain"] for mesh in compared)

@@ -20,32 +20,56 @@ MATMULS = {  # shapes of x and w
     "large w": ((720, 720), (720, 2160)),
 }
 
-# (mode, placements, old SBP, new SBP) -> what leaves all ranks in units of the tensor, the same in words, and why it is
-# not the formula. p1 ranks hold the tensor before, p2 after; on the same ranks both are p.
-ALL_TO_ALL = "an all-to-all from or to S(0) comes on top, where p divides both sizes; uneven splits keep to the formula"
-THROUGH_B = "the graph makes the whole tensor on the target's ranks first, as S to B does, and keeps it on the first"
-B_TO_B = "one rank sends it to one target as a P, and the targets add that up with zeros in an all-reduce"
+# (mode, placements, old SBP, new SBP) -> what leaves all ranks in units of the tensor, the same in words, and what each
+# rank sends and why. p1 ranks hold the tensor before, p2 after; on the same ranks both are p.
+ALL_TO_ALL = (
+    "Each rank sends (p-1)/p + (p-1)/p². The second part is an extra all-to-all between S(1) and S(0). It is left out"
+    " where p does not divide both sizes of the tensor."
+)
+GATHERS = (
+    "Each rank sends (p-1)/p. The graph gathers the whole tensor on every rank, as S → B does. The first rank keeps it"
+    " as its part of the sum, and the others keep zeros."
+)
+SENDS_WHOLE = (
+    "Each old rank sends its block to every new rank, as S → B does: p2/p1. From a single old rank, one copy is sent."
+)
+B_TO_B = (
+    "One old rank sends the tensor to one new rank. Then all new ranks add it to zeros in an all-reduce, for which each"
+    " sends 2(p2-1)/p2."
+)
+P_TO_P = "The old ranks add their parts first, in an all-reduce: each sends 2(p1-1)/p1. One of them then sends the sum."
 DEVIATIONS = {
     **dict.fromkeys(
         [("eager", "same", "S(1)", "B"), ("eager", "same", "P", "S(1)")],
         (lambda p, _: (p - 1) + (p - 1) / p, "(p-1) + (p-1)/p", ALL_TO_ALL),
     ),
-    **{("graph", "same", split, "P"): (lambda p, _: p - 1, "p-1", THROUGH_B) for split in ("S(0)", "S(1)")},
+    **{("graph", "same", split, "P"): (lambda p, _: p - 1, "p-1", GATHERS) for split in ("S(0)", "S(1)")},
     ("eager", "disjoint", "B", "B"): (lambda p1, p2: 1 + 2 * (p2 - 1), "1 + 2(p2-1)", B_TO_B),
-    ("eager", "disjoint", "P", "B"): (lambda p1, p2: p1 * p2, "p1 p2", "every rank sends its part to every target"),
-    ("eager", "disjoint", "P", "P"): (
-        lambda p1, p2: 1 + 2 * (p1 - 1),
-        "1 + 2(p1-1)",
-        "the sum is made first, in an all-reduce, and sent to one target",
+    ("eager", "disjoint", "P", "B"): (
+        lambda p1, p2: p1 * p2,
+        "p1 p2",
+        "Each old rank sends its part of the sum to every new rank: p2.",
     ),
+    ("eager", "disjoint", "P", "P"): (lambda p1, p2: 1 + 2 * (p1 - 1), "1 + 2(p1-1)", P_TO_P),
     **dict.fromkeys(
         [("graph", "disjoint", "S(0)", "P"), ("graph", "disjoint", "S(1)", "P")],
-        (lambda p1, p2: p2 if p1 > 1 else 1, "p2 (1 if p1 = 1)", THROUGH_B),
+        (lambda p1, p2: p2 if p1 > 1 else 1, "p2 (1 if p1 = 1)", SENDS_WHOLE),
     ),
 }
 # The paper's formulas in words, for the same p ranks and from p1 to p2 other ones: units of the tensor, all ranks.
 SAME_RANKS = {("S", "S"): "(p-1)/p", ("S", "B"): "p-1", ("P", "S"): "p-1", ("P", "B"): "2(p-1)"}
 OTHER_RANKS = {("S", "B"): "p2", ("B", "B"): "p2", ("P", "S"): "p1", ("P", "B"): "p1+p2-1", ("P", "P"): "p1"}
+# The same for a single rank. Of other ranks: what each old and each new one sends; any old one can send what is B.
+EACH_SENDS = {("S", "S"): "(p-1)/p²", ("S", "B"): "(p-1)/p", ("P", "S"): "(p-1)/p", ("P", "B"): "2(p-1)/p"}
+EACH_TO_OTHERS = {
+    ("B", "B"): ("p2/p1 on average", "0"),
+    ("B", "S"): ("1/p1 on average", "0"),
+    ("B", "P"): ("1/p1 on average", "0"),
+    ("S", "B"): ("p2/p1", "0"),
+    ("P", "S"): ("1", "0"),
+    ("P", "P"): ("1", "0"),
+    ("P", "B"): ("1", "(p2-1)/p2"),
+}
 
 
 def kind(source, target):
@@ -63,6 +87,16 @@ def formula_in_words(which, old, new):
     if which == "same":
         return "0" if old == new else SAME_RANKS.get((old[0], new[0]), "0")
     return OTHER_RANKS.get((old[0], new[0]), "1")
+
+
+def sent_by_each(old, new):
+    """What each of the same p ranks sends by the formula, in words."""
+    return "0" if old == new else EACH_SENDS.get((old[0], new[0]), "0")
+
+
+def sent_to_others(old, new):
+    """What each old and each new rank sends by the formula, in words, where no rank is both."""
+    return EACH_TO_OTHERS.get((old[0], new[0]), ("1/p1", "0"))
 
 
 def expected(mode, shape, old, new):

@@ -119,7 +119,7 @@ BATCH_NORM = {
 }
 ROWS = {  # (title, kind) -> {column: [Cell]}
     ("Linear", "Linear"): LINEAR,
-    ("Linear as [Column, Row](../recipes/your_model/tensor_parallel_module.py)", "Linear"): {
+    ("Linear as Column, Row", "Linear"): {
         "column": [LINEAR["column"][0]._replace(how=f"{TENSOR_PARALLEL}:Column")],
         "row": [Cell("S(1)", {"weight": "S(1)"}, {"forward": {"out": "all-reduce"}}, how=f"{TENSOR_PARALLEL}:Row")],
     },

@@ -13,7 +13,8 @@ ON_RANK = HARNESS / "measure" / "layers_refused.py"
 class Refused(NamedTuple):
     """What OneFlow refuses: a function of measure/layers_refused.py and its arguments, for each of `kinds`.
 
-    hangs: whether one rank raises and the others wait. runs: what is used instead, for each of `kinds` again.
+    why: a sentence for the page. hangs: whether one rank raises and the others wait. runs: what is used instead, for
+    each of `kinds` again.
     """
 
     what: str
@@ -23,39 +24,44 @@ class Refused(NamedTuple):
     runs: tuple = None
     kinds: tuple = ("LSTM", "GRU", "RNN")
     hangs: bool = False
+    why: str = ""
 
 
 RECURRENT, CELLS = "nn.LSTM, nn.GRU, nn.RNN", ("LSTMCell", "GRUCell", "RNNCell")
 REFUSED = [
     Refused(
-        f"{RECURRENT} with batch_first=True and x S(0), without h0: it is split by layers, fewer than ranks",
+        f"{RECURRENT} with batch_first=True, x S(0) and no h0",
         "forward",
         {"sbp": "S(0)", "batch_first": True},
         "h0 (and c0) in S(1), the dimension of their batch",
         ("recurrent_with_h0", {"sbp": "S(0)", "batch_first": True}, [False]),
+        why="OneFlow splits h0 by layers then, and there are fewer layers than ranks.",
     ),
     Refused(
-        f"{RECURRENT} in an nn.Graph with a split batch, with or without h0; the other ranks hang",
+        f"{RECURRENT} in an nn.Graph with a split batch, with or without h0",
         "forward",
         {"sbp": "S(1)", "graph": True},
         "a loop over nn.LSTMCell, nn.GRUCell or nn.RNNCell with x and h0 in S(0)",
         ("cell_in_a_loop", {}, [False, True]),
         hangs=True,
+        why="One rank raises this, and the other ranks hang.",
     ),
     Refused(
-        f"{RECURRENT} on local tensors of a rank above 0, so also in DistributedDataParallel",
+        f"{RECURRENT} on local tensors of a rank above 0",
         "local",
         {},
-        "global tensors, x and h0 in S(1)",
+        "global tensors, with x and h0 in S(1)",
         ("recurrent_with_h0", {"sbp": "S(1)"}, [False]),
+        why="DistributedDataParallel has such tensors.",
     ),
     Refused(
-        "nn.LSTMCell, nn.GRUCell, nn.RNNCell without h0, also on a single device",
+        "nn.LSTMCell, nn.GRUCell, nn.RNNCell without h0",
         "cell",
         {},
         "h0 (and c0) in S(0), as x",
         ("cell_in_a_loop", {}, [False, True]),
         CELLS,
+        why="This also fails on a single device.",
     ),
     Refused(
         "nn.SyncBatchNorm on the CPU",

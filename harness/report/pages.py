@@ -1,6 +1,5 @@
 """`launch.sh docs`: make docs/sbp-atlas.md and docs/layers.md from fresh runs."""
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -47,25 +46,27 @@ def page(results):
     return PAGE.read_text().format(
         shape=" x ".join(map(str, atlas.SHAPE)),
         megabytes=f"{4 * np.prod(atlas.SHAPE) / 1e6:.1f}",
-        headline=tables.conversions(found, tables.HEADLINE, "same", "disjoint"),
-        same=tables.conversions(found, atlas.PAIRS, "same"),
-        deviations=tables.deviations(),
+        example=tables.same_ranks(found, [("S(0)", "B")]),
+        same=tables.same_ranks(found),
+        same_deviations=tables.deviations("same"),
+        formulas=tables.formulas_of_other_ranks(),
         disjoint=disjoint,
+        disjoint_deviations=tables.deviations("disjoint"),
         overlapping=overlapping,
+        legal=tables.legal_signatures(found),
         signatures=tables.signatures(found),
+        larger=tables.larger_signatures(found),
         mesh=tables.mesh(results["run", "two_d_sbp", 4, "eager"]),
         mesh_graph=tables.graph_to_formula(results["run", "two_d_sbp", 4, "graph"]),
-        training=tables.training_costs(results),
+        sends=tables.training_sends(results),
+        keeps=tables.training_keeps(results),
     )
 
 
 def differs(old, new):
     """The first place where two texts differ, numbers with two decimals by more than 2 %; None if there is none."""
-    number = re.compile(r"\d+\.\d\d\b")
     for line, (one, other) in enumerate(zip(old.splitlines() + [""], new.splitlines() + [""]), 1):
-        pairs = list(zip(number.findall(one), number.findall(other)))
-        near = all(abs(float(a) - float(b)) <= 0.02 * float(a) + 0.011 for a, b in pairs)
-        if number.sub("#", one) != number.sub("#", other) or not near:
+        if not tables.alike(one, other):
             return f"line {line}: {one!r} is now {other!r}"
     return None if old.count("\n") == new.count("\n") else "the number of lines"
 

@@ -1,15 +1,16 @@
 """The tables of docs/sbp-atlas.md, from what was measured: "found" is what atlas.measured_on returns."""
 
 import itertools
+import re
 
 from harness.measure import theory
+from harness.measure.sbp import NAMES
 from harness.measure.steps import Move, tensors_and_moves
 from harness.report import atlas
 from harness.report.atlas import MATMULS, MODES, PAIRS
 from harness.report.runs import STRATEGIES, TRAINED_ON
 
-# Each kind of conversion once: S(0) and S(1) differ only where both are here.
-HEADLINE = [pair for pair in PAIRS if pair == ("S(1)", "B") or pair[0] != "S(1)" and pair != ("B", "S(1)")]
+FIGURE = re.compile(r"\d+\.\d\d\b")
 
 
 def units(number):
@@ -17,8 +18,10 @@ def units(number):
     return f"{number:.2f}" if number >= 0.02 else "0"
 
 
-def by_rank(sent):
-    return " ".join(map(units, sent))
+def by_rank(sent, separator=" "):
+    """A figure for each rank; one 0 if no rank sends anything."""
+    figures = [units(one) for one in sent]
+    return separator.join(figures) if set(figures) != {"0"} else "0"
 
 
 def table(header, rows):
@@ -26,30 +29,77 @@ def table(header, rows):
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
-def bold(text, sent, formula):
-    """Bold where what all ranks sent is not what the formula says."""
-    return text if abs(sent - formula) <= 0.02 * formula + 0.02 else f"**{text}**"
+def is_off(sent, formula):
+    """Whether what was sent is not what the formula says."""
+    return abs(sent - formula) > 0.02 * formula + 0.02
 
 
-def conversions(found, pairs, *kinds):
-    """Conversions between these pairs of SBPs, on 2, 3 and 4 ranks; kinds: of placements, "same" or "disjoint"."""
-    placements = {"same": atlas.SAME, "disjoint": atlas.DISJOINT}
+def bold(text, off):
+    return f"**{text}**" if off else text
 
-    def totals(old, new, kind, mode):
-        cells = []
-        for source, target in placements[kind].values():
-            sent = sum(found["conversions", tuple(source), tuple(target), mode][old, new])
-            cells.append(bold(units(sent), sent, atlas.formula(source, target, old, new).total))
-        return " · ".join(cells)
 
-    rows, columns = [], {"same": "same p ranks", "disjoint": "p1 → p2 other ranks"}
+def alike(one, other, apart=0.011):
+    """Whether two lines are the same text, with numbers of two decimals that differ by 2 % and `apart` at most."""
+    if FIGURE.sub("#", one) != FIGURE.sub("#", other):
+        return False
+    numbers = zip(FIGURE.findall(one), FIGURE.findall(other))
+    return all(abs(float(a) - float(b)) <= 0.02 * float(a) + apart for a, b in numbers)
+
+
+def folded(rows):
+    """Rows with the same figures as one: [(key, cells)] -> [([keys], cells of the first)]."""
+    groups = []
+    for key, cells in rows:
+        for keys, first in groups:
+            if alike(" | ".join(first), " | ".join(cells), apart=0.03):
+                keys.append(key)
+                break
+        else:
+            groups.append(([key], cells))
+    return groups
+
+
+def pairs_in_words(pairs):
+    """Such as "B → S(0), S(1)", a line for each list of targets."""
+    if len(pairs) == len(NAMES) and all(old == new for old, new in pairs):
+        return "any → the same"
+    targets, lines = {}, {}
+    for old, new in pairs:
+        targets.setdefault(old, []).append(new)
+    for old, news in targets.items():
+        lines.setdefault(sbps_in_words(news), []).append(old)
+    return "<br>".join(f"{sbps_in_words(olds)} → {news}" for news, olds in lines.items())
+
+
+def sbps_in_words(sbps):
+    return "any" if len(sbps) == len(NAMES) else ", ".join(sbps)
+
+
+def same_ranks(found, pairs=PAIRS):
+    """Conversions on the same 2, 3 and 4 ranks: what each of them sends."""
+
+    def each(pair, mode):
+        figures, off = [], False
+        for source, target in atlas.SAME.values():
+            sent = found["conversions", tuple(source), tuple(target), mode][pair]
+            figures.append(sum(sent) / len(sent))  # all ranks send as much: see test_atlas.py
+            off = off or is_off(sum(sent), atlas.formula(source, target, *pair).total)
+        return bold(by_rank(figures, " · "), off)
+
+    rows = []
     for pair in pairs:
-        row = [" → ".join(pair), atlas.formula([0, 1], [0, 1], *pair).collective]
-        for kind in kinds:
-            row += [atlas.formula_in_words(kind, *pair), *(totals(*pair, kind, mode) for mode in MODES)]
-        rows.append(row)
-    header = [name for kind in kinds for name in (columns[kind], *MODES)]
-    return table(["from → to", "collective", *header], rows)
+        collective, formula = atlas.formula([0, 1], [0, 1], *pair).collective, atlas.sent_by_each(*pair)
+        words = collective if formula == "0" else f"{collective}<br>{formula}"
+        rows.append((pair, [words, *(each(pair, mode) for mode in MODES)]))
+    lines = [[pairs_in_words(group), *cells] for group, cells in folded(rows)]
+    return table(["from → to", "collective, formula", *MODES], lines)
+
+
+def formulas_of_other_ranks():
+    """What each old and each new rank sends by the formula, for the kinds of conversions."""
+    rows = [(pair, list(atlas.sent_to_others(*pair))) for pair in PAIRS]
+    lines = [[pairs_in_words(group), *cells] for group, cells in folded(rows)]
+    return table(["from → to", "each old rank", "each new rank"], lines)
 
 
 def other_ranks(found, source, target):
@@ -57,39 +107,76 @@ def other_ranks(found, source, target):
     rows = []
     for pair in PAIRS:
         one = atlas.formula(source, target, *pair)
-        sent = [found["conversions", tuple(source), tuple(target), mode][pair] for mode in MODES]
-        cells = [bold(by_rank(ranks), sum(ranks), one.total) for ranks in sent]
-        rows.append([" → ".join(pair), one.collective, f"{one.total:.3g}", *cells])
-    return table(["from → to", "kind", "formula, in all", "eager, by rank", "graph, by rank"], rows)
+        measured = [found["conversions", tuple(source), tuple(target), mode][pair] for mode in MODES]
+        formula = f"{units(one.total)} from any"
+        if one.by_rank is not None:
+            formula = by_rank(of_each(one, rank) for rank in range(len(measured[0])))
+        rows.append((pair, [formula, *(bold(by_rank(sent), ranks_differ(sent, one)) for sent in measured)]))
+    lines = [[pairs_in_words(group), *cells] for group, cells in folded(rows)]
+    return table(["from → to", "formula", *MODES], lines)
 
 
-def deviations():
-    """Where OneFlow 0.9.0 does not keep to the formulas, one line for each reason."""
+def of_each(boxing, rank):
+    return boxing.by_rank.get(rank, 0.0)
+
+
+def ranks_differ(sent, boxing):
+    """Whether ranks did not send what the formula says; where it names no sender, whether all together did not."""
+    if boxing.by_rank is None:
+        return is_off(sum(sent), boxing.total)
+    return any(is_off(one, of_each(boxing, rank)) for rank, one in enumerate(sent))
+
+
+def deviations(which):
+    """Where OneFlow 0.9.0 does not keep to the formulas, one line for each reason; which: "same" or "disjoint"."""
     lines = {}
-    for (mode, which, old, new), (_, formula, why) in atlas.DEVIATIONS.items():
-        where = {"same": "on the same ranks", "disjoint": "to other ranks"}[which]
-        lines.setdefault(f"{mode}, {where}: {formula}. The bytes fit this: {why}.", []).append(f"{old} → {new}")
-    return "".join(f"- {' and '.join(pairs)}, {words}\n" for words, pairs in lines.items())
+    for (mode, kind, old, new), (_, _, why) in atlas.DEVIATIONS.items():
+        if kind == which:
+            lines.setdefault((mode, why), []).append(f"{old} → {new}")
+    return "".join(f"- **{' and '.join(pairs)}, {mode}**. {why}\n" for (mode, why), pairs in lines.items())
+
+
+def moved(found, x, w, which):
+    """The SBP of the product of two matrices, and what was moved for it, which follows from that SBP."""
+    out, _ = found["signatures", 2, which, "eager"][x, w]
+    shapes = zip((x, w), MATMULS[which])
+    inputs = [{"sbp": sbp, "ranks": [0, 1], "shape": shape, "item": 4} for sbp, shape in shapes]
+    return out, theory.matmul_boxings(inputs, {"sbp": out})
+
+
+def legal_signatures(found):
+    """The matmuls for which nothing moves, as a list."""
+    products = {pair: moved(found, *pair, "equal") for pair in PAIRS}
+    lines = [f"- {' @ '.join(pair)} = {out}" for pair, (out, moves) in products.items() if not moves]
+    return "\n".join(lines) + "\n"
+
+
+def moves_in_words(moves):
+    return ", ".join(f"{name} {one.change.replace('->', '→')}" for name, one in moves)
 
 
 def signatures(found):
-    """Every matmul: its product, what was moved for it, what that sent, and the same for larger x or w."""
-
-    def moved(x, w, which):
-        """The SBP of the product, and what was moved, which follows from it."""
-        out, _ = found["signatures", 2, which, "eager"][x, w]
-        shapes = zip((x, w), MATMULS[which])
-        inputs = [{"sbp": sbp, "ranks": [0, 1], "shape": shape, "item": 4} for sbp, shape in shapes]
-        words = theory.boxings_in_words(theory.matmul_boxings(inputs, {"sbp": out}), {"x": "x", "w": "w"})
-        return out, words.replace("->", "→")
-
+    """The other matmuls: what was moved first, the product, and what each of 2 ranks sent for it."""
     rows = []
     for pair in PAIRS:
-        sent = [sum(found["signatures", 2, "equal", mode][pair][1]) / (4 * 720 * 720) for mode in MODES]
-        larger = ["; ".join(moved(*pair, which)) for which in ("large x", "large w")]
-        rows.append([" @ ".join(pair), *moved(*pair, "equal"), *map(units, sent), *larger])
-    header = ["x @ w", "out", "what OneFlow moves", *MODES, "x 3 times as large", "w 3 times as large"]
-    return table(header, rows)
+        out, moves = moved(found, *pair, "equal")
+        if moves:
+            [(_, one)] = moves
+            sent = [sum(found["signatures", 2, "equal", mode][pair][1]) / (2 * 4 * 720 * 720) for mode in MODES]
+            product = f"{' @ '.join(pair)} = {out}"
+            rows.append([product, f"{moves_in_words(moves)}, {one.collective}", *map(units, sent)])
+    return table(["x @ w = out", "moves first", *MODES], rows)
+
+
+def larger_signatures(found):
+    """The matmuls for which something else moves when x or w is larger."""
+    rows = []
+    for pair in PAIRS:
+        equal, *larger = (moved(found, *pair, which) for which in MATMULS)
+        cells = [f"{moves_in_words(moves)}, out {out}" for out, moves in (equal, *larger)]
+        if len(set(cells)) > 1:
+            rows.append([" @ ".join(pair), *cells[1:]])
+    return table(["x @ w", "x is 3 times as large", "w is 3 times as large"], rows)
 
 
 def mesh(results):
@@ -97,9 +184,17 @@ def mesh(results):
     rows = []
     for move in (item for item in tensors_and_moves(results) if isinstance(item, Move)):
         amounts = [move.by_rank or [0] * 4, move.sent]
-        cells = [by_rank(sent[rank] / move.size for rank in range(4)) for sent in amounts]
-        rows.append([move.what, move.change, move.collective, *cells])
-    return table(["step", "from → to", "collective", "formula, by rank", "eager, by rank"], rows)
+        cells = [figure_of_all(sent[rank] / move.size for rank in range(4)) for sent in amounts]
+        what, change = (text.replace("->", "→") for text in (move.what, move.change))
+        step = f"{what}<br>{change}" if change else what
+        rows.append([step, move.collective, *cells])
+    return table(["step", "collective", "formula", "eager"], rows)
+
+
+def figure_of_all(sent):
+    """One figure if all ranks send as much."""
+    figures = by_rank(sent).split(" ")
+    return figures[0] if len(set(figures)) == 1 else " ".join(figures)
 
 
 def graph_to_formula(results):
@@ -108,32 +203,58 @@ def graph_to_formula(results):
     return f"{sum(call.sent) / call.formula:.2f}"
 
 
-KEPT = {  # heading -> bytes that a rank keeps between two steps; Adam's two moments lie as the weight does
-    "keeps weights": lambda kept: kept["weights"],
-    "gradients": lambda kept: kept["gradients"],
-    "Adam's moments": lambda kept: 2 * kept["weights"],
-}
+KEPT = ("weights", "gradients")
 
 
-def training_costs(results):
-    """What the rank that sends most sends in a step, and the one that keeps most keeps, in units of all weights.
+def runs_of(results, name):
+    """{(mode, number of ranks): what runs.training_run returned on each rank} of a recipe."""
+    runs = {}
+    for mode, n in itertools.product((*MODES, "only"), TRAINED_ON):
+        if ("step", name, n, mode) in results:
+            ranks = results["step", name, n, mode]
+            runs["graph" if ranks[0]["graph"] else "eager", n] = ranks
+    return runs
 
-    results: what runs.training_run returned on each rank, by its ("step", name, number of ranks, mode).
-    """
+
+def on_two_and_four(runs, mode, amount):
+    """The figure of the rank that has most, on 2 and on 4 ranks; a dash where the recipe does not run so."""
+    figures = [units(max(map(amount, runs[mode, n]))) if (mode, n) in runs else "–" for n in TRAINED_ON]
+    return " · ".join(figures) if set(figures) != {"–"} else "–"
+
+
+def recipes_by_strategy():
+    return sorted((strategy, name) for strategy, names in STRATEGIES.items() for name in names)
+
+
+def training_sends(results):
+    """What the rank that sends most sends in a step, in units of all weights; results: of `pages.calls`."""
     rows = []
-    for strategy, name in sorted((strategy, name) for strategy, names in STRATEGIES.items() for name in names):
-        runs = {}  # (mode, number of ranks) -> by rank
-        for mode, n in itertools.product((*MODES, "only"), TRAINED_ON):
-            if ("step", name, n, mode) in results:
-                ranks = results["step", name, n, mode]
-                runs["graph" if ranks[0]["graph"] else "eager", n] = ranks
+    for strategy, name in recipes_by_strategy():
+        runs = runs_of(results, name)
+        sent = [on_two_and_four(runs, mode, lambda one: one["sent"] / one["weights"]) for mode in MODES]
+        rows.append([f"{strategy}<br>{name}.py", *sent])
+    return table(["strategy", *MODES], rows)
+
+
+def training_keeps(results):
+    """What the rank that keeps most keeps from one step to the next, in units of all weights."""
+    rows = []
+    for strategy, name in recipes_by_strategy():
+        runs = runs_of(results, name)
         first = min(mode for mode, _ in runs)
+        cells = [on_two_and_four(runs, first, lambda one, of=of: one["kept"][of] / one["weights"]) for of in KEPT]
+        rows.append(((strategy, name), cells))
+    lines = [[strategies_in_words(group), *cells] for group, cells in folded(rows)]
+    return table(["strategy", *KEPT], lines)
 
-        def cell(mode, amount, runs=runs):
-            most = [max(map(amount, runs[mode, n])) if (mode, n) in runs else None for n in TRAINED_ON]
-            return " · ".join("–" if one is None else units(one) if one else "n/a" for one in most)
 
-        sent = [cell(mode, lambda one: one["sent"] / one["weights"]) for mode in MODES]
-        kept = [cell(first, lambda one, of=of: of(one["kept"]) / one["weights"]) for of in KEPT.values()]
-        rows.append([strategy, f"{name}.py", *sent, *kept])
-    return table(["strategy", "recipe", *(f"sends, {mode}" for mode in MODES), *KEPT], rows)
+def strategies_in_words(group):
+    """The strategies of a group of recipes, with the recipe's name where others of its strategy are not in it."""
+    names = {}
+    for strategy, name in group:
+        names.setdefault(strategy, []).append(f"{name}.py")
+    lines = [
+        strategy if len(names[strategy]) == len(STRATEGIES[strategy]) else f"{strategy} ({', '.join(names[strategy])})"
+        for strategy in names
+    ]
+    return "<br>".join(lines)

@@ -7,7 +7,7 @@ import pytest
 from harness.measure import theory
 from harness.measure.sbp import NAMES
 from harness.measure.steps import Move, tensors_and_moves
-from harness.report import atlas, pages, runs
+from harness.report import atlas, pages, runs, tables
 from harness.start.recipe import all_paths, entry, path_of
 from tests.background import step_call
 from tests.cases import CASES, GRAPH_ONLY, TRAINED, proven_on
@@ -57,16 +57,26 @@ def near(sent, wanted, *what):
     Checks.that(abs(sent - wanted) <= 0.02 * wanted + CONTROL * (wanted < 1e6), *what, "sent", sent, "not", wanted)
 
 
+def value(words, p):
+    """Of a formula as the page writes it."""
+    return eval(words.replace("2(", "2*(").replace("p²", "p**2").replace(" on average", ""), dict(p))
+
+
 @pytest.mark.parametrize("which, ranks", [("same", atlas.SAME), ("disjoint", atlas.DISJOINT)])
 def test_theory_is_that_of_the_paper(which, ranks):
     for old, new in atlas.PAIRS:
         for source, target in [*ranks.values(), *(([0, 1, 2], [3, 4, 5, 6]) for _ in [0] if which == "disjoint")]:
             p = {"p": len(source), "p1": len(source), "p2": len(target)}
-            formula = atlas.formula_in_words(which, old, new).replace("2(", "2*(")
             one = atlas.formula(source, target, old, new, shape=(12, 24))
-            Checks.that(abs(one.total - eval(formula, p)) < 1e-9, which, old, new, source, target, one)
-            if one.by_rank is not None:
-                Checks.that(abs(sum(one.by_rank.values()) - one.total) < 1e-9, which, old, new, one)
+            total = value(atlas.formula_in_words(which, old, new), p)
+            Checks.that(abs(one.total - total) < 1e-9, which, old, new, source, target, one)
+            by_rank = dict.fromkeys(source, value(atlas.sent_by_each(old, new), p))
+            if which == "disjoint":
+                before, after = (value(words, p) for words in atlas.sent_to_others(old, new))
+                by_rank = {**dict.fromkeys(source, before), **dict.fromkeys(target, after)}
+            Checks.that(abs(sum(by_rank.values()) - total) < 1e-9, which, old, new, by_rank, "is not", total)
+            for rank, sent in (one.by_rank or {}).items():
+                Checks.that(abs(sent - by_rank[rank]) < 1e-9, which, old, new, "rank", rank, one)
 
 
 def test_theory_of_uneven_blocks_and_meshes():
@@ -175,3 +185,14 @@ def test_difference_between_pages_is_seen():
     assert pages.differs(page, page.replace("1.00 |", "1.01 |")) is None
     for old, new in (("1.00 |", "1.05 |"), ("B", "S(0)"), ("0 |\n", "0.50 |\n"), ("| B", "x\n| B")):
         assert pages.differs(page, page.replace(old, new))
+
+
+def test_rows_with_the_same_figures_are_one():
+    rows = [(("B", "P"), ["send", "1.00 0"]), (("P", "P"), ["send", "1.01 0"]), (("P", "B"), ["send", "1.20 0"])]
+    rows += [(("S(0)", "P"), ["nothing", "1.00 0"])]
+    groups = [(tables.pairs_in_words(pairs), cells) for pairs, cells in tables.folded(rows)]
+    assert groups == [
+        ("B, P → P", ["send", "1.00 0"]),
+        ("P → B", ["send", "1.20 0"]),
+        ("S(0) → P", ["nothing", "1.00 0"]),
+    ]
