@@ -1,4 +1,4 @@
-"""The guides in Chinese have the code and the outputs of the English ones, and say which links lead to English pages."""
+"""The guides in Chinese have the code and outputs of the English ones, and say which links lead to English pages."""
 
 import re
 
