@@ -109,6 +109,13 @@ def test_gallery_shows_the_layouts_of_gpt():
     assert shown == {kind: ", ".join(sbps) for kind, sbps in table.items() if kind != "replicated"}
 
 
+@pytest.mark.parametrize("page, title", [(GALLERY, "Contents"), (CHINESE_GALLERY, "目录")], ids=["english", "chinese"])
+def test_contents_of_the_gallery_name_every_recipe_in_order(page, title):
+    recipes = [(section.title, slug(section.title)) for section in sections(page)]
+    links = re.findall(r"\[([^][]+)]\(#([^)]+)\)", chapter(page, title))
+    assert [(" ".join(words.split()), anchor) for words, anchor in links if anchor in dict(recipes).values()] == recipes
+
+
 @pytest.mark.parametrize("page", [GALLERY, CHINESE_GALLERY], ids=["english", "chinese"])
 def test_every_recipe_of_the_gallery_has_a_command_and_its_output(page):
     for section in sections(page):
