@@ -116,6 +116,13 @@ def test_gallery_shows_the_layouts_of_gpt():
     assert shown == {kind: ", ".join(sbps) for kind, sbps in table.items() if kind != "replicated"}
 
 
+@pytest.mark.parametrize("page, title", [(GALLERY, "Contents"), (CHINESE_GALLERY, "目录")], ids=["english", "chinese"])
+def test_contents_of_the_gallery_name_every_recipe_in_order(page, title):
+    recipes = [(section.title, slug(section.title)) for section in sections(page)]
+    links = re.findall(r"\[([^][]+)]\(#([^)]+)\)", chapter(page, title))
+    assert [(" ".join(words.split()), anchor) for words, anchor in links if anchor in dict(recipes).values()] == recipes
+
+
 @pytest.mark.parametrize("page", [GALLERY, CHINESE_GALLERY], ids=["english", "chinese"])
 def test_every_recipe_of_the_gallery_has_a_command_and_its_output(page):
     for section in sections(page):
@@ -137,7 +144,7 @@ def test_every_topic_of_training_is_found_by_its_name_in_pytorch():
     assert {*CASES, *WITHOUT_CASE} - set(ONE_LAYER) - own_ways <= linked
 
 
-CODE = re.compile(r"`[^`]*`|\w+\.py|[@=→]|\*\*\d|\d(?:[\d.]*\d)?")
+CODE = re.compile(r"`[^`]*`|²|\w+\.py|[@=→]|\*\*\d|\d(?:[\d.]*\d)?")
 
 
 @pytest.mark.parametrize("page", PAIRS)

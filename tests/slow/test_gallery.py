@@ -1,4 +1,4 @@
-"""Every command on the page of the recipes prints what the page shows. They run while other tests do: see conftest.py."""
+"""Every command on the page of the recipes prints what the page shows. They run while other tests do."""
 
 import re
 import shlex
