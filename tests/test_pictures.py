@@ -36,6 +36,7 @@ from tests.drawings import (
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 GROUNDS = {"": "#ffffff", "-dark": "#0d1117"}  # of GitHub's pages
+MOVES = {"": "#a5308a", "-dark": "#f08bd8"}  # the colour of what ranks send each other, and of nothing else
 SHOWN = (830, 358)  # pixels of a page's text on a screen, and on a phone that is 390 wide
 ALL = (*NAMES, "gpt_losses")  # this one by ./launch.sh meshes
 DRAWN = pytest.mark.parametrize("name, theme", list(itertools.product(ALL, THEMES)))
@@ -124,6 +125,19 @@ def test_light_and_dark_differ_in_colours_only(name):
 
 def both_themes(names):
     return pytest.mark.parametrize("name, theme", list(itertools.product(names, THEMES)))
+
+
+@both_themes(NAMES)
+def test_what_moves_has_one_colour(name, theme):
+    root = picture(name, theme)
+    arrows = [one.get("stroke") for one in root.iter(f"{SVG}polyline")]
+    arrows += [one.get("fill") for one in root.iter(f"{SVG}polygon")]
+    steps = groups(root, "step")
+    local = [one for one in steps if one.get("data-step").split()[0] in ("forward", "backward", "update")]
+    collectives = [rect for one in steps if one not in local for rect in one.iter(f"{SVG}rect")]
+    assert {*arrows, *(rect.get("fill") for rect in collectives)} <= {MOVES[theme]}
+    others = [one for group in (*local, *groups(root, "tensor"), *groups(root, "kept")) for one in group.iter()]
+    assert MOVES[theme] not in [one.get(key) for one in others for key in ("fill", "stroke")]
 
 
 def cells_of(group):
