@@ -90,11 +90,11 @@ def plan(records):
 
 How well does [plan](choosing.md) predict a step? These are steps of gpt.py in a graph on 2 ranks, one on each core.
 The plan takes three rates from the same run: the arithmetic of a step on one rank, an all-reduce of 16 MB, and an
-update.
+update. The ratio is the plan's time divided by the measured one.
 
 {each(records, orders)}
 
-{by_cpu(["D x T x P", "measured, ms", "plan, ms", "plan / measured"], records, rows)}"""
+{by_cpu(["D x T x P", "measured, ms", "plan, ms", "ratio"], records, rows)}"""
 
 
 def levers(records):
