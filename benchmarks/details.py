@@ -8,7 +8,7 @@ INTRODUCTION = """# Performance: the details
 [README](../README.md) · [all pages](README.md) · [performance](performance.md), the short page
 
 [The short page](performance.md) has ratios to PyTorch and JAX. This page says where they come from. `./launch.sh bench`
-makes it too. Where a table has one CPU, that CPU stands in [the last table](#when-and-on-what).
+makes it too. Where a table does not name the CPU, [the last table](#when-and-on-what) does.
 """
 
 
