@@ -8,7 +8,7 @@ INTRODUCTION = """# Performance: the details
 [README](../README.md) · [all pages](README.md) · [performance](performance.md), the short page
 
 [The short page](performance.md) has ratios to PyTorch and JAX. This page says where they come from. `./launch.sh bench`
-makes it too. Where a table has one CPU, that CPU stands in [the last table](#when-and-on-what).
+makes it too. Where a table does not name the CPU, [the last table](#when-and-on-what) does.
 """
 
 ALT = {  # what is in a plot
@@ -99,11 +99,11 @@ def plan(records):
 
 How well does [plan](choosing.md) predict a step? These are steps of gpt.py in a graph on 2 ranks, one on each core.
 The plan takes three rates from the same run: the arithmetic of a step on one rank, an all-reduce of 16 MB, and an
-update.
+update. The ratio is the plan's time divided by the measured one.
 
 {each(records, orders)}
 
-{by_cpu(["D x T x P", "measured, ms", "plan, ms", "plan / measured"], records, rows)}"""
+{by_cpu(["D x T x P", "measured, ms", "plan, ms", "ratio"], records, rows)}"""
 
 
 def levers(records):

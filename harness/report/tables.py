@@ -61,8 +61,10 @@ def folded(rows):
 
 def pairs_in_words(pairs):
     """Such as "B → S(0), S(1)", a line for each list of targets."""
-    if len(pairs) == len(NAMES) and all(old == new for old, new in pairs):
-        return "any → the same"
+    if len(pairs) > 1 and all(old == new for old, new in pairs):
+        return f"{sbps_in_words([old for old, _ in pairs])} → the same"
+    if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
+        return " ↔ ".join(pairs[0])
     targets, lines = {}, {}
     for old, new in pairs:
         targets.setdefault(old, []).append(new)

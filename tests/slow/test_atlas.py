@@ -196,3 +196,6 @@ def test_rows_with_the_same_figures_are_one():
         ("P → B", ["send", "1.20 0"]),
         ("S(0) → P", ["nothing", "1.00 0"]),
     ]
+    assert tables.pairs_in_words([("S(0)", "S(1)"), ("S(1)", "S(0)")]) == "S(0) ↔ S(1)"
+    assert tables.pairs_in_words([("S(0)", "S(0)"), ("S(1)", "S(1)")]) == "S(0), S(1) → the same"
+    assert tables.pairs_in_words([(old, "B") for old in ("B", "S(0)", "S(1)", "P")]) == "any → B"
