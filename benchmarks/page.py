@@ -18,7 +18,7 @@ MEASURED = """## How this is measured
   several turns of one run.
 - The ranks of OneFlow and of PyTorch are bound to their cores. Each CPU here has {cores} cores. Where there are more
   ranks than cores, ranks share them.
-- The versions: {versions}.
+- The versions: oneflow {oneflow}, with the packages of requirements.txt; for the peers {versions}.
 
 [The details](performance-details.md) have the kernels, the collectives, scaling and launch times, and the date of each
 measurement.
@@ -31,11 +31,11 @@ def takeaways(found):
         [
             *(ratios_in_words(found, "training", "A step of the small models below")),
             *(ratios_in_words(found, "gpt", "A step of a GPT")),
-            "- A pipeline needs a graph: only there its stages overlap. Otherwise neither eager mode nor nn.Graph is",
+            "- A pipeline needs a graph: only there do its stages overlap. Otherwise neither eager mode nor nn.Graph is",
             "  always faster.",
             "- On a slow link, choose the strategy that sends least at your sizes. The",
             "  [atlas](sbp-atlas.md#what-a-training-step-costs) has what each strategy sends.",
-            "- Start at most one rank for each core. More ranks take time from each other.",
+            "- Start at most one rank for each core. Beyond that, ranks compete for cores.",
             "- Start the ranks with `launch.sh`. It binds each rank to its cores and loads a current OpenBLAS, the two",
             "  [options that are costliest to forget](performance-details.md#levers).",
             "- On GPUs, each rank sends and keeps as much as here. The times are different: measure them there.",
@@ -91,8 +91,7 @@ def gpt(records):
         largest = max(row["difference"] for row in data)
         return f"On the {cpu}, no loss of the first {TRAINED} steps differs from PyTorch's by more than {largest:.1g}."
 
-    header = ["strategy", "ranks", "side", "step, ms", "forward", "backward", "update", "matmuls alone"]
-    header += ["update / step", "matmuls / step"]
+    header = ["strategy", "ranks", "side", "matmuls alone, ms", "of a step", "update, ms", "of a step"]
     return f"""## A GPT
 
 A step of [gpt.py](../recipes/transformer/gpt.py) with {SIZES["num_layers"]} layers of hidden size
@@ -108,9 +107,9 @@ The same steps in milliseconds:
 PyTorch runs one process, DistributedDataParallel, DTensor or FSDP2. With DTensor it also splits the vocabulary and the
 loss. It has its fused attention and its fused AdamW. JAX runs jit on sharded arrays.
 
-Where does the time go? The next table has the parts of a step, on at most one rank for each core. OneFlow runs in eager
-mode. The last times are the matmuls of a rank with nothing else to do. Waiting for a message counts for the part that
-waits.
+Where does the time go? "Matmuls alone" is all matmuls of one rank's step, timed with nothing else running. The update is
+AdamW's. OneFlow runs in eager mode, with at most one rank for each core. A share of a step is that of the milliseconds
+above.
 
 {by_cpu(header, records, parts_of_gpt, keys=3)}"""
 
@@ -118,20 +117,20 @@ waits.
 def parts_of_gpt(data):
     for row in (row for row in data if "parts" in row):
         for side, parts in row["parts"].items():
-            step, rest = parts["step"], parts["step"] - parts["backward"] - parts["update"]
-            times = (step, rest, parts["backward"], parts["update"], parts["matmuls"])
-            shares = [percent(parts[part] / step) for part in ("update", "matmuls")]
-            yield [row["strategy"], row["ranks"], side, *map(ms, times), *shares]
+            step = row["seconds"]["eager" if side == "OneFlow" else side]
+            times = [(ms(parts[part]), percent(parts[part] / step)) for part in ("matmuls", "update")]
+            yield [row["strategy"], row["ranks"], side, *sum(times, ())]
 
 
 def page(found):
     """The text of the page; found: {part: {CPU: record}}."""
     first = next(iter(next(iter(found.values())).values()))["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
+    oneflow, *peers = first["versions"].items()
+    versions = ", ".join(f"{name} {number}" for name, number in peers)
     texts = [INTRODUCTION.format(takeaways=takeaways(found))]
     texts += [section(found[section.__name__]) for section in (training, gpt) if section.__name__ in found]
     missing = [section.__name__ for section in (training, gpt) if section.__name__ not in found]
     if missing:
         texts.append(left_out(missing))
-    texts.append(MEASURED.format(cores=first["cores"], versions=versions))
+    texts.append(MEASURED.format(cores=first["cores"], oneflow=oneflow[1], versions=versions))
     return filled("\n\n".join(texts)) + "\n"
