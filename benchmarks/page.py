@@ -31,8 +31,8 @@ def takeaways(found):
         [
             *(ratios_in_words(found, "training", "A step of the small models below")),
             *(ratios_in_words(found, "gpt", "A step of a GPT")),
-            "- A pipeline needs a graph: only there do its stages overlap. Otherwise neither eager mode nor nn.Graph is",
-            "  always faster.",
+            "- A pipeline needs a graph: only there do its stages overlap. Otherwise neither eager mode nor nn.Graph",
+            "  is always faster.",
             "- On a slow link, choose the strategy that sends least at your sizes. The",
             "  [atlas](sbp-atlas.md#what-a-training-step-costs) has what each strategy sends.",
             "- Start at most one rank for each core. Beyond that, ranks compete for cores.",
@@ -107,9 +107,9 @@ The same steps in milliseconds:
 PyTorch runs one process, DistributedDataParallel, DTensor or FSDP2. With DTensor it also splits the vocabulary and the
 loss. It has its fused attention and its fused AdamW. JAX runs jit on sharded arrays.
 
-Where does the time go? "Matmuls alone" is all matmuls of one rank's step, timed with nothing else running. The update is
-AdamW's. OneFlow runs in eager mode, with at most one rank for each core. A share of a step is that of the milliseconds
-above.
+Where does the time go? "Matmuls alone" is all matmuls of one rank's step, timed with nothing else running. The update
+is AdamW's. OneFlow runs in eager mode, with at most one rank for each core. A share of a step is that of the
+milliseconds above.
 
 {by_cpu(header, records, parts_of_gpt, keys=3)}"""
 
