@@ -178,7 +178,9 @@ def test_scancel_ends_all(cluster, checkout, waiting):
 
 
 @installs
-@pytest.mark.parametrize("start", ["srun --job-name=shows --nodes=2 --ntasks-per-node=2", "mpirun --host host0:2,host1:2"])
+@pytest.mark.parametrize(
+    "start", ["srun --job-name=shows --nodes=2 --ntasks-per-node=2", "mpirun --host host0:2,host1:2"]
+)
 def test_signal_shows_where_each_rank_is_and_the_job_continues(cluster, checkout, start):
     """As docs/errors-hangs.md says."""
     job = cluster.run(f"{start} ./launch.sh sleeps.py", cwd=checkout).until("ready", times=4)
