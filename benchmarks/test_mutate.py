@@ -12,7 +12,7 @@ from harness.start.recipe import path_of
 from tests.cases import CASES, ROOT, WITHOUT_CASE
 from tests.cases.ladder import OBSERVE
 
-README = ROOT / "README.md"
+README, TESTING = ROOT / "README.md", ROOT / "docs" / "testing.md"
 
 # What a lesson says -> how many mutants each place has, at least, that begin with it.
 PLACES = {
@@ -43,7 +43,12 @@ def test_every_recipe_is_broken_in_every_layout_and_every_cure_that_it_states():
         for words, times in METHODS.items():
             assert sum(words in change for change in changes) >= times * lesson(code).count(words), (name, words)
         assert all(source != mutant.source and ast.parse(mutant.source) for mutant in found)
-    assert f"in {total:,} ways" in README.read_text().replace("\n", " ")
+    for page in (README, TESTING):
+        assert f"in {total:,} ways" in page.read_text().replace("\n", " "), page
+
+
+def test_page_says_how_many_patterns_have_a_reason():
+    assert f"which has {len(mutate.EQUIVALENT)} patterns" in TESTING.read_text().replace("\n", " ")
 
 
 PLANNED = """

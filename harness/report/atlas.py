@@ -24,7 +24,7 @@ MATMULS = {  # shapes of x and w
 # rank sends and why. p1 ranks hold the tensor before, p2 after; on the same ranks both are p.
 ALL_TO_ALL = (
     "Each rank sends (p-1)/p + (p-1)/p². The second part is an extra all-to-all between S(1) and S(0). It is left out"
-    " where p does not divide both sizes of the tensor."
+    " unless p divides both dimensions."
 )
 GATHERS = (
     "Each rank sends (p-1)/p. The graph gathers the whole tensor on every rank, as S → B does. The first rank keeps it"

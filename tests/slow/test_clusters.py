@@ -178,6 +178,25 @@ def test_scancel_ends_all(cluster, checkout, waiting):
 
 
 @installs
+@pytest.mark.parametrize(
+    "start", ["srun --job-name=shows --nodes=2 --ntasks-per-node=2", "mpirun --host host0:2,host1:2"]
+)
+def test_signal_shows_where_each_rank_is_and_the_job_continues(cluster, checkout, start):
+    """As docs/errors-hangs.md says."""
+    job = cluster.run(f"{start} ./launch.sh sleeps.py", cwd=checkout).until("ready", times=4)
+    if start.startswith("srun"):
+        assert cluster.run("scancel --signal=USR1 --name=shows").wait().code == 0
+    else:
+        [mpirun] = job.alive(b"mpirun\0--host\0")
+        os.kill(mpirun, signal.SIGUSR1)
+    for rank in range(4):
+        job.until(f'[{rank}]   File "{checkout}/sleeps.py", line', stream="stderr")
+    assert job.process.poll() is None
+    os.killpg(job.process.pid, signal.SIGTERM)
+    assert ended([job]) and job.code != 0
+
+
+@installs
 def test_interrupt_ends_all_over_ssh(cluster, checkout, waiting):
     job = cluster.run("bash over_ssh.sh -n 2 sleeps.py", cwd=checkout).until("ready", times=4)
     assert len(job.ranks()) == 4

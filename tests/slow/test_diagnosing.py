@@ -16,7 +16,9 @@ import io
 import os
 import re
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import sysconfig
 import time
@@ -285,8 +287,34 @@ def test_block_on_ranks_of_a_pool(block, own_pools, tmp_path):
         assert not missing(block, plain(text, tmp_path)), text
 
 
-def test_two_jobs_on_one_port_exchange_ranks(jobs):
+def test_two_jobs_on_one_port_get_each_others_ranks(jobs):
     assert jobs["port"].result() == [["[1.0, 2.0]"] * 2, ["[2.0, 1.0]"] * 2]  # not [1.0, 1.0] and [2.0, 2.0]
+
+
+WAITS = "import time\nprint('ready', flush=True)\ntime.sleep(1000)\n"
+
+
+def test_pattern_of_the_page_signals_the_launcher_alone(tmp_path):
+    """Each rank then prints its line once, as the launcher passes the signal on."""
+    [pattern] = set(re.findall("`pkill -USR1 -f '([^']+)'`", TEXT))
+    script = tmp_path / f"{tmp_path.parent.name}-{os.getpid()}.py"  # no other job has this name
+    script.write_text(WAITS)
+    job = Run(LAUNCH, "-n", 2, script).until("ready", times=2)
+    found = subprocess.run(["pgrep", "-f", pattern.replace("mine.py", script.name)], stdout=subprocess.PIPE, text=True)
+    assert found.stdout.split() == [str(job.process.pid)]
+    job.process.send_signal(signal.SIGUSR1)
+    job.until(script.name, times=2, stream="stderr")
+    job.kill()
+    assert all(job.wait().err.count(f"[{rank}] Stack (most recent call first)") == 1 for rank in (0, 1))
+
+
+def test_yardstick_is_that_of_the_page_of_the_gpt():
+    words = " ".join(PAGES["silently-wrong.md"].split())
+    [losses] = re.findall(r"within ([\de.-]+) of those", words)
+    [gradients] = re.findall(r"within ([\de.-]+) of the largest", words)
+    gpt = " ".join(INDEX.with_name("gpt.md").read_text().split())
+    assert f"differ from the reference by at most {losses}." in gpt
+    assert f"gradients of the first step differ by at most {gradients}, relative to" in gpt
 
 
 def test_what_only_tests_read_stands_in_the_text_too():
