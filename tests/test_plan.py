@@ -183,7 +183,7 @@ def test_printed_command_runs_gpt_py(pools):
     options += ["--global-batch-size", "4", "--gpus-per-host", "2", "--device", "cpu"]
     *_, command = plan.lines(plan.parser().parse_args(options))
     front, arguments = command.replace("\\\n", "").split(" gpt ")
-    assert front.split() == ["./launch.sh", "-n", "2"]
+    assert front.split() == ["./launch.sh", "-n", "2", "--timeout", "0"]
     main = f"{ROOT / 'harness' / 'measure' / 'main.py'}:main_of"
     short = ["--steps", "1", "--sample-tokens", "1"]
     for code, _, err in pools(2).call(main, path=str(path_of("gpt")), arguments=[*arguments.split(), *short]):
@@ -206,9 +206,39 @@ def test_plan_says_the_first_the_second_and_how_to_run_it(capsys):
         "The second, ",
         "mixed precision",
         "--nnodes 2",
-        "-n 8 gpt",
+        "-n 8 --timeout 0 gpt",
     ):
         assert what in said
+
+
+@pytest.mark.parametrize(
+    "memory, says, runs",
+    [
+        (None, "take full recomputation, which needs about 30.0 GB", "--recompute full"),
+        (80, "take micro-batch 2, which needs about 54.7 GB", "--micro-batches 16"),
+    ],
+)
+def test_command_trains_a_layout_that_fits_in_float32(memory, says, runs):
+    case = plan.case_of(plan.parser().parse_args(words(memory=memory)))
+    layout = cost.ranked(case.model, case.batch_size, case.cluster)[0][0].layout
+    nearest = report.layout_in_float32(layout, case)
+    assert nearest.mesh == layout.mesh and report.in_float32(nearest, case) <= case.cluster.memory
+    said = "\n".join(report.command(layout, case))
+    assert says in said and runs in said and " --timeout 0 " in said
+
+
+@pytest.mark.parametrize(
+    "memory, recompute, says",
+    [
+        (1, "none", "which needs about 54.7 GB a rank, too much for these devices, take fewer layers:"),
+        (80, "none", "in float32, which needs about 54.7 GB a rank:"),
+        (80, "selective", "take no recomputation, which needs about 54.7 GB a rank:"),
+    ],
+)
+def test_what_is_said_of_a_layout_in_float32(memory, recompute, says):
+    case = plan.case_of(plan.parser().parse_args(words(memory=memory)))
+    said = "\n".join(report.command(cost.Layout(16, 1, 1, 2, recompute=recompute), case))
+    assert says in said and "--micro-batches 16" in said and "--recompute" not in said
 
 
 def test_it_explains_a_mesh_that_is_slower_and_one_that_does_not_fit(capsys):
