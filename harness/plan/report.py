@@ -211,9 +211,10 @@ def command(layout, case):
         nearest = layout_in_float32(layout, case)
         yield f"No recipe runs this plan as it is: gpt.py has no {', no '.join(lacks)}."
         yield "docs/your-model.md shows how to lay out a model of your own."
-        yield f"To try the mesh with gpt.py in float32, {how_in_float32(layout, nearest, case)}:"
+        end = "." if case.cluster.hosts > 1 else ":"
+        yield f"To try the mesh with gpt.py in float32, {how_in_float32(layout, nearest, case)}{end}"
         layout = nearest
-    elif case.cluster.hosts > 1:
+    if case.cluster.hosts > 1:
         yield "On each host, with its own number for K:"
     yield run_of_gpt(layout, case)
 
