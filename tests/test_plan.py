@@ -112,6 +112,18 @@ def test_hardly_any_bandwidth_leaves_a_pipeline():
     assert fit[0].layout.pipeline == 8
 
 
+def test_slow_links_between_hosts_make_tensor_parallel_over_them_slow():
+    """As docs/choosing.md says of 175 billion parameters on 128 hosts."""
+    model = dataclasses.replace(MODEL, num_layers=96, hidden_size=12288, num_heads=96)
+    slower = {}
+    for between in (200, 25):
+        fit, _ = cost.ranked(model, 1536, cluster_of(128, 8, between=between * GB))
+        times = {one.layout.mesh: one.seconds for one in report.best_of_each_mesh(fit)}
+        assert fit[0].layout.mesh == (16, 8, 8)
+        slower[between] = times[16, 16, 4] / times[16, 8, 8]
+    assert 1.03 < slower[200] < 1.05 and 1.8 < slower[25] < 2
+
+
 def cases(count):
     """Random models and clusters, from a seed."""
     rng = random.Random(0)
