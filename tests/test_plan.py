@@ -112,6 +112,18 @@ def test_hardly_any_bandwidth_leaves_a_pipeline():
     assert fit[0].layout.pipeline == 8
 
 
+def test_slow_links_between_hosts_make_tensor_parallel_over_them_slow():
+    """As docs/choosing.md says of 175 billion parameters on 128 hosts."""
+    model = dataclasses.replace(MODEL, num_layers=96, hidden_size=12288, num_heads=96)
+    slower = {}
+    for between in (200, 25):
+        fit, _ = cost.ranked(model, 1536, cluster_of(128, 8, between=between * GB))
+        times = {one.layout.mesh: one.seconds for one in report.best_of_each_mesh(fit)}
+        assert fit[0].layout.mesh == (16, 8, 8)
+        slower[between] = times[16, 16, 4] / times[16, 8, 8]
+    assert 1.03 < slower[200] < 1.05 and 1.8 < slower[25] < 2
+
+
 def cases(count):
     """Random models and clusters, from a seed."""
     rng = random.Random(0)
@@ -183,7 +195,7 @@ def test_printed_command_runs_gpt_py(pools):
     options += ["--global-batch-size", "4", "--gpus-per-host", "2", "--device", "cpu"]
     *_, command = plan.lines(plan.parser().parse_args(options))
     front, arguments = command.replace("\\\n", "").split(" gpt ")
-    assert front.split() == ["./launch.sh", "-n", "2"]
+    assert front.split() == ["./launch.sh", "-n", "2", "--timeout", "0"]
     main = f"{ROOT / 'harness' / 'measure' / 'main.py'}:main_of"
     short = ["--steps", "1", "--sample-tokens", "1"]
     for code, _, err in pools(2).call(main, path=str(path_of("gpt")), arguments=[*arguments.split(), *short]):
@@ -206,9 +218,39 @@ def test_plan_says_the_first_the_second_and_how_to_run_it(capsys):
         "The second, ",
         "mixed precision",
         "--nnodes 2",
-        "-n 8 gpt",
+        "-n 8 --timeout 0 gpt",
     ):
         assert what in said
+
+
+@pytest.mark.parametrize(
+    "memory, says, runs",
+    [
+        (None, "take full recomputation, which needs about 30.0 GB", "--recompute full"),
+        (80, "take micro-batch 2, which needs about 54.7 GB", "--micro-batches 16"),
+    ],
+)
+def test_command_trains_a_layout_that_fits_in_float32(memory, says, runs):
+    case = plan.case_of(plan.parser().parse_args(words(memory=memory)))
+    layout = cost.ranked(case.model, case.batch_size, case.cluster)[0][0].layout
+    nearest = report.layout_in_float32(layout, case)
+    assert nearest.mesh == layout.mesh and report.in_float32(nearest, case) <= case.cluster.memory
+    said = "\n".join(report.command(layout, case))
+    assert says in said and runs in said and " --timeout 0 " in said
+
+
+@pytest.mark.parametrize(
+    "memory, recompute, says",
+    [
+        (1, "none", "which needs about 54.7 GB a rank, too much for these devices, take fewer layers."),
+        (80, "none", "in float32, which needs about 54.7 GB a rank."),
+        (80, "selective", "take no recomputation, which needs about 54.7 GB a rank."),
+    ],
+)
+def test_what_is_said_of_a_layout_in_float32(memory, recompute, says):
+    case = plan.case_of(plan.parser().parse_args(words(memory=memory)))
+    said = "\n".join(report.command(cost.Layout(16, 1, 1, 2, recompute=recompute), case))
+    assert says in said and "number for K:" in said and "--micro-batches 16" in said and "--recompute" not in said
 
 
 def test_it_explains_a_mesh_that_is_slower_and_one_that_does_not_fit(capsys):

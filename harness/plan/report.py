@@ -12,15 +12,15 @@ TIE = 1.1  # times as long: the plan itself may be off by as much
 PARTS = {  # of a step's time, as one says them
     "matmuls": "matmuls",
     "weights": "reads of the weights in each micro-batch",
-    "tensor": "sends of the tensor axis",
-    "pipeline": "sends between stages",
+    "tensor": "tensor-axis communication",
+    "pipeline": "communication between stages",
     "idle": "idle stages",
-    "data": "sends of the data axis",
+    "data": "data-axis communication",
     "update": "the update",
 }
 CHANGES = {  # what of a cluster one may change -> what it is called
-    "between": "the hosts sent {} faster to each other",
-    "inside": "the devices of a host sent {} faster to each other",
+    "between": "the bandwidth between hosts were {} higher",
+    "inside": "intra-host bandwidth were {} higher",
     "flops": "the devices computed {} faster",
 }
 
@@ -205,37 +205,68 @@ def about_second(first, second, case):
 
 
 def command(layout, case):
-    """The lines that run a layout, or why no recipe does."""
-    model, cluster = case.model, case.cluster
-    data, tensor, pipeline = layout.mesh
+    """The lines that run a layout, or why no recipe does and what comes near."""
     lacks = missing_in_gpt(layout, case)
     if lacks:
+        nearest = layout_in_float32(layout, case)
         yield f"No recipe runs this plan as it is: gpt.py has no {', no '.join(lacks)}."
         yield "docs/your-model.md shows how to lay out a model of your own."
-        yield f"To try the mesh with gpt.py, {in_float32(layout, case)}:"
-    elif cluster.hosts > 1:
+        end = "." if case.cluster.hosts > 1 else ":"
+        yield f"To try the mesh with gpt.py in float32, {how_in_float32(layout, nearest, case)}{end}"
+        layout = nearest
+    if case.cluster.hosts > 1:
         yield "On each host, with its own number for K:"
+    yield run_of_gpt(layout, case)
+
+
+def run_of_gpt(layout, case):
+    """The command that trains a layout, without launch.sh's time limit."""
+    model, cluster = case.model, case.cluster
+    data, tensor, pipeline = layout.mesh
     hosts = f"--nnodes {cluster.hosts} --node_rank K --master_addr HOST0 " if cluster.hosts > 1 else ""
     device = " --device cuda" if case.on_gpus else ""
     options = ["--sequence-parallel"] * layout.sequence_parallel + ["--shard-weights"] * layout.shard_weights
     options += ["--recompute full"] * (layout.recompute == "full")
     parts = [
-        f"./launch.sh {hosts}-n {cluster.ranks_per_host} gpt{device} --graph",
-        " ".join([f"--data {data} --tensor {tensor} --pipeline {pipeline}", *options]),
+        f"./launch.sh {hosts}-n {cluster.ranks_per_host} --timeout 0 gpt{device}",
+        " ".join([f"--graph --data {data} --tensor {tensor} --pipeline {pipeline}", *options]),
         f"--num-layers {model.num_layers} --hidden-size {model.hidden_size} --num-heads {model.num_heads}"
         f" --seq-len {model.seq_len}",
         f"--batch-size {case.batch_size} --micro-batches {layout.micro_batches(case.batch_size)}",
     ]
-    yield "  " + " \\\n    ".join(parts)
+    return "  " + " \\\n    ".join(parts)
+
+
+def layout_in_float32(layout, case):
+    """The nearest layout on the same mesh that fits in float32: gpt.py has no other precision.
+
+    A smaller micro-batch first, then full recomputation. If nothing fits, the layout itself.
+    """
+    own = "none" if layout.recompute == "selective" else layout.recompute
+    for recompute in (own, "full"):
+        for micro_batch in reversed(cost.divisors(layout.micro_batch)):
+            nearest = dataclasses.replace(layout, recompute=recompute, micro_batch=micro_batch)
+            if in_float32(nearest, case) <= case.cluster.memory:
+                return nearest
+    return dataclasses.replace(layout, recompute=own)
 
 
 def in_float32(layout, case):
-    """What gpt.py needs on each rank for the layout, as it has no other precision, and whether that fits."""
-    if layout.recompute == "selective":
-        layout = dataclasses.replace(layout, recompute="none")
-    needs = sum(cost.memory(case.model, layout, case.batch_size, "fp32").values())
-    fits = "which fits" if needs <= case.cluster.memory else "too much for these devices: take fewer layers"
-    return f"which needs about {size(needs)} a rank in float32, {fits}"
+    """The bytes that a layout needs on a rank in float32."""
+    return sum(cost.memory(case.model, layout, case.batch_size, "fp32").values())
+
+
+def how_in_float32(layout, nearest, case):
+    """In words, what must change for float32 and what a rank then needs."""
+    needs = in_float32(nearest, case)
+    if needs > case.cluster.memory:
+        return f"which needs about {size(needs)} a rank, too much for these devices, take fewer layers"
+    changes = [f"micro-batch {nearest.micro_batch}"] * (nearest.micro_batch != layout.micro_batch)
+    changes += [f"{nearest.recompute} recomputation"] * (nearest.recompute not in (layout.recompute, "none"))
+    changes += ["no recomputation"] * (layout.recompute == "selective" and nearest.recompute == "none")
+    if changes:
+        return f"take {' and '.join(changes)}, which needs about {size(needs)} a rank"
+    return f"which needs about {size(needs)} a rank"
 
 
 def missing_in_gpt(layout, case):
@@ -261,7 +292,8 @@ def plan(costs, refused, case):
     if len(best) > SHOWN:
         yield f"  and {len(best) - SHOWN} more meshes"
     yield "D x T x P: ranks along data, tensor, pipeline. SP: sequence parallel."
-    yield "sharded: weights, along data; what is gathered stays until backward. selective, full: recomputation."
+    yield "sharded: weights, along data; gathered weights are kept until backward."
+    yield "selective, full: recomputation."
     yield ""
     yield f"The first, {name_of(best[0].layout)}:"
     yield from detail(best[0])

@@ -1,4 +1,4 @@
-"""Matmul signatures: which SBPs multiply in place, which move an input first.
+"""Matmul signatures: which SBP pairs multiply without communication, which move an input first.
 
     x, and w alike        rank 0         rank 1         SBP
     x B       (4, 4)      whole          whole          B
