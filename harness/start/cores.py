@@ -21,7 +21,7 @@ def available():
     """
     allowed = sorted(os.sched_getaffinity(0))
     quota, group = cpu_quota()
-    count = max(1, math.ceil(quota)) if group else len(allowed)  # half a core is a core, too
+    count = math.ceil(quota) if group else len(allowed)  # half a core is a core, too
     if count >= len(allowed):
         return allowed
     first = group * count % len(allowed)
@@ -50,7 +50,7 @@ def _groups(mounted, own):
             if controllers and "cpu" not in controllers.split(","):
                 continue
             tops = [mounted / controllers, mounted / "cpu"] if controllers else [mounted]
-            parts = [part for part in path.split("/") if part not in ("", "..")]
+            parts = [part for part in path.split("/") if part]
             for top in tops:
                 yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))
 
