@@ -5,13 +5,12 @@ import json
 import os
 import shutil
 import site
-import subprocess
 import tempfile
 import time
 
 import pytest
 
-from tests.environments import programs
+from tests.environments import apt_install, programs
 
 PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver"}  # program -> the package of Debian
 OTHERS = {"chromium": "google-chrome"}  # what there may be instead of a program
@@ -30,11 +29,8 @@ def install():
     missing = sorted(package for name, package in PACKAGES.items() if not program(name))
     if missing and not os.environ.get("CI"):
         pytest.skip(f"needs a browser: apt install {' '.join(PACKAGES.values())}")
-    assert not missing or os.geteuid() == 0, f"only root can install {' and '.join(missing)}"
-    for words in (["update"], ["install", "--yes", "--no-install-recommends", *missing]) if missing else ():
-        command = ["apt-get", "--quiet", "-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=300", *words]
-        variables = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, check=True, timeout=600)
+    if missing:
+        apt_install(missing)
 
 
 def selenium():

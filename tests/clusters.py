@@ -14,6 +14,7 @@ from pathlib import Path
 from harness.jobs.hosts import Hosts
 from harness.jobs.run import MARK, Run, free_port, marked, wait_until
 from tests.cases import ROOT
+from tests.environments import apt_install
 
 PROGRAMS = {  # program -> the package of Debian and Ubuntu that has it
     "srun": "slurm-client",
@@ -27,7 +28,6 @@ PROGRAMS = {  # program -> the package of Debian and Ubuntu that has it
     "nsenter": "util-linux",
 }
 NAMES = ("host0", "host1")  # the hosts as docs/clusters.md calls them
-POD = "train-0.train"  # as Kubernetes would call the first of them
 CPUS = 8  # of each host, as Slurm is told: more than there may be, so that several jobs run at once
 SBIN = os.pathsep.join((os.environ["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"))
 
@@ -40,10 +40,8 @@ def install():
     """Install the packages that are missing."""
     missing = sorted({package for name, package in PROGRAMS.items() if not program(name)})
     assert os.geteuid() == 0, "slurmd and sshd of the tests run as root only"
-    for words in (["update"], ["install", "--yes", "--no-install-recommends", *missing]) if missing else ():
-        command = ["apt-get", "--quiet", "-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=300", *words]
-        variables = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, check=True)
+    if missing:
+        apt_install(missing)
 
 
 class Cluster:
@@ -79,7 +77,7 @@ class Cluster:
 
     def named(self, text):
         """A text of the page with the names that the hosts have here."""
-        for name, own in zip((*NAMES, POD), (*self.names, POD if self.real else self.names[0])):
+        for name, own in zip(NAMES, self.names):
             text = text.replace(name, own)
         return text
 
@@ -114,7 +112,7 @@ class Cluster:
         here = "mkdir -p /run/sshd"  # where sshd locks in the process that talks to strangers
         if self.real:
             lines = "".join(f"{address} {name}\n" for address, name in zip(self.hosts.addresses, self.names))
-            names = self._write("hosts", f"127.0.0.1 localhost\n{lines}{self.hosts.addresses[0]} {POD}\n")
+            names = self._write("hosts", f"127.0.0.1 localhost\n{lines}")
             here += f" && mount --bind {names} /etc/hosts"
         inside = self.hosts.inside() if self.real else []
         subprocess.run([*inside, "sh", "-euc", here], check=True)

@@ -4,10 +4,10 @@ Node 0 leads. The others connect to it at --master_addr, --master_port and excha
 """
 
 import itertools
-import os
 import socket
 import time
 
+from harness.start.cores import available
 from harness.start.errors import UsageError
 from harness.start.ranks import cores_of
 from harness.start.rendezvous import Gathering, Joining, wait_for
@@ -25,7 +25,7 @@ class Nodes:
         """
         self.nnodes, self.node_rank, self.address, self.port = nnodes, node_rank, address, port
         self.nproc_per_node, self.same = nproc_per_node, same
-        cores = sorted(os.sched_getaffinity(0))  # a scheduler may give each node cores of its own on one host
+        cores = available()  # a scheduler may give each node cores of its own on one host
         self.hello = {"node": node_rank, "host": socket.gethostname(), "cores": cores, "same": same}
         self.name = f"node {node_rank} ({self.hello['host']})"
         self.is_leader = node_rank == 0

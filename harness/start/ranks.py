@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
+from harness.start.cores import available
 from harness.start.errors import UsageError
 
 RANK = str(Path(__file__).with_name("rank.py"))
@@ -51,7 +52,7 @@ def cores_of(rank, world_size, cores=None):
     OneFlow's scheduling thread never sleeps while work is under way. Unbound, it takes time from the computing threads
     of other ranks: a step of data parallel on two ranks and two cores took 1.8 times as long.
     """
-    cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
+    cores = available() if cores is None else cores
     each = max(1, len(cores) // world_size)
     return [cores[(rank * each + i) % len(cores)] for i in range(each)]
 
