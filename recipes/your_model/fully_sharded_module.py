@@ -55,7 +55,7 @@ class Classifier(nn.Module):
 
 
 class Gathered:
-    """Stands for a layer in its own forward: it gathers each parameter when that is read first."""
+    """Stands for a layer in its own forward: it gathers each parameter on first access."""
 
     def __init__(self, layer, sbps):
         self.layer = layer

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import numpy as np
+import oneflow as flow
 import pytest
 
 from harness.jobs.run import LAUNCH, Run
@@ -81,6 +82,30 @@ def alone(tmp_path_factory):
     shown = blocks_of(PAGE.read_text(), "text")[0]
     assert [f"{loss:.4f}" for loss in found] == re.findall(r"loss (\S+)", shown)
     return found
+
+
+def test_script_runs_with_the_name_torch(tmp_path, alone):
+    script = SCRIPT.replace("import oneflow as flow", "import oneflow as torch").replace("flow.", "torch.")
+    assert "flow." not in script.replace("oneflow", "")
+    write(tmp_path, {"train.py": script})
+    check_losses(losses(tmp_path, 1), alone, "with the name torch")
+
+
+def test_oneflow_lacks_what_the_page_says():
+    sentence = re.search(r"OneFlow 0\.9\.0 lacks ([^:]*?), for example", PAGE.read_text())[1]
+    names = [name.split(".") for name in re.findall(r"`([^`]+)`", sentence)]
+    assert len(names) == 3
+    modules = {"nn": flow.nn, "F": flow.nn.functional, "torch": flow}
+    assert [name for module, name in names if hasattr(modules[module], name)] == []
+
+
+def test_lines_to_add_are_as_few_as_the_page_says():
+    added = {}
+    for name in LAYOUTS:
+        [diff] = blocks_of(SECTIONS[name], "diff")
+        added[name] = sum(line.startswith("+") for line in diff.splitlines())
+    assert added.pop("Pipeline") == 25
+    assert max(added.values()) <= 10
 
 
 def check_losses(found, alone, *what):
