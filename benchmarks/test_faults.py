@@ -1,35 +1,125 @@
-"""A sample of the faults of docs/faults.md, and that the page has what was found."""
+"""A sample of the faults of docs/faults.md, how tries are drawn and continued, and that the page has what was found."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks import faults
+from benchmarks import fault_kinds, faults, faults_page
+from benchmarks.faults_page import Outcome
 from harness.jobs.hosts import NO_HOSTS, Hosts
+from harness.start.errors import UsageError
 
-SAMPLE = [  # (fault, number of hosts, whether in a graph); tests/slow/test_starting.py has others
-    ("a rank is killed, signal 9", 2, True),
-    ("the disk is full at a checkpoint", 1, True),
+# One for each thing that a fault can hit; tests/slow/test_launcher.py, test_nodes.py and test_starting.py have others.
+SAMPLE = [  # (fault, number of hosts)
+    ("a rank is killed (SIGKILL)", 2),
+    ("launch.sh is killed (SIGKILL)", 2),
+    ("a host is started twice", 2),
+    ("the disk is full at a checkpoint", 1),
+    ("a file of the checkpoint is missing", 1),
 ]
+GOOD = Outcome("1/1", "a host dies", 2, True, seconds=0.25, says="launch.sh: node 1 is gone", equal=True)
 
 
-@pytest.mark.parametrize("what, count, graph", SAMPLE)
-def test_fault_ends_as_promised(what, count, graph):
-    """`./launch.sh faults` tries all in both modes, within limits of time."""
+@pytest.fixture(scope="module")
+def tries():
     with Hosts(2) as hosts:
         if not hosts.real:
             pytest.skip(NO_HOSTS)
-    [fault] = [replace(fault, within=300) for fault in faults.FAULTS if fault.what == what]
-    [outcome] = faults.tried([fault], tries=1, seed=count, counts=(count,), modes=(graph,))
+    with faults.Tries() as tries:
+        yield tries
+
+
+@pytest.mark.parametrize("name, hosts", SAMPLE)
+def test_fault_ends_as_promised(tries, monkeypatch, name, hosts):
+    """In a graph, on any machine: within no limit of time. `./launch.sh faults` tries all kinds in both modes."""
+    monkeypatch.setattr(faults, "FAULTS", [replace(fault, within=300) for fault in faults.FAULTS])
+    drawn = faults.Draw("test/1", name, hosts, True, restarts=False, moment=0.3, victim=0.6, amount=0.4)
+    outcome = tries.make(drawn)
     assert faults.good(outcome), outcome
 
 
+def test_same_seed_draws_the_same_and_another_number_draws_another_try():
+    draws = [faults.draw(3, i) for i in range(1, 300)]
+    assert draws == [faults.draw(3, i) for i in range(1, 300)]
+    assert len({replace(one, seed="") for one in draws}) == len(draws)
+    assert draws[7] != replace(faults.draw(4, 8), seed=draws[7].seed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_kind_comes_early(seed):
+    drawn = {faults.draw(seed, i).fault for i in range(1, 101)}
+    assert drawn == {fault.name for fault in fault_kinds.FAULTS}
+
+
+def test_each_draw_is_one_that_its_kind_allows():
+    kinds = {fault.name: fault for fault in fault_kinds.FAULTS}
+    assert len(kinds) == len(fault_kinds.FAULTS)
+    draws = [faults.draw(1, i) for i in range(1, 2000)]
+    assert all(one.hosts in kinds[one.fault].hosts for one in draws)
+    assert all(kinds[one.fault].restarts or not one.restarts for one in draws)
+    both = {(one.fault, one.hosts, one.graph) for one in draws}
+    assert both == {(name, n, graph) for name, kind in kinds.items() for n in kind.hosts for graph in (False, True)}
+
+
+def outcome_of(i, **changed):
+    drawn = faults.draw(1, i)
+    return replace(GOOD, seed=drawn.seed, fault=drawn.fault, **changed)
+
+
+def test_interrupted_tries_continue_where_they_stopped():
+    known = {one.seed: one for one in (outcome_of(1), outcome_of(3, lost=True))}
+    assert [one.seed for one in faults.open_tries(1, 4, known, retry=False)] == ["1/2", "1/4"]
+    assert [one.seed for one in faults.open_tries(1, 4, known, retry=True)] == ["1/3"]
+    assert len(faults.open_tries(2, 4, known, retry=False)) == 4
+
+
+def test_outcomes_that_were_drawn_from_other_kinds_are_refused():
+    with pytest.raises(
+        UsageError, match="1/2 in faults.jsonl was drawn from other kinds of faults: type another --seed"
+    ):
+        faults.open_tries(1, 4, {"1/2": replace(outcome_of(2), fault="an earthquake")}, retry=False)
+
+
+def test_outcome_is_kept_and_read_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(faults, "FOUND", tmp_path / "faults.jsonl")
+    monkeypatch.setattr(faults, "PAGE", tmp_path / "faults.md")
+    for outcome in (outcome_of(1, lost=True), outcome_of(2), outcome_of(1)):  # the first is made again
+        faults.keep(outcome)
+    machine, outcomes = faults_page.read(tmp_path / "faults.jsonl")
+    assert outcomes == [outcome_of(1), outcome_of(2)] and "cores" in machine
+    assert (tmp_path / "faults.md").read_text() == faults_page.page(machine, outcomes)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"problems": ["it took 20 s"]}, {"left": ["1 processes"]}, {"lost": True}, {"equal": False}]
+)
+def test_outcome_is_good_only_if_all_is_well(changed):
+    assert faults.good(GOOD) and not faults.good(replace(GOOD, **changed))
+
+
+def test_table_counts_tries_and_shows_the_seed_of_each_that_failed():
+    slow = replace(GOOD, seed="1/2", seconds=3.75)
+    failed = replace(GOOD, seed="1/3", seconds=0.5, problems=["it said nothing"])
+    page = faults_page.page("2 cores", [GOOD, slow, failed])
+    assert "| a host dies | ends with 1 | 3 | 2 | 0.5, 3.8 |" in page
+    assert "launch.sh: node 1 is gone\n" in page and "`1/3`" in page and "`1/2`" not in page
+    assert "3 faults" in page
+
+
+@pytest.mark.parametrize(
+    "typed", ["--count 0", "--count x", "--seed x", "--only 7/y", "--only 7", "--only 7/0", "more"]
+)
+def test_bad_input_is_refused_in_one_line(capfd, typed):
+    assert faults.main(typed.split()) == 2
+    said = capfd.readouterr()
+    assert said.out == "" and said.err.startswith("launch.sh: ") and said.err.count("\n") == 1
+
+
 def test_page_is_what_was_found():
-    found = json.loads(faults.FOUND.read_text())
-    assert faults.PAGE.read_text() == faults.page(found)
-    outcomes = [faults.Outcome(**one) for one in found["outcomes"]]
-    assert len(outcomes) >= 190 and all(faults.good(one) for one in outcomes)
-    assert f"{len(outcomes)} faults" in faults.PAGE.with_name("clusters.md").read_text()
-    kinds = {(fault.what, count, graph) for fault in faults.FAULTS for count in fault.hosts for graph in (False, True)}
-    assert {(one.fault, one.hosts, one.graph) for one in outcomes} == kinds
+    machine, outcomes = faults_page.read(faults_page.FOUND)
+    assert faults_page.PAGE.read_text() == faults_page.page(machine, outcomes)
+    assert f"{len(outcomes)} faults" in faults_page.PAGE.read_text()
+    lines = faults_page.FOUND.read_text().splitlines()
+    assert all(asdict(Outcome(**json.loads(line))) == json.loads(line) for line in lines[1:])
+    assert {one.fault for one in outcomes} == {fault.name for fault in fault_kinds.FAULTS}
