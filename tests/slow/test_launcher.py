@@ -221,6 +221,13 @@ def test_limit_of_addresses_is_refused():
     assert job.code == 2 and job.err.startswith("launch.sh: ulimit -v allows 3000 MB of addresses"), job.err
 
 
+def test_limit_of_open_files_is_refused():
+    """With so few, .venv looks broken: it must not be set up again."""
+    job = Run("bash", "-c", f"ulimit -n 10 && exec {LAUNCH} data_parallel").wait()
+    assert (job.code, job.out) == (2, "")
+    assert job.err == "launch.sh: ulimit -n allows 10 open files, and a rank needs 64: type ulimit -n 1024\n"
+
+
 # What the launcher, its ranks and argparse in them refuse -> the one line on standard error; see test_options.py too.
 REFUSED = {
     "-n 0 recipes/data_parallel.py": "launch.sh: -n must be 1 or more, got 0",
