@@ -186,6 +186,19 @@ def test_node_that_is_started_twice_is_told_so_while_the_job_runs(script):
     assert [run.code for run in ended(runs)] == [143, 143]
 
 
+def test_node_without_a_loopback_interface_is_refused(hosts, script):
+    """Its ranks would wait for each other until --timeout."""
+    if not hosts.real:
+        pytest.skip(NO_HOSTS)
+    hosts.loopback(1, "down")
+    try:
+        first, second = ended(start(hosts, "-n", 2, "--timeout", 8, script("print('met')", MET)))
+    finally:
+        hosts.mend()
+    assert second.code == 2 and "launch.sh: ranks cannot meet at 127.0.0.1: " in second.err
+    assert first.code == 2 and "node 1 of 2 did not come until --timeout" in first.err
+
+
 def test_node_that_never_comes():
     command = ("--timeout", 3, "recipes/hybrid_parallel.py")
     [leader] = start(None, *command, only=[0])
