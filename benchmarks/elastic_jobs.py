@@ -133,6 +133,9 @@ class Job:
                 run.process.wait(max(0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 return False
+            except BaseException:
+                self.kill()
+                raise
             finally:
                 self.ended = time.monotonic()
         for reader in self.readers:
@@ -142,9 +145,12 @@ class Job:
     def left(self):
         """How many processes are left; they are ended."""
         left = sum(len(run.alive()) for run in self.runs.values() if not run.all_gone())
+        self.kill()
+        return left
+
+    def kill(self):
         for run in self.runs.values():
             run.kill()
-        return left
 
     def ranks(self):
         """{rank: its process} of all that run."""

@@ -94,9 +94,11 @@ HOSTS = [
           prepare=do.late, speakers="any"),
     Fault("Hosts", "a host is started twice", do.start_again, 0, hosts=(2,), cards=1),
     Fault("Hosts", "a host starts another version of the script, or other arguments", nothing, 2,
-          "type the same on each node|did not come until --timeout", hosts=(2,), prepare=do.differ, within=None),
+          "type the same on each node|did not come until --timeout", hosts=(2,), prepare=do.differ, within=None,
+          shows="type the same on each node"),
     Fault("Hosts", "a host starts a second job on the same port", do.start_another_job, 0),
-    Fault("Hosts", "a host has no loopback interface", nothing, ANY, "loopback", prepare=do.no_loopback, within=None),
+    Fault("Hosts", "a host has no loopback interface", nothing, ANY, "loopback", prepare=do.no_loopback, within=None,
+          speakers="hit"),
 ]  # fmt: skip
 
 NETWORK = [

@@ -209,8 +209,6 @@ class Trial:
         """What is wrong with what was started besides the job: each of its launchers must be refused."""
         if not self.second:
             return []
-        self.second.wait(60)
-        self.second.left()
         codes = {node: run.process.returncode for node, run in self.second.runs.items()}
         wrong = [
             node for node, code in codes.items() if code != BAD_INPUT or "launch.sh: " not in self.second.said(node)
@@ -239,7 +237,9 @@ class Trial:
         return (own or lines or [""])[0]
 
     def time_taken(self):
-        """Seconds from the fault to the end, or the last restart; None if the job continued."""
+        """Seconds from the fault, or the time limit, to the end, or the last restart; None if the job continued."""
+        if self.fault.silent:
+            return self.job.ended - self.job.begun - self.setting.timeout
         if self.restarts:
             return (self.job.when(self.again) or self.job.ended) - self.begin
         return None if self.job.well() else self.job.ended - self.begin
@@ -274,19 +274,20 @@ def attempt(trial):
     """One try; its Outcome, None if the fault came too late."""
     try:
         in_time, ended = trial.run()
-    finally:
-        processes = trial.job.left() if trial.job else 0
-        if trial.second:
-            trial.second.wait(30)
-            processes += trial.second.left()
+    except BaseException:  # Ctrl-C and SIGTERM too
+        for job in filter(None, (trial.job, trial.second)):
+            job.kill()
+        raise
+    processes = trial.job.left()
+    if trial.second:
+        trial.second.wait(ENDS)
+        processes += trial.second.left()
     if not in_time:
         return None
     problems = [] if ended else [f"it did not end in {ENDS} s"]
     problems += trial.broken_promises()
     seconds = trial.time_taken() if trial.fault.within or trial.restarts else None
-    limit = trial.setting.timeout + 5 if trial.fault.silent else trial.fault.within
-    since_start = (trial.begin - trial.job.begun) if trial.fault.silent else 0
-    if seconds is not None and limit and seconds + since_start > limit:
+    if seconds is not None and trial.fault.within and seconds > trial.fault.within:
         problems.append(f"it took {seconds:.1f} s")
     left = trial.listening()
     last, lost = trial.job, False
@@ -426,6 +427,7 @@ def main(arguments=None):
     ):  # begun under nohup or in the background, we ignore these: jobs must not
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the job of a try as well
     bad = 0
     with Tries() as tries:
         for drawn in draws:

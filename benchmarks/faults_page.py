@@ -17,7 +17,7 @@ NOTES = """
 ## Good to know
 
 - A rank that calls `sys.exit(0)` or is stopped is silent, and the other ranks wait for it until `--timeout`. Then
-  `launch.sh` shows where each rank is, and which one is stopped or has ended.
+  `launch.sh` shows where each rank is, and which one is stopped or has ended. The seconds run from the time limit.
 - When `launch.sh` itself is killed, Linux kills its ranks at once, and the launcher on the other host ends the job. On
   its own host only the shell prints something: `Killed`.
 - `launch.sh` notices a broken link when the other launcher has sent nothing for 10 s. A shorter break does no harm.
