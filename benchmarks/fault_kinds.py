@@ -97,7 +97,7 @@ HOSTS = [
           "type the same on each node|did not come until --timeout", hosts=(2,), prepare=do.differ, within=None,
           shows="type the same on each node"),
     Fault("Hosts", "a host starts a second job on the same port", do.start_another_job, 0),
-    Fault("Hosts", "a host has no loopback interface", nothing, ANY, "loopback", prepare=do.no_loopback, within=None,
+    Fault("Hosts", "a host has no loopback interface", nothing, 2, "loopback", prepare=do.no_loopback, within=None,
           speakers="hit"),
 ]  # fmt: skip
 

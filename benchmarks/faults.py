@@ -410,6 +410,10 @@ def keep(outcome):
         FOUND.write_text(json.dumps({"machine": f"{os.cpu_count()} cores, {platform.machine()}"}) + "\n")
     with FOUND.open("a") as file:
         file.write(json.dumps(asdict(outcome)) + "\n")
+    make_page()
+
+
+def make_page():
     PAGE.write_text(faults_page.page(*faults_page.read(FOUND)))
 
 
@@ -437,6 +441,8 @@ def main(arguments=None):
             if not options.only:
                 keep(outcome)
     print(f"{len(draws)} tries, {bad} not as promised")
+    if not options.only:
+        make_page()
     return 1 if bad else 0
 
 

@@ -86,9 +86,9 @@ def test_outcome_is_kept_and_read_again(monkeypatch, tmp_path):
     monkeypatch.setattr(faults, "PAGE", tmp_path / "faults.md")
     for outcome in (outcome_of(1, lost=True), outcome_of(2), outcome_of(1)):  # the first is made again
         faults.keep(outcome)
-    machine, outcomes = faults_page.read(tmp_path / "faults.jsonl")
-    assert outcomes == [outcome_of(1), outcome_of(2)] and "cores" in machine
-    assert (tmp_path / "faults.md").read_text() == faults_page.page(machine, outcomes)
+    machine, outcomes, earlier = faults_page.read(tmp_path / "faults.jsonl")
+    assert "cores" in machine and outcomes == [outcome_of(1), outcome_of(2)] and earlier == [outcome_of(1, lost=True)]
+    assert (tmp_path / "faults.md").read_text() == faults_page.page(machine, outcomes, earlier)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,12 @@ def test_outcome_is_good_only_if_all_is_well(changed):
 
 def test_table_counts_tries_and_shows_the_seed_of_each_that_failed():
     slow = replace(GOOD, seed="1/2", seconds=3.75)
-    failed = replace(GOOD, seed="1/3", seconds=0.5, problems=["it said nothing"])
-    page = faults_page.page("2 cores", [GOOD, slow, failed])
+    failed, again = (replace(GOOD, seed=f"1/{i}", seconds=0.5, problems=["it said nothing"]) for i in (3, 4))
+    page = faults_page.page("2 cores", [GOOD, slow, failed], [again])
     assert "| a host dies | ends with 1 | 3 | 2 | 0.5, 3.8 |" in page
-    assert "launch.sh: node 1 is gone\n" in page and "`1/3`" in page and "`1/2`" not in page
+    assert "launch.sh: node 1 is gone\n" in page and "`1/2`" not in page
+    assert "Tries that are not as described: 1.\n\n- `1/3`: a host dies. " in page
+    assert "Tries that were not as described until something was fixed: 1.\n\n- `1/4`: a host dies. " in page
     assert "3 faults" in page
 
 
@@ -117,9 +119,15 @@ def test_bad_input_is_refused_in_one_line(capfd, typed):
 
 
 def test_page_is_what_was_found():
-    machine, outcomes = faults_page.read(faults_page.FOUND)
-    assert faults_page.PAGE.read_text() == faults_page.page(machine, outcomes)
-    assert f"{len(outcomes)} faults" in faults_page.PAGE.read_text()
+    machine, outcomes, earlier = faults_page.read(faults_page.FOUND)
+    assert faults_page.PAGE.read_text() == faults_page.page(machine, outcomes, earlier)
+    assert outcomes and f"{len(outcomes)} faults" in faults_page.PAGE.read_text()
     lines = faults_page.FOUND.read_text().splitlines()
     assert all(asdict(Outcome(**json.loads(line))) == json.loads(line) for line in lines[1:])
-    assert {one.fault for one in outcomes} == {fault.name for fault in fault_kinds.FAULTS}
+
+
+def test_recorded_tries_are_those_that_their_seeds_draw():
+    """Or a run could not be continued: a new kind of fault needs a new file."""
+    for one in faults_page.read(faults_page.FOUND)[1]:
+        drawn = faults.draw(*map(int, one.seed.split("/")))
+        assert (one.fault, one.hosts, one.graph) == (drawn.fault, drawn.hosts, drawn.graph)
