@@ -110,6 +110,7 @@ class RankProcesses:
         bind: whether to bind each rank to its cores.
         """
         self.processes, self.job = [], uuid.uuid4().hex
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # a rank lets it through when it can handle it
         try:
             for rank in range(assignment.nproc_per_node):
                 own = {"HARNESS_JOB": self.job, name: str(pipes[rank])}
@@ -128,6 +129,8 @@ class RankProcesses:
         except BaseException:
             self.end(grace=0)
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
     def __enter__(self):
         return self

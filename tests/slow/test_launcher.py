@@ -215,6 +215,15 @@ def test_port_of_another_job_is_refused(script):
     assert (second.code, second.err) == (2, words)
 
 
+def test_rank_that_is_asked_where_it_is_before_it_can_answer_continues(script, tmp_path):
+    """It gets SIGUSR1 while Python starts, before it has a handler, and shows its line when it has one."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\nif 'HARNESS_JOB' in os.environ:\n    os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    job = Run(LAUNCH, "-n", 2, script("print('met')"), PYTHONPATH=str(tmp_path)).wait()
+    assert (job.code, job.out.count("met")) == (0, 2) and job.err.count("(most recent call first)") == 2, job.err
+
+
 def test_limit_of_addresses_is_refused():
     """OneFlow itself would end with an error that names no limit."""
     job = Run("bash", "-c", f"ulimit -v 3000000 && exec {LAUNCH} data_parallel").wait()
