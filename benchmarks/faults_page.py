@@ -15,6 +15,7 @@ COLUMNS = ["fault", "the job", "tries", "as described", "seconds: median, larges
 UNKNOWN = "Cause unknown"
 CAUSES = {  # seed of a try that was not as described -> why, a sentence without a full stop
     "1/9": "launch.sh looked at the loopback interface of node 0 alone; elsewhere ranks waited until --timeout",
+    "1/805": "A rank that had just been started died of SIGUSR1; now it is blocked until the rank can handle it",
     "1/59": "The try itself was wrong: it changed a file that holds a single number",
 }
 NOTES = """
