@@ -234,7 +234,7 @@ class Trial:
             return ""
         lines = [line for job in jobs for some in job.lines.values() for _, line in some if re.search(pattern, line)]
         own = [line for line in lines if line.startswith("launch.sh: ")]
-        return (own or lines or [""])[0]
+        return (own or lines or [""])[0].replace(f"{self.folder}/", "")
 
     def time_taken(self):
         """Seconds from the fault, or the time limit, to the end, or the last restart; None if the job continued."""

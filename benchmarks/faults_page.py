@@ -114,7 +114,7 @@ def counts(outcomes):
     """How much was left or lost, in words."""
     left, lost = sum(bool(one.left) for one in outcomes), sum(one.lost for one in outcomes)
     unequal = sum(not one.equal for one in outcomes)
-    return f"left something behind: {left}; lost a checkpoint: {lost}; ended with other weights: {unequal}"
+    return f"{left} left something behind, {lost} lost a checkpoint, and {unequal} ended with other weights"
 
 
 def page(machine, outcomes, earlier=()):
@@ -124,12 +124,12 @@ def page(machine, outcomes, earlier=()):
 [README](../README.md) · [all pages](README.md) · next: [testing](testing.md)
 
 We injected {len(outcomes)} faults of {len(FAULTS)} kinds into jobs of
-[elastic_training.py](../recipes/starting/elastic_training.py), which takes {STEPS} steps and saves a checkpoint every
-{EVERY}. Tries that {counts(outcomes)}.
+[elastic_training.py](../recipes/starting/elastic_training.py), which take {STEPS} steps and save a checkpoint every
+{EVERY}. Of these tries {counts(outcomes)}.
 
 {failures(outcomes, earlier)}## How a try works
 
-`./launch.sh faults` makes this page ({machine}, while other programs used them too). Each try draws from its seed the
+`./launch.sh faults` makes this page ({machine}). Each try draws from its seed the
 fault, its moment, eager mode or a graph, and one host with {RANKS[1]} ranks or two with {RANKS[2]}. The hosts are
 network namespaces with addresses of their own. Run one try again with `./launch.sh faults --only 1/12`. An interrupted
 run resumes where it stopped. The tests repeat a sample.

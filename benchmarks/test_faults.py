@@ -1,20 +1,24 @@
 """A sample of the faults of docs/faults.md, how tries are drawn and continued, and that the page has what was found."""
 
 import json
+import sys
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import fault_kinds, faults, faults_page
+from benchmarks.elastic_jobs import STEPS
 from benchmarks.faults_page import Outcome
 from harness.jobs.hosts import NO_HOSTS, Hosts
+from harness.jobs.run import Run
 from harness.start.errors import UsageError
 
-# One for each thing that a fault can hit; tests/slow/test_launcher.py, test_nodes.py and test_starting.py have others.
+# One for each part of the page. tests/slow/ has others: test_nodes.py for hosts, test_launcher.py, test_starting.py.
 SAMPLE = [  # (fault, number of hosts)
     ("a rank is killed (SIGKILL)", 2),
     ("launch.sh is killed (SIGKILL)", 2),
-    ("a host is started twice", 2),
+    ("the link goes down for 2 s", 2),
     ("the disk is full at a checkpoint", 1),
     ("a file of the checkpoint is missing", 1),
 ]
@@ -37,6 +41,39 @@ def test_fault_ends_as_promised(tries, monkeypatch, name, hosts):
     drawn = faults.Draw("test/1", name, hosts, True, restarts=False, moment=0.3, victim=0.6, amount=0.4)
     outcome = tries.make(drawn)
     assert faults.good(outcome), outcome
+
+
+CONNECT = "import socket; socket.create_connection(('10.0.0.2', 4321), 1)"
+LISTEN = "import socket, time; server = socket.create_server(('', 4321)); print('up', flush=True); time.sleep(1000)"
+
+
+def test_hosts_tell_who_listens_and_lose_what_one_of_them_sends(tries):
+    """Cut from host 0 to host 1, and then mended."""
+    hosts = tries.hosts
+    server = Run(*hosts.on(1), sys.executable, "-c", LISTEN).until("up")
+    try:
+        assert (hosts.listening(0), hosts.listening(1)) == ([], [4321])
+        codes = [Run(*hosts.on(0), sys.executable, "-c", CONNECT).wait().code]
+        hosts.cut(0, 1)
+        codes.append(Run(*hosts.on(0), sys.executable, "-c", CONNECT).wait().code)
+        hosts.mend()
+        codes.append(Run(*hosts.on(0), sys.executable, "-c", CONNECT).wait().code)
+        assert codes == [0, 1, 0]
+    finally:
+        hosts.mend()
+        server.kill()
+    assert hosts.listening(1) == []
+
+
+def test_files_beside_the_last_checkpoint_are_found(tmp_path):
+    job = SimpleNamespace(checkpoints=tmp_path / "a", work=tmp_path / "b", temporary=tmp_path / "c")
+    trial = faults.Trial(None, None, None, tmp_path, None, None, 1, job=job)
+    for path in (job.checkpoints / str(STEPS), job.work, job.temporary):
+        path.mkdir(parents=True)
+    assert trial.files_left() == []
+    for path in (job.checkpoints / "unfinished", job.work / "core", job.temporary / "lock"):
+        path.touch()
+    assert trial.files_left() == ["file a/unfinished", "file b/core", "file c/lock"]
 
 
 def test_same_seed_draws_the_same_and_another_number_draws_another_try():
