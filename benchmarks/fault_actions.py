@@ -297,7 +297,7 @@ def on_a_disk(trial, size, meanwhile=""):
 
 def small_disk(trial):
     """It has room for no checkpoint, for one of 44 KB (eager) or 52 KB, or for two."""
-    trial.detail = chosen(trial, ("24k", "72k", "80k", "88k"))
+    trial.detail = chosen(trial, ("24k", "56k", "72k", "80k"))
     on_a_disk(trial, trial.detail)
 
 
