@@ -76,7 +76,7 @@ def job_of(fault, outcomes):
     if fault.restarts:
         return f"{code}; or restarts"
     if fault.may_continue:
-        return f"{code}; or continues, {sum(one.continued for one in outcomes)} times"
+        return f"{code}; or continues ({sum(one.continued for one in outcomes)} of {len(outcomes)})"
     return "restarts" if "after the restart" in fault.name else code
 
 
@@ -91,9 +91,11 @@ def part(name, outcomes):
     faults = [fault for fault in FAULTS if fault.part == name]
     by_name = {fault.name: [one for one in outcomes if one.fault == fault.name] for fault in faults}
     rows = [row(fault, by_name[fault.name]) for fault in faults]
-    lines = [next((one.says for one in by_name[fault.name] if one.says and good(one)), "") for fault in faults]
-    quoted = "\n".join(dict.fromkeys(filter(None, lines)))
-    return "\n".join([f"## {name}", "", table(COLUMNS, rows), *([f"```text\n{quoted}\n```", ""] if quoted else [])])
+    seen = [
+        (fault.name, next((one.says for one in by_name[fault.name] if one.says and good(one)), "")) for fault in faults
+    ]
+    quoted = "".join(f"- {name}: `{line}`\n" for name, line in seen if line)
+    return f"## {name}\n\n{table(COLUMNS, rows)}" + (f"\nWhat a user sees:\n\n{quoted}" if quoted else "")
 
 
 def failures(outcomes, earlier):
@@ -123,7 +125,7 @@ def page(machine, outcomes, earlier=()):
 
 [README](../README.md) · [all pages](README.md) · next: [testing](testing.md)
 
-We injected {len(outcomes)} faults of {len(FAULTS)} kinds into jobs of
+We injected {len(outcomes)} faults of {len({one.fault for one in outcomes})} kinds into jobs of
 [elastic_training.py](../recipes/starting/elastic_training.py), which take {STEPS} steps and save a checkpoint every
 {EVERY}. Of these tries {counts(outcomes)}.
 
@@ -147,6 +149,6 @@ If a fault comes too late, when the job has all but ended, it is injected again,
 - the job ends within {DEATH} s of the fault, where the table has seconds. They run until the last launcher has ended
   or says that it restarts the ranks.
 
-Each block shows what a user sees, one line for each kind of fault.
+A line that `launch.sh` or a rank prints stands below each table; most of a rank's traceback is left out.
 
 {parts}{NOTES}"""

@@ -140,7 +140,7 @@ def test_table_counts_tries_and_shows_the_seed_of_each_that_failed():
     failed, again = (replace(GOOD, seed=f"1/{i}", seconds=0.5, problems=["it said nothing"]) for i in (3, 4))
     page = faults_page.page("2 cores", [GOOD, slow, failed], [again])
     assert "| a host dies | ends with 1 | 3 | 2 | 0.5, 3.8 |" in page
-    assert "launch.sh: node 1 is gone\n" in page and "`1/2`" not in page
+    assert "- a host dies: `launch.sh: node 1 is gone`\n" in page and "`1/2`" not in page
     assert "Tries that are not as described: 1.\n\n- `1/3`: a host dies. " in page
     assert "Tries that were not as described until something was fixed: 1.\n\n- `1/4`: a host dies. " in page
     assert "3 faults" in page
