@@ -115,5 +115,8 @@ esac
 addresses=$(ulimit -v) # kB
 [[ $addresses == unlimited || $addresses -ge 5000000 ]] \
     || refuse "ulimit -v allows $((addresses / 1000)) MB of addresses, and a rank needs 5000: type ulimit -v unlimited"
+open_files=$(ulimit -n) # with a handful, a look at .venv finds it broken, and it would be set up again
+[[ $open_files == unlimited || $open_files -ge 64 ]] \
+    || refuse "ulimit -n allows $open_files open files, and a rank needs 64: type ulimit -n 1024"
 ensure_environment
 exec "$venv/bin/python" "$here/harness" "$@"

@@ -1,25 +1,23 @@
-"""Jobs of elastic_training.py, on one host or on two, and what can be done to them at a random moment."""
+"""Jobs of elastic_training.py, on one host or on two, each a network namespace with an address of its own."""
 
 import contextlib
 import os
-import random
 import re
-import signal
 import subprocess
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Optional, Sequence
 
 from harness.jobs.hosts import Hosts
-from harness.jobs.run import LAUNCH, Run, free_port
+from harness.jobs.run import LAUNCH, Run
 from tests.cases import ROOT
 
 ELASTIC = ROOT / "recipes" / "starting" / "elastic_training.py"
 STEPS, EVERY = 60, 6
 RANKS = {1: 2, 2: 4}  # number of hosts -> of ranks
-MOMENTS = (0.03, 0.95)  # of the time that an undisturbed job takes
+ENDS = 300  # seconds after which a job that nobody disturbs counts as hung
 WRAPPER = """import os, runpy, signal, sys
 
 
@@ -35,66 +33,78 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def signal_process(pid, signum):
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signum)
-        return True
-    return False
-
-
 @dataclass
+class Setting:
+    """How a job differs from a plain one."""
+
+    timeout: float = ENDS  # of launch.sh, in seconds
+    max_restarts: int = 0
+    on_signal: str = ""  # what a rank does on SIGUSR2: raise, or exit with a code
+    nodes: Optional[Sequence] = None  # the hosts on which it is started at once; None: all
+    before: Sequence = ()  # words before launch.sh, on each host
+    port: int = 0  # where it meets; 0: any free one
+    scripts: dict = field(default_factory=dict)  # node -> a script in place of the recipe
+    steps: int = STEPS
+    more: dict = field(default_factory=dict)  # node -> more arguments of the script
+
+
+def is_checkpoint(path):
+    return path.name.isdecimal()
+
+
+def newest(checkpoints):
+    """The step of the newest checkpoint in a folder, 0 if there is none."""
+    return max((int(path.name) for path in checkpoints.glob("*") if is_checkpoint(path)), default=0)
+
+
+def bits(checkpoints):
+    """The tensors in the checkpoint of the last step, byte by byte; none if it is not there."""
+    return sorted(path.read_bytes() for path in (checkpoints / str(STEPS)).glob("*/out"))
+
+
 class Job:
-    """A job of elastic_training.py on one host or on two, from the checkpoints in a folder; it starts at once."""
+    """A job from the checkpoints in a folder; it starts at once."""
 
-    hosts: Hosts
-    num_hosts: int
-    graph: bool
-    folder: Path
-    rng: Optional[random.Random] = None  # draws when and where the fault comes
-    fault: Any = None  # a faults.Fault that is to come
-    nodes: Optional[list] = None  # the hosts on which it is started; None: all
-    before: Sequence = ()  # words before its commands
+    def __init__(self, hosts: Hosts, num_hosts: int, graph: bool, folder: Path, setting: Optional[Setting] = None):
+        self.hosts, self.num_hosts, self.graph, self.folder = hosts, num_hosts, graph, folder
+        self.setting = setting = setting or Setting()
+        self.ranks_each = RANKS[num_hosts] // num_hosts
+        self.checkpoints, self.work, self.temporary = folder / "checkpoints", folder / "work", folder / "temporary"
+        self.work.mkdir(exist_ok=True)
+        self.temporary.mkdir(exist_ok=True)
+        self.port = setting.port or next(hosts.ports)
+        self.runs, self.lines, self.readers = {}, {}, []  # lines: by node, (when, what it said)
+        self.begun = time.monotonic()
+        for node in range(num_hosts) if setting.nodes is None else setting.nodes:
+            self.start(node)
 
-    def __post_init__(self):
-        self.ranks_each = RANKS[self.num_hosts] // self.num_hosts
-        self.hit_rank, self.hit_node = None, 0
-        self.checkpoints = Path(self.folder, "checkpoints")
-        self.runs, self.lines, self.readers = {}, {}, []
-        options, (script, variables) = self._options(), self._script()
-        for node in range(self.num_hosts) if self.nodes is None else self.nodes:
-            on, node_rank = list(self.before), []
-            if self.num_hosts > 1:
-                on, node_rank = [*self.hosts.on(node), *on], ["--node_rank", node]
-            self.runs[node] = Run(*on, LAUNCH, *options, *node_rank, *script, **variables)
-            self.lines[node] = []  # (when, what it said)
-            self._start_readers(node)
-
-    def _options(self):
-        """The options of launch.sh that are the same on each host."""
-        options = ["-n", self.ranks_each, "--timeout", self.fault.timeout if self.fault else 120]
-        if self.fault and self.fault.restarts:
-            options += ["--max-restarts", 2]
-        if self.num_hosts > 1:
-            options += ["--nnodes", self.num_hosts]
-            options += ["--master_addr", self.hosts.addresses[0], "--master_port", free_port()]
-        return options
-
-    def _script(self):
-        """The script and its arguments, and the environment variables that it needs."""
-        script, variables = [ELASTIC], {}
-        if self.fault and self.fault.does:
-            wrapper = Path(self.folder, "wrapper.py")
-            wrapper.write_text(WRAPPER)
-            script, variables = [wrapper, ELASTIC], {"FAULT": self.fault.does}
-        script += ["--checkpoint-dir", self.checkpoints, "--steps", STEPS, "--save-every", EVERY]
-        script += ["--graph"] * self.graph
-        return script, variables
-
-    def _start_readers(self, node):
+    def start(self, node):
+        """Start launch.sh on a host."""
+        command = [*self.hosts.on(node), "env", "-C", self.work, *self.setting.before, LAUNCH, *self._options(node)]
+        script, variables = self._script(node)
+        self.runs[node] = Run(*command, *script, TMPDIR=str(self.temporary), **variables)
+        self.lines[node] = []
         for stream in (self.runs[node].process.stdout, self.runs[node].process.stderr):
             reader = threading.Thread(target=self._read, args=(stream, self.lines[node]), daemon=True)
             reader.start()
             self.readers.append(reader)
+
+    def _options(self, node):
+        setting = self.setting
+        options = ["-n", self.ranks_each, "--timeout", setting.timeout, "--max-restarts", setting.max_restarts]
+        if self.num_hosts > 1:
+            options += ["--nnodes", self.num_hosts, "--node_rank", node, "--master_addr", self.hosts.addresses[0]]
+        return [*options, "--master_port", self.port]
+
+    def _script(self, node):
+        """The script and its arguments, and the environment variables that it needs."""
+        script, variables = [self.setting.scripts.get(node, ELASTIC)], {}
+        if self.setting.on_signal:
+            wrapper = self.folder / "wrapper.py"
+            wrapper.write_text(WRAPPER)
+            script, variables = [wrapper, ELASTIC], {"FAULT": self.setting.on_signal}
+        script += ["--checkpoint-dir", self.checkpoints, "--steps", self.setting.steps, "--save-every", EVERY]
+        return [*script, *["--graph"] * self.graph, *self.setting.more.get(node, ())], variables
 
     def _read(self, stream, lines):
         for line in stream:
@@ -103,22 +113,19 @@ class Job:
     def said(self, node):
         return "\n".join(line for _, line in self.lines[node])
 
-    def runs_on(self):
+    def when(self, words):
+        """When a launcher said these words for the first time, the last of those that did; None if none did."""
+        times = [[when for when, line in lines if words in line] for lines in self.lines.values()]
+        return max((some[0] for some in times if some), default=None)
+
+    def goes_on(self):
         return any(run.process.poll() is None for run in self.runs.values())
 
     def well(self):
         """Whether all launchers ended with 0."""
         return all(run.process.poll() == 0 for run in self.runs.values())
 
-    def last_bits(self):
-        """The tensors in the checkpoint of the last step; none if it is not there."""
-        return sorted(path.read_bytes() for path in (self.checkpoints / str(STEPS)).glob("*/out"))
-
-    def newest(self):
-        """The step of the newest checkpoint."""
-        return max((int(path.name) for path in self.checkpoints.glob("*") if path.name.isdecimal()), default=0)
-
-    def wait(self, seconds):
+    def wait(self, seconds=ENDS):
         """Until all launchers have ended; False if they do not in that time."""
         deadline = time.monotonic() + seconds
         for run in self.runs.values():
@@ -126,6 +133,9 @@ class Job:
                 run.process.wait(max(0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 return False
+            except BaseException:
+                self.kill()
+                raise
             finally:
                 self.ended = time.monotonic()
         for reader in self.readers:
@@ -135,9 +145,12 @@ class Job:
     def left(self):
         """How many processes are left; they are ended."""
         left = sum(len(run.alive()) for run in self.runs.values() if not run.all_gone())
+        self.kill()
+        return left
+
+    def kill(self):
         for run in self.runs.values():
             run.kill()
-        return left
 
     def ranks(self):
         """{rank: its process} of all that run."""
@@ -145,74 +158,21 @@ class Job:
         for pid in (pid for run in self.runs.values() for pid in run.ranks()):
             with contextlib.suppress(OSError):
                 rank = re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
-                found[int(rank.group(1))] = pid
+                if rank:
+                    found[int(rank.group(1))] = pid
         return found
 
-
-def at_some_moment(do):
-    def inject(job):
-        time.sleep(job.rng.uniform(*MOMENTS) * job.seconds)
-        return do(job)
-
-    return inject
-
-
-def while_it_trains(do):
-    """After any checkpoint but the last ones."""
-
-    def inject(job):
-        step = job.rng.randrange(EVERY, STEPS // 2, EVERY)
-        while job.newest() < step and job.runs_on():
-            time.sleep(0.002)
-        return do(job)
-
-    return inject
-
-
-def signal_rank(signum):
-    """To any of the ranks."""
-
-    def send(job):
-        running = job.ranks()
-        if not running:
-            return False
-        job.hit_rank, pid = job.rng.choice(sorted(running.items()))
-        job.hit_node = job.hit_rank // job.ranks_each
-        return signal_process(pid, signum)
-
-    return send
-
-
-def signal_launcher(signum):
-    """As a terminal does, or a scheduler: to launch.sh, not to its ranks."""
-
-    def send(job):
-        job.hit_node = job.rng.choice(sorted(job.runs))
-        run = job.runs[job.hit_node]
-        while run.process.poll() is None and not run.ranks():  # before, bash is at work and ends by the signal itself
+    def launchers(self, node):
+        """The processes of launch.sh on a host, once its ranks are there; before that bash makes them ready."""
+        run = self.runs[node]
+        while run.process.poll() is None and not run.ranks():
             time.sleep(0.01)
         ranks = run.ranks()
-        for pid in set(run.alive()) - set(ranks) if run.process.poll() is None else ():
-            signal_process(pid, signum)
-        return run.process.poll() != 0
-
-    return send
+        return set(run.alive()) - set(ranks) if run.process.poll() is None else set()
 
 
-def kill_node(job):
-    job.hit_node = job.rng.choice(sorted(job.runs))
-    there = job.ranks()
-    for pid in job.runs[job.hit_node].alive():
-        signal_process(pid, signal.SIGKILL)
-    return bool(there)
-
-
-def pull_link(job):
-    job.hit_node = 1
-    there = job.ranks()
-    job.hosts.link(1, "down")
-    return bool(there)
-
-
-def nothing(job):
-    return True
+def signal_process(pid, signum):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)
+        return True
+    return False

@@ -13,7 +13,8 @@ mount -t tmpfs none /run && mkdir /run/netns
 ip link add bridge type bridge && ip link set bridge up
 for k in $(seq 0 $(($1 - 1))); do
     ip netns add host$k
-    ip link add veth$k type veth peer name eth0 netns host$k
+    mac=02:00:00:00:00:$(printf %02x $((k + 1)))
+    ip link add veth$k type veth peer name eth0 address $mac netns host$k
     ip link set veth$k master bridge up
     ip -n host$k address add 10.0.0.$((k + 1))/24 dev eth0
     ip -n host$k link set eth0 up
@@ -22,6 +23,12 @@ done
 echo ready
 exec sleep infinity
 """
+LISTEN = "0A"  # this state of a socket in /proc/net/tcp
+
+
+def mac(host):
+    """The hardware address of a host, as SET_UP gives it."""
+    return f"02:00:00:00:00:{host + 1:02x}"
 
 
 class Hosts:
@@ -62,7 +69,44 @@ class Hosts:
 
     def link(self, host, state):
         """Pull the cable of a host, or put it back: "down" or "up"."""
-        subprocess.run([*self.inside(), "ip", "link", "set", f"veth{host}", state], check=True)
+        self._run("ip", "link", "set", f"veth{host}", state)
+
+    def loopback(self, host, state):
+        """Turn the loopback interface of a host "down" or "up"."""
+        self._run("ip", "-n", f"host{host}", "link", "set", "lo", state)
+
+    def cut(self, sender, receiver):
+        """Lose all that a host sends to another one, and nothing of what comes back.
+
+        The bridge is told that the receiver is where the sender is, and a bridge sends nothing back where it came from.
+        """
+        self._run("bridge", "fdb", "replace", mac(receiver), "dev", f"veth{sender}", "master", "static", "sticky")
+
+    def slow(self, host, rate):
+        """Let a host receive no more than a rate in the words of tc, such as 4mbit."""
+        self._run(
+            "tc", "qdisc", "replace", "dev", f"veth{host}", *f"root tbf rate {rate} burst 16kb latency 400ms".split()
+        )
+
+    def mend(self):
+        """Undo all that was done to the network."""
+        for host in range(len(self.addresses)):
+            self.link(host, "up")
+            self.loopback(host, "up")
+            self._run("tc", "qdisc", "del", "dev", f"veth{host}", "root", may_fail=True)
+            for other in range(len(self.addresses)):
+                self._run("bridge", "fdb", "del", mac(other), "dev", f"veth{host}", "master", may_fail=True)
+
+    def listening(self, host):
+        """The TCP ports at which processes of a host listen."""
+        command = [*self.on(host), "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+        lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+        words = [line.split() for line in lines]
+        return [int(word[1].rpartition(":")[2], 16) for word in words if word[3] == LISTEN]
+
+    def _run(self, *words, may_fail=False):
+        output = subprocess.DEVNULL if may_fail else None
+        subprocess.run([*self.inside(), *words], check=not may_fail, stderr=output)
 
     def place(self, world_size, port):
         """The `place` of a Pool whose ranks run here, as many on each host."""

@@ -13,7 +13,7 @@ from harness.start.errors import UsageError
 from harness.start.nodes import Nodes
 from harness.start.options import checked, same_on_all_nodes
 from harness.start.output import Output, encoded, say, write
-from harness.start.ranks import RankAssignment, RankProcesses, is_consequence, reserve_port
+from harness.start.ranks import RankAssignment, RankProcesses, check_loopback, is_consequence, reserve_port
 
 
 class Job:
@@ -70,7 +70,9 @@ class Job:
         """Start the ranks and watch them; returns the Outcome of the job. attempt: 0, or the number of the restart."""
         with contextlib.ExitStack() as stack:
             port = 0
-            if self.nodes.is_leader:
+            if not self.nodes.is_leader:
+                check_loopback()
+            else:
                 wanted = self.options.master_port if self.nodes.nnodes == 1 else 0
                 port = stack.enter_context(reserve_port(wanted)).getsockname()[1]
             start = self.nodes.begin(port, self.deadline, lambda: self.signals)

@@ -31,6 +31,7 @@ class Nodes:
         self.is_leader = node_rank == 0
         self.peers, self.last_heartbeat = [], 0.0
         self.start = None  # what `begin` returned last
+        self.gathering = None  # on node 0: listens as long as the job runs
 
     def __enter__(self):
         return self
@@ -38,6 +39,8 @@ class Nodes:
     def __exit__(self, *_):
         for peer in self.peers:
             peer.connection.close()
+        if self.gathering:
+            self.gathering.close()
 
     def send(self, **message):
         """Send a message to all peers: from node 0 to the other nodes, from these to node 0."""
@@ -52,6 +55,8 @@ class Nodes:
         if time.monotonic() - self.last_heartbeat > HEARTBEAT:
             self.last_heartbeat = time.monotonic()
             self.send()
+            if self.gathering and self.start:
+                self.gathering.turn_away()
         for peer in self.peers:
             message = peer.receive()
             if message:
@@ -70,9 +75,9 @@ class Nodes:
         if not self.is_leader:
             return self.start if wait_for(Joining(self), deadline, stopped) else None
         if self.nnodes > 1 and self.start is None:
-            with Gathering(self) as gathering:
-                if not wait_for(gathering, deadline, stopped):
-                    return None
+            self.gathering = Gathering(self)
+            if not wait_for(self.gathering, deadline, stopped):
+                return None
             self._check_hosts()
         self._send_start(port)
         return self.start

@@ -90,6 +90,7 @@ def run(script):
 def main():
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # shows the line at which this rank is
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the launcher has blocked it: it would have killed us
     report = int(os.environ.pop("HARNESS_REPORT", "-1"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)

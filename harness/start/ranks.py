@@ -24,8 +24,9 @@ def reserve_port(port=0):
 
     OneFlow binds its port with SO_REUSEPORT, so two jobs on one port both start and swap their ranks. A socket that
     stays bound, with the same option, keeps the kernel from giving the port to others, and rank 0 can still use it.
-    Raises UsageError if another program uses the port.
+    Raises UsageError if another program uses the port, or ranks cannot meet.
     """
+    check_loopback()
     reserved = socket.socket()
     try:
         if port:  # without SO_REUSEPORT, so that another job's port is refused
@@ -37,13 +38,17 @@ def reserve_port(port=0):
     except OSError as error:
         reserved.close()
         raise UsageError(f"port {port}: {error.strerror}; leave out --master_port to get a free one") from None
-    with socket.socket() as probe:
-        probe.settimeout(5)
-        error = probe.connect_ex(("127.0.0.1", reserved.getsockname()[1]))
-    if error not in (0, errno.ECONNREFUSED):  # nobody listens there yet
-        reserved.close()
-        raise UsageError(f"ranks cannot meet at 127.0.0.1: {os.strerror(error)}; is the loopback interface up?")
     return reserved
+
+
+def check_loopback():
+    """Raises UsageError if processes of this host cannot connect to each other: ranks would wait until --timeout."""
+    with socket.socket() as unused, socket.socket() as probe:
+        unused.bind(("0.0.0.0", 0))
+        probe.settimeout(5)
+        error = probe.connect_ex(("127.0.0.1", unused.getsockname()[1]))
+    if error not in (0, errno.ECONNREFUSED):  # nobody listens there
+        raise UsageError(f"ranks cannot meet at 127.0.0.1: {os.strerror(error)}; is the loopback interface up?")
 
 
 def cores_of(rank, world_size, cores=None):
@@ -106,6 +111,7 @@ class RankProcesses:
         bind: whether to bind each rank to its cores.
         """
         self.processes, self.job = [], uuid.uuid4().hex
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # a rank lets it through when it can handle it
         try:
             for rank in range(assignment.nproc_per_node):
                 own = {"HARNESS_JOB": self.job, name: str(pipes[rank])}
@@ -124,6 +130,8 @@ class RankProcesses:
         except BaseException:
             self.end(grace=0)
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
     def __enter__(self):
         return self

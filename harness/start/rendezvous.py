@@ -34,7 +34,7 @@ def wait_for(meeting, deadline, stopped):
 
 
 class Gathering:
-    """Node 0 takes in the launchers of the other nodes as they come; a context manager."""
+    """Node 0 takes in the launchers of the other nodes as they come, and later tells those why they are too many."""
 
     def __init__(self, nodes):
         self.nodes = nodes
@@ -46,10 +46,7 @@ class Gathering:
             raise UsageError(f"{reason}; choose a different one, the same on each node") from None
         self.listener.setblocking(False)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def close(self):
         self.listener.close()
 
     def missing(self):
@@ -58,17 +55,27 @@ class Gathering:
         return f"node{'s' if len(numbers) > 1 else ''} {', '.join(numbers)} of {self.nodes.nnodes}"
 
     def step(self):
+        for peer, hello in self._hellos():
+            self._take_in(peer, hello, self._refusal(hello))
+        for _ in iter(self.nodes.receive, None):  # drops a node that is lost: it may come again
+            pass
+        return len(self.nodes.peers) == self.nodes.nnodes - 1
+
+    def turn_away(self):
+        """While the job runs, refuse launchers that come: one that was started twice would wait until --timeout."""
+        for peer, hello in self._hellos():
+            self._take_in(peer, hello, self._refusal(hello) or "the job at this port runs already")
+
+    def _hellos(self):
+        """The newcomers that have said what they are, and what they said."""
         with contextlib.suppress(BlockingIOError):
             self._connect(*self.listener.accept())
         for peer in list(self.newcomers):
             hello = peer.receive()
-            if hello:
-                self._take_in(peer, hello)
             if hello or peer.closed:
                 self.newcomers.remove(peer)
-        for _ in iter(self.nodes.receive, None):  # drops a node that is lost: it may come again
-            pass
-        return len(self.nodes.peers) == self.nodes.nnodes - 1
+            if hello:
+                yield peer, hello
 
     def _joined(self):
         return {peer.hello["node"] for peer in self.nodes.peers}
@@ -78,9 +85,8 @@ class Gathering:
         same_host = address in (connection.getsockname()[0], "127.0.0.1")
         self.newcomers.append(Peer(connection, "" if same_host else address))
 
-    def _take_in(self, peer, hello):
+    def _take_in(self, peer, hello, refusal):
         """Make a newcomer one of the nodes, or tell it why not."""
-        refusal = self._refusal(hello)
         if refusal:
             peer.send(refused=refusal)
             peer.connection.close()

@@ -216,10 +216,26 @@ def test_port_of_another_job_is_refused(script):
     assert (second.code, second.err) == (2, words)
 
 
+def test_rank_that_is_asked_where_it_is_before_it_can_answer_continues(script, tmp_path):
+    """It gets SIGUSR1 while Python starts, before it has a handler, and shows its line when it has one."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\nif 'HARNESS_JOB' in os.environ:\n    os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    job = Run(LAUNCH, "-n", 2, script("print('met')"), PYTHONPATH=str(tmp_path)).wait()
+    assert (job.code, job.out.count("met")) == (0, 2) and job.err.count("(most recent call first)") == 2, job.err
+
+
 def test_limit_of_addresses_is_refused():
     """OneFlow itself would end with an error that names no limit."""
     job = Run("bash", "-c", f"ulimit -v 3000000 && exec {LAUNCH} data_parallel").wait()
     assert job.code == 2 and job.err.startswith("launch.sh: ulimit -v allows 3000 MB of addresses"), job.err
+
+
+def test_limit_of_open_files_is_refused():
+    """With so few, .venv looks broken: it must not be set up again."""
+    job = Run("bash", "-c", f"ulimit -n 10 && exec {LAUNCH} data_parallel").wait()
+    assert (job.code, job.out) == (2, "")
+    assert job.err == "launch.sh: ulimit -n allows 10 open files, and a rank needs 64: type ulimit -n 1024\n"
 
 
 # What the launcher, its ranks and argparse in them refuse -> the one line on standard error; see test_options.py too.

@@ -172,6 +172,33 @@ def test_launchers_of_two_jobs_do_not_mix(script, tmp_path):
     assert (first.code, first.out, second.code, second.out) == (0, "[0] met\n", 0, "[1] met\n")
 
 
+def test_node_that_is_started_twice_is_told_so_while_the_job_runs(script):
+    """It would wait in vain until --timeout; and a second job at this port would take in launchers of the first."""
+    port, path = free_port(), script(SLEEPS)
+    runs = start(None, "-n", 1, path, port=port)
+    runs[0].until("ready")
+    again = [start(None, "-n", 1, path, only=[node], port=port)[0] for node in (1, 0)]
+    joins, leads = (run.err for run in ended(again))
+    assert joins == "launch.sh: --node_rank 1 is taken: number the nodes from 0 to 1, each once\n"
+    assert leads.startswith(f"launch.sh: --master_port {port}: Address already in use; ") and leads.count("\n") == 1
+    assert [run.code for run in again] == [2, 2] and all(run.process.poll() is None for run in runs)
+    runs[0].signal(signal.SIGTERM)
+    assert [run.code for run in ended(runs)] == [143, 143]
+
+
+def test_node_without_a_loopback_interface_is_refused(hosts, script):
+    """Its ranks would wait for each other until --timeout."""
+    if not hosts.real:
+        pytest.skip(NO_HOSTS)
+    hosts.loopback(1, "down")
+    try:
+        first, second = ended(start(hosts, "-n", 2, "--timeout", 8, script("print('met')", MET)))
+    finally:
+        hosts.mend()
+    assert second.code == 2 and "launch.sh: ranks cannot meet at 127.0.0.1: " in second.err
+    assert first.code == 2 and "node 1 of 2 did not come within --timeout" in first.err
+
+
 def test_node_that_never_comes():
     command = ("--timeout", 3, "recipes/hybrid_parallel.py")
     [leader] = start(None, *command, only=[0])
