@@ -39,7 +39,7 @@ OWN = {  # scripts of the tests
 }
 WANTED = os.environ.get("COOKBOOK_CONTAINERS", os.environ.get("CI", ""))
 WHOLE = WANTED == "full"
-HOW = "type COOKBOOK_CONTAINERS=1 ./launch.sh test tests/slow/test_containers.py as root on Debian or Ubuntu"
+HOW = "type COOKBOOK_CONTAINERS=1 ./launch.sh test tests/slow/test_containers.py as root on Debian 12"
 installs = pytest.mark.skipif(not WANTED, reason=f"needs Podman: {HOW}")
 full = pytest.mark.skipif(not WHOLE, reason="takes long: as above, with COOKBOOK_CONTAINERS=full")
 
@@ -51,6 +51,7 @@ def script_with(words):
 
 
 HYBRID, ELASTIC = script_with("29500 recipes/hybrid_parallel.py"), script_with("elastic_training.py")
+AT_THE_END, TIDY = SCRIPTS[SCRIPTS.index(ELASTIC) + 1], script_with("docker volume rm")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,8 @@ def layers(docker, tag):
 def test_what_the_page_has():
     assert sorted(FILES) == [".dockerignore", "Dockerfile", "train.yaml"]
     others = [script for script in SCRIPTS if not all(line in RUNS for line in script.splitlines())]
-    assert others == [BUILD, HYBRID, ELASTIC]
+    assert others == [BUILD, HYBRID, ELASTIC, AT_THE_END, TIDY]
+    assert HYBRID.endswith(AT_THE_END)
 
 
 @installs
@@ -139,7 +141,7 @@ def test_seconds_and_size(docker, image):
     base = int(docker.asked("docker image inspect --format '{{.Size}}' python:3.10-slim-bookworm")) / 1e9
     print(f"image built in {image:.0f} s: {size:.2f} GB, of them the base {base:.2f} GB")
     print(docker.asked("docker history --human=true cookbook:1"))
-    on_the_page = float(re.search(r"The image has ([\d.]+) GB", PAGE.read_text()).group(1))
+    on_the_page = float(re.search(r"The image is ([\d.]+) GB", PAGE.read_text()).group(1))
     assert on_the_page == pytest.approx(size, rel=0.05)
 
 
@@ -187,6 +189,12 @@ def test_rank_that_fails(docker, image, folder):
     [run] = ended([docker(own_script("", "-n 2 fails.py"), folder)])
     assert run.code == 1 and run.err.count("ZeroDivisionError: division by zero") == 1, run.err
     assert run.err.endswith("launch.sh: rank 1 of 2 failed: exit code 1; every rank is ended\n")
+
+
+@installs
+def test_bad_input(docker, image, folder):
+    [run] = ended([docker(own_script("", "-n 2 missing.py"), folder)])
+    assert run.code == 2 and run.err.startswith("launch.sh: ") and run.err.count("\n") == 1, run.err
 
 
 @installs
@@ -244,14 +252,15 @@ class Training:
     def inspect(self, name, field):
         return self.docker.asked(f"docker inspect --format '{{{{.{field}}}}}' {name}")
 
-    def end(self, names=("host0", "host1")):
+    def end(self):
         """Wait for the end of both; returns how often each was started again, and what each wrote."""
+        names = ("host0", "host1")
         wait_until(lambda: {self.inspect(name, "State.Status") for name in names} == {"exited"}, "the end", SLOW, 1)
         codes = [self.inspect(name, "State.ExitCode") for name in names]
         restarts = [int(self.inspect(name, "RestartCount")) for name in names]
         logs = [self.docker.asked(f"docker logs {name} 2>&1") for name in names]
-        self.docker.asked(f"docker rm {' '.join(names)}")
-        assert codes == ["0", "0"], logs
+        said = self.docker.asked(AT_THE_END)
+        assert codes == ["0", "0"] and "all losses equal" in said, logs
         return restarts, logs
 
     def result(self):
@@ -312,6 +321,13 @@ def test_commands_of_the_pods_run_in_two_containers(docker, network, manifest):
     docker.asked("docker rm train-0 train-1")
     assert codes == ["0", "0"], first + second
     assert "[0] all losses equal those of a single device" in first and "[2] w (64, 64) of (64, 64)" in second
+
+
+@installs
+def test_volume_and_network_of_the_page_can_be_removed(docker, undisturbed):
+    docker.asked(TIDY)
+    assert "checkpoints" not in docker.asked("docker volume ls --quiet").splitlines()
+    assert "train" not in docker.asked("docker network ls --format '{{.Name}}'").splitlines()
 
 
 @installs
