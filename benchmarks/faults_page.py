@@ -11,18 +11,21 @@ from harness.report.tables import table
 from tests.cases import ROOT
 
 FOUND, PAGE = ROOT / "docs" / "faults.jsonl", ROOT / "docs" / "faults.md"
-COLUMNS = ["fault", "the job", "tries", "as described", "seconds: median, largest"]
+COLUMNS = ["fault", "the job", "runs", "as expected", "seconds: median, largest"]
+SHOWN = {  # name of a fault -> how the page says it; the outcomes have the name
+    "a rank is killed, and a rank again after the restart": "a rank is killed, and again after the restart",
+}
 UNKNOWN = "Cause unknown"
 CAUSES = {  # seed of a try that was not as described -> why, a sentence without a full stop
     "1/9": "launch.sh looked at the loopback interface of node 0 alone; elsewhere ranks waited until --timeout",
     "1/805": "A rank that had just been started died of SIGUSR1; now it is blocked until the rank can handle it",
-    "1/59": "The try itself was wrong: it changed a file that holds a single number",
+    "1/59": "The run itself was wrong: it changed a file that holds a single number",
 }
-NOTES = """
-## Good to know
+NOTES = """## Good to know
 
 - A rank that calls `sys.exit(0)` or is stopped is silent, and the other ranks wait for it until `--timeout`. Then
-  `launch.sh` shows where each rank is, and which one is stopped or has ended. The seconds run from the time limit.
+  `launch.sh` shows where each rank is, and which one is stopped or has ended. For these faults, the seconds
+  are counted from when the time limit expires.
 - When `launch.sh` itself is killed, Linux kills its ranks at once, and the launcher on the other host ends the job. On
   its own host only the shell prints something: `Killed`.
 - `launch.sh` notices a broken link when the other launcher has sent nothing for 10 s. A shorter break does no harm.
@@ -33,7 +36,7 @@ NOTES = """
   starts with step 1.
 - OneFlow's checkpoints have no checksum. A changed number is loaded silently; this recipe notices it at its end only
   because it compares its losses with those of a single device.
-- The kernel that kills a rank for lack of memory sends SIGKILL; `launch.sh` cannot tell why it was sent.
+- When the kernel kills a rank for lack of memory, it sends SIGKILL; `launch.sh` cannot tell the reason.
 - Not tried: packets that are delayed or lost one by one, as this kernel has no netem; and clocks that jump. `launch.sh`
   measures its time limits with a clock that does not jump.
 """
@@ -71,84 +74,105 @@ def read(path):
 
 
 def job_of(fault, outcomes):
-    """How the job ends, in words."""
+    """How the job ends, in words; where two endings are possible, with how often each was observed."""
     code = {ANY: "ends with an error", 0: "continues"}.get(fault.code, f"ends with {fault.code}")
-    if fault.restarts:
-        return f"{code}; or restarts"
-    if fault.may_continue:
-        return f"{code}; or continues ({sum(one.continued for one in outcomes)} of {len(outcomes)})"
-    return "restarts" if "after the restart" in fault.name else code
+    if not fault.restarts and not fault.may_continue:
+        return "restarts" if "after the restart" in fault.name else code
+    other = "restarts" if fault.restarts else "continues"
+    count = sum(one.restarts if fault.restarts else one.continued for one in outcomes)
+    total = len(outcomes)
+    return f"{code} ({total - count} of {total}) or {other} ({count} of {total})"
+
+
+def shown(name):
+    return SHOWN.get(name, name)
 
 
 def row(fault, outcomes):
-    times = [one.seconds for one in outcomes if one.seconds is not None]
-    took = f"{statistics.median(times):.1f}, {max(times):.1f}" if times else "–"
-    return [fault.name, job_of(fault, outcomes), len(outcomes), sum(map(good, outcomes)), took]
+    seconds = [one.seconds for one in outcomes if one.seconds is not None]
+    took = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else "–"
+    return [shown(fault.name), job_of(fault, outcomes), len(outcomes), sum(map(good, outcomes)), took]
 
 
 def part(name, outcomes):
-    """A table for one part of the page, and behind it what the user sees."""
+    """A table for one part of the page, and below it what the user sees."""
     faults = [fault for fault in FAULTS if fault.part == name]
     by_name = {fault.name: [one for one in outcomes if one.fault == fault.name] for fault in faults}
-    rows = [row(fault, by_name[fault.name]) for fault in faults]
+    rows = [row(fault, by_name[fault.name]) for fault in faults if by_name[fault.name]]
+    if not rows:
+        return ""
     seen = [
-        (fault.name, next((one.says for one in by_name[fault.name] if one.says and good(one)), "")) for fault in faults
+        (shown(fault.name), next((one.says for one in by_name[fault.name] if one.says and good(one)), ""))
+        for fault in faults
     ]
     quoted = "".join(f"- {name}: `{line}`\n" for name, line in seen if line)
-    return f"## {name}\n\n{table(COLUMNS, rows)}" + (f"\nWhat a user sees:\n\n{quoted}" if quoted else "")
+    what = f"\nWhat a user sees:\n\n{quoted}" if quoted else ""
+    return f"## {name}\n\n{table(COLUMNS, rows)}{what}"
+
+
+def not_yet(outcomes):
+    """The kinds of faults without a run, in a sentence; "" if there are none."""
+    missing = [shown(fault.name) for fault in FAULTS if fault.name not in {one.fault for one in outcomes}]
+    return f"\nNot run yet: {'; '.join(missing)}.\n" if missing else ""
 
 
 def failures(outcomes, earlier):
-    """The tries that were not as described, and those that were not at first, each with its seed."""
+    """The runs that were not as expected, and those that were not at first, each with its seed."""
     text = ""
     for what, some in (
-        ("are not as described", outcomes),
-        ("were not as described until something was fixed", earlier),
+        ("did not behave as expected", outcomes),
+        ("failed at first and led to a fix", earlier),
     ):
         bad = {
-            one.seed: f"- `{one.seed}`: {one.fault}. {CAUSES.get(one.seed, UNKNOWN)}." for one in some if not good(one)
+            one.seed: f"- `{one.seed}`: {shown(one.fault)}. {CAUSES.get(one.seed, UNKNOWN)}."
+            for one in some
+            if not good(one)
         }
-        text += f"Tries that {what}: {len(bad)}.\n\n" + "".join(f"{line}\n" for line in bad.values()) + "\n" * bool(bad)
+        text += f"Runs that {what}: {len(bad)}.\n\n" + "".join(f"{line}\n" for line in bad.values()) + "\n" * bool(bad)
     return text
 
 
 def counts(outcomes):
-    """How much was left or lost, in words."""
+    """How much was left or lost, in a sentence."""
     left, lost = sum(bool(one.left) for one in outcomes), sum(one.lost for one in outcomes)
     unequal = sum(not one.equal for one in outcomes)
-    return f"{left} left something behind, {lost} lost a checkpoint, and {unequal} ended with other weights"
+    if not left and not lost and not unequal:
+        return "No run left anything behind, lost a checkpoint or ended with different weights."
+    return f"{left} runs left something behind, {lost} lost a checkpoint and {unequal} ended with different weights."
 
 
 def page(machine, outcomes, earlier=()):
-    parts = "\n".join(part(name, outcomes) for name in dict.fromkeys(fault.part for fault in FAULTS))
+    parts = "\n".join(filter(None, (part(name, outcomes) for name in dict.fromkeys(fault.part for fault in FAULTS))))
     return f"""# Faults
 
 [README](../README.md) · [all pages](README.md) · next: [testing](testing.md)
 
 We injected {len(outcomes)} faults of {len({one.fault for one in outcomes})} kinds into jobs of
 [elastic_training.py](../recipes/starting/elastic_training.py), which take {STEPS} steps and save a checkpoint every
-{EVERY}. Of these tries {counts(outcomes)}.
+{EVERY}. {counts(outcomes)}
 
-{failures(outcomes, earlier)}## How a try works
+{NOTES}
+## How a run works
 
-`./launch.sh faults` makes this page ({machine}). Each try draws from its seed the
-fault, its moment, eager mode or a graph, and one host with {RANKS[1]} ranks or two with {RANKS[2]}. The hosts are
-network namespaces with addresses of their own. Run one try again with `./launch.sh faults --only 1/12`. An interrupted
-run resumes where it stopped. The tests repeat a sample.
+`./launch.sh faults` makes this page ({machine}). Each run's seed selects the fault, its timing, eager or graph mode,
+and either one host ({RANKS[1]} ranks) or two ({RANKS[2]} ranks in all). The hosts are network namespaces with addresses
+of their own. Repeat a run with `./launch.sh faults --only 1/12`. If `./launch.sh faults` is interrupted, it resumes
+where it stopped. The tests repeat a sample.
 
 Most faults come at a random moment: at the start, while the ranks meet, in training, or while a checkpoint is written.
-If a fault comes too late, when the job has all but ended, it is injected again, earlier. A try is as described if
+If a fault comes too late, when the job has all but ended, it is injected again, earlier. A run is as expected if
 
-- the job ends with this exit code, or continues; a rank's fault has `--max-restarts 2` in half of the tries, and
-  then the job restarts;
+- the job ends with the exit code in the table, or continues; when a rank fails, half of the runs have
+  `--max-restarts 2`, and then the job restarts;
 - each host names the cause: the rank, the host or the signal;
 - no process, listening port or file is left;
 - a job that restarts, or is started again after the fault, resumes from the newest checkpoint, so that at most {EVERY}
   steps are repeated;
-- in the end weight and momentum are bit by bit those of an undisturbed job;
+- in the end weight and momentum are bit for bit those of an undisturbed job;
 - the job ends within {DEATH} s of the fault, where the table has seconds. They run until the last launcher has ended
   or says that it restarts the ranks.
 
-A line that `launch.sh` or a rank prints stands below each table; most of a rank's traceback is left out.
-
-{parts}{NOTES}"""
+{failures(outcomes, earlier)}Where a job can end in two ways, the table says how often we observed each.
+Below each table is one line of output for each fault that prints any; most of a rank's traceback is left out.
+{not_yet(outcomes)}
+{parts}"""

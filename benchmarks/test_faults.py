@@ -1,6 +1,7 @@
 """A sample of the faults of docs/faults.md, how tries are drawn and continued, and that the page has what was found."""
 
 import json
+import re
 import sys
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -141,9 +142,33 @@ def test_table_counts_tries_and_shows_the_seed_of_each_that_failed():
     page = faults_page.page("2 cores", [GOOD, slow, failed], [again])
     assert "| a host dies | ends with 1 | 3 | 2 | 0.5, 3.8 |" in page
     assert "- a host dies: `launch.sh: node 1 is gone`\n" in page and "`1/2`" not in page
-    assert "Tries that are not as described: 1.\n\n- `1/3`: a host dies. " in page
-    assert "Tries that were not as described until something was fixed: 1.\n\n- `1/4`: a host dies. " in page
-    assert "3 faults" in page
+    assert "Runs that did not behave as expected: 1.\n\n- `1/3`: a host dies. " in page
+    assert "Runs that failed at first and led to a fix: 1.\n\n- `1/4`: a host dies. " in page
+    assert "3 faults of 1 kinds" in page and page.count("## Hosts") == 1 and "## Network" not in page
+    assert "Not run yet: a rank is killed (SIGKILL); " in page and "| a rank is killed" not in page
+
+
+def test_page_counts_what_was_observed_where_a_job_can_end_in_two_ways():
+    killed = replace(GOOD, fault="a rank is killed (SIGKILL)", restarts=True)
+    page = faults_page.page(
+        "2 cores", [killed, replace(killed, seed="1/2"), replace(killed, seed="1/3", restarts=False)]
+    )
+    assert "| a rank is killed (SIGKILL) | ends with 137 (1 of 3) or restarts (2 of 3) | 3 |" in page
+    few = replace(GOOD, fault="few files can be open (ulimit -n 10 to 100)", continued=True)
+    page = faults_page.page("2 cores", [few, replace(few, seed="1/2", continued=False)])
+    assert "| ends with an error (1 of 2) or continues (1 of 2) | 2 |" in page
+
+
+@pytest.mark.parametrize("changed", [{"left": ["1 processes"]}, {"lost": True}, {"equal": False}])
+def test_page_says_that_nothing_was_left_or_lost_only_if_it_was_so(changed):
+    well = "No run left anything behind, lost a checkpoint or ended with different weights."
+    assert well in faults_page.page("2 cores", [GOOD])
+    page = faults_page.page("2 cores", [GOOD, replace(GOOD, seed="1/2", **changed)])
+    assert well not in page and sorted(re.findall(r"(\d) (?:runs left|lost|ended)", page)) == ["0", "0", "1"]
+
+
+def test_names_that_the_page_changes_are_those_of_kinds():
+    assert set(faults_page.SHOWN) <= {fault.name for fault in fault_kinds.FAULTS}
 
 
 @pytest.mark.parametrize(
