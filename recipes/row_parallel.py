@@ -1,4 +1,4 @@
-"""Model parallelism by rows: split the contracting dimension, add the partial sums.
+"""Model parallelism by rows: split the contracted dimension, then add the partial sums.
 
     out = x @ w           rank 0                   rank 1                   SBP
     x        (4, 5)       columns 0-2              columns 3-4              S(1)

@@ -62,6 +62,15 @@ def test_program_prints_what_the_page_shows(mine):
     assert by_rank == blocks(ENGLISH, "text")[0].splitlines(), job.err
 
 
+def test_lines_of_the_course_print_what_their_comments_say(tmp_path):
+    [program] = blocks(GALLERY, "python")
+    (tmp_path / "lines.py").write_text(program)
+    job = Run(LAUNCH, "-n", 2, "lines.py", cwd=tmp_path).wait()
+    said = re.findall(r"^print.*  # ([^:\n]+)", program, flags=re.MULTILINE)
+    assert said and "run `./launch.sh -n 2 lines.py`" in GALLERY.read_text()
+    assert sorted(job.out.splitlines()) == sorted(f"[{rank}] {line}" for rank in (0, 1) for line in said), job.err
+
+
 def test_readme_counts_recipes_and_runs():
     recipes, runs_there = map(int, re.search(r"(\d+) recipes, (\d+) runs", ENGLISH.read_text()).groups())
     assert recipes == len(all_paths())

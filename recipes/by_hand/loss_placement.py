@@ -1,4 +1,4 @@
-"""Loss placement: on one rank with all outputs, or a part on each.
+"""Loss placement: compute the loss on one rank, or a part of it on each.
 
     --loss first        rank 0      rank 1      SBP
     x         (8, 4)    rows 0-3    rows 4-7    S(0)
@@ -15,7 +15,7 @@ Moves: first: (n-1)/n of out to rank 0, (n-1)/n of its gradient back; eager mode
        other: out and its gradient, once. each: neither. All: the all-reduce of train_data_parallel.py.
 Run:   ./launch.sh recipes/by_hand/loss_placement.py [--graph] [--loss each|first|other]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/by_hand/loss_placement.py [--graph]
-Use it to choose: take "each" unless the loss needs all outputs in one place, as a ranking of the whole batch does.
+Use it to choose: take "each" unless the loss needs all outputs in one place, as a ranking loss does.
 Source: OneFlow documentation, oneflow.Tensor.to_global (grad_sbp).
 """
 

@@ -1,4 +1,4 @@
-"""Replicate, scatter, gather: nn.DataParallel step by step, then by SBP.
+"""Replicate, scatter, gather: what nn.DataParallel does, step by step, in SBPs.
 
     --home first              rank 0      rank 1      SBP
     x              (8,)       whole       nothing     B

@@ -1,4 +1,4 @@
-"""Matmul signatures: which SBP pairs multiply without communication, which move an input first.
+"""Matmul signatures: which SBP pairs multiply without communication, and which make OneFlow move an input first.
 
     x, and w alike        rank 0         rank 1         SBP
     x B       (4, 4)      whole          whole          B
@@ -16,7 +16,7 @@ Moves: nothing for the six legal signatures, where the table has only the SBP of
        input silently. Which one depends on the sizes, here equal: with a w of three times the size S(0) @ S(0) is P.
 Run:   ./launch.sh recipes/layouts/matmul_signatures.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/layouts/matmul_signatures.py [--graph]
-Use it to find which SBPs go together: split a dimension of out, or the contracting one on both sides, or nothing.
+Use it to find which SBPs go together: split a dimension of out, or the contracted one on both sides, or nothing.
 Source: J. Yuan et al., "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch", arXiv:2110.15032.
 """
 

@@ -1,4 +1,4 @@
-"""Rendezvous: ranks meet by environment variables, a TCP address or a file.
+"""Rendezvous: ranks find each other through environment variables, a TCP address or a file.
 
     sum of all ranks    rank 0          rank 1          SBP
     number     (2, 1)   row 0           row 1           S(0)

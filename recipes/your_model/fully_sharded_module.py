@@ -1,4 +1,4 @@
-"""Fully sharded module: each layer of an unedited model keeps shards and gathers what its forward reads.
+"""Fully sharded module: each layer of an unedited model keeps only shards, and gathers its weights for forward.
 
     the model                            rank 0       rank 1        SBP
     ids                   (8, 4)         rows 0-3     rows 4-7      S(0)
