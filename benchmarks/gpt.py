@@ -1,6 +1,5 @@
 """A training step of recipes/transformer/gpt.py beside the same model in PyTorch and JAX. Seconds."""
 
-import statistics
 import tempfile
 from contextlib import ExitStack
 from functools import partial
@@ -79,17 +78,14 @@ def compared(strategy, n, turns, say, file, vocab_size, sizes):
                 "OneFlow": slowest(pool.call(f"{OURS}:matmul_times", shapes=shapes, steps=STEPS)),
                 "PyTorch": slowest(peers["PyTorch"].step_times(kind="matmuls", shapes=shapes, steps=STEPS)),
             }
-            parts = {"OneFlow": ours, "PyTorch": {**torch, "step": statistics.median(torch["seconds"])}}
-            row["parts"] = {
-                name: {"matmuls": alone[name], **{part: parts[name][part] for part in ("backward", "update", "step")}}
-                for name in parts
-            }
+            parts = {"OneFlow": ours, "PyTorch": torch}
+            row["parts"] = {name: {"matmuls": alone[name], "update": parts[name]["update"]} for name in parts}
     return row
 
 
 def gpt(turns, say, sizes=SIZES, ranks=(1, 2, 4)):
     """[{"strategy", "ranks", "seconds", "best", "ratios": as of steps.training, "difference": how far losses differ at
-    most, and on up to 2 ranks "parts": seconds of {"matmuls": alone, "backward", "update", "step"}, by framework}]
+    most, and on up to 2 ranks "parts": seconds of {"matmuls": alone, "update"}, by framework}]
 
     Every time all sides begin with the same weights, and train on the same text. Raises PeerError if losses differ.
     """

@@ -63,7 +63,7 @@ def steps(path, clock, change=None, in_parts=False, **arguments):
             seconds[call.kind] += time.perf_counter() - start
         return result
 
-    kinds = [first, "backward", "update"] if in_parts else [first]
+    kinds = [first, "update"] if in_parts else [first]
     with replaced(CHANGES.get(change, {})), watching(timed, kinds):
         returned = call_entry(recipe.load(path), arguments)
         wait()
@@ -79,10 +79,10 @@ def step_begins(path, **arguments):
 
 
 def parts_of_step(path, **arguments):
-    """The median seconds on this rank of {"backward", "update", "step": all of it} of a step in eager mode."""
+    """The median seconds on this rank of {"update", "step": all of it} of a step in eager mode."""
     parts = [seconds for _, seconds in steps(path, time.perf_counter, in_parts=True, **arguments)[0]][1:-1]
-    middle = {name: statistics.median(one[name] for one in parts) for name in ("backward", "update")}
-    return {**middle, "step": statistics.median(step_times(path, **arguments))}
+    update = statistics.median(one["update"] for one in parts)
+    return {"update": update, "step": statistics.median(step_times(path, **arguments))}
 
 
 def thread_times():

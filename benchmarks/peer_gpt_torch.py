@@ -82,7 +82,7 @@ def parallel(kind, model):
 
 def trained(kind, file, heads):
     """Train from the weights on the text of a file of gpt.py's: {"losses" of this rank, "seconds" of each step but two,
-    "backward" and "update": seconds of them in a step}."""
+    "update": seconds of it in a step}."""
     w = dict(np.load(file))
     rows = torch.from_numpy(w.pop("rows"))  # (steps, batch, length + 1)
     if kind != "tensor":
@@ -96,12 +96,11 @@ def trained(kind, file, heads):
         with loss_parallel() if kind == "tensor" else contextlib.nullcontext():
             loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             losses.append(loss.item())
-            times[-1].append(time.perf_counter())
             loss.backward()
         times[-1].append(time.perf_counter())
         update.step()
         update.zero_grad()
         times[-1].append(time.perf_counter())
     parts = np.diff(times[2:])
-    _, backward, updating = np.median(parts, 0)
-    return {"losses": losses, "seconds": parts.sum(1).tolist(), "backward": backward, "update": updating}
+    _, updating = np.median(parts, 0)
+    return {"losses": losses, "seconds": parts.sum(1).tolist(), "update": updating}
