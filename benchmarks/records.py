@@ -5,9 +5,11 @@ A record: {"date", "minutes", "machine", "commit", "measured": digest of the fil
 
 import datetime
 import hashlib
+import io
 import json
 import subprocess
 import time
+import tokenize
 from pathlib import Path
 
 from harness.start.recipe import path_of
@@ -30,10 +32,25 @@ RECIPES = {  # part -> the recipes that it times
 PACKAGES = ("requirements.txt", "benchmarks/requirements-peers.txt")
 
 
+def code(source):
+    """The tokens of a Python file without comments, docstrings and blank lines: what its speed depends on."""
+    kept, layout = [], (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL):
+            continue
+        alone = token.type == tokenize.NEWLINE and kept and kept[-1][0] == tokenize.STRING
+        if alone and (len(kept) == 1 or kept[-2][0] in layout):  # a statement that is only a string
+            kept.pop()
+        else:
+            kept.append((token.type, token.string))
+    return "\n".join(text for _, text in kept)
+
+
 def digest(part):
-    """Of the recipes that a part times, and of the versions of the packages."""
-    files = [path_of(name) for name in RECIPES.get(part, ())] + [ROOT / name for name in PACKAGES]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    """Of the code of the recipes that a part times, and of the versions of the packages."""
+    recipes = [code(path_of(name).read_text()) for name in RECIPES.get(part, ())]
+    packages = [(ROOT / name).read_text() for name in PACKAGES]
+    return hashlib.sha256("\n".join(recipes + packages).encode()).hexdigest()[:16]
 
 
 def commit():

@@ -48,6 +48,14 @@ def test_each_part_has_a_section():
     assert list(FOUND) == [name for name in bench.PARTS if name in FOUND]
 
 
+def test_a_record_stays_when_only_the_words_of_a_recipe_change():
+    source = '"""Split x."""\n\n\ndef f(x):\n    """x: (2, 4)."""\n    y = "a"  # why\n    return x\n'
+    for old, new in (("Split x", "Split the rows"), ("(2, 4)", "(4, 4)"), ("# why", "# because"), ("\n\n\n", "\n")):
+        assert records.code(source.replace(old, new)) == records.code(source), new
+    for old, new in (('"a"', '"b"'), ("return x", "return y"), ("    return x", "return x")):
+        assert records.code(source.replace(old, new)) != records.code(source), new
+
+
 def test_a_record_stays_until_what_it_measured_changes(monkeypatch):
     def record(cpu, digest):
         return {"machine": {"model": cpu}, "measured": digest}
