@@ -8,7 +8,9 @@ INTRODUCTION = """# Performance: the details
 [README](../README.md) · [all pages](README.md) · [performance](performance.md), the short page
 
 [The short page](performance.md) has ratios to PyTorch and JAX. This page says where they come from. `./launch.sh bench`
-makes it too. Where a table does not name the CPU, [the last table](#when-and-on-what) does.
+makes it too. Where a table does not name the CPU, [the last table](#when-and-on-what) does. The takeaways:
+
+{takeaways}
 """
 
 ALT = {  # what is in a plot
@@ -21,32 +23,57 @@ ALT = {  # what is in a plot
 }
 
 
+def spread(figures, form="{:.1f}"):
+    """The smallest and the largest of some figures, or one where both look the same."""
+    ends = dict.fromkeys(form.format(one).replace("%", " %") for one in (min(figures), max(figures)))
+    return " to ".join(ends)
+
+
+def takeaways(found):
+    """What a reader should remember, as a list: of each part that was measured."""
+
+    def of(part, name, pick=lambda data: data):
+        return [row[name] for record in found.get(part, {}).values() for row in pick(record["data"])]
+
+    blas = of("levers", "gain", lambda rows: [row for row in rows if "OpenBLAS" in row["lever"]])
+    bound = of("levers", "gain", lambda rows: [row for row in rows if "bound to its cores" in row["lever"]])
+    slow = of("kernels", "ratio", lambda rows: [row for row in rows if row["kernel"] == "(1024, 512) - (1024, 1)"])
+    waits = of("idle", "idle", lambda data: [row for row in data["rows"] if row["micro_batches"] == 8])
+    first = of("plan", "first", lambda data: [data])
+    words = (
+        (blas, "{:.1f}", "A current OpenBLAS makes a step {} times as fast."),
+        (bound, "{:.1f}", "Binding the ranks to cores makes a step {} times as fast."),
+        (slow, "{:.0f}", "A subtraction that broadcasts one column takes {} times as long as PyTorch's: avoid it."),
+        (waits, "{:.0%}", "A pipeline of 2 stages with 8 micro-batches is idle for {} of a step."),
+        (first, "{:.2f}", "The layout that [plan](choosing.md) puts first takes {} times the time of the fastest one."),
+    )
+    return "\n".join(f"- {text.format(spread(figures, form))}" for figures, form, text in words if figures)
+
+
 def limit(records):
     def matmuls(data):
         fastest = min(data["matmuls"].values())
         return [[name, ms(seconds), f"{seconds / fastest:.2f}"] for name, seconds in data["matmuls"].items()]
 
     def shares(data):
-        alone, update = (part / data["parts"]["step"] for part in (data["matmuls"]["OneFlow"], data["parts"]["update"]))
+        alone, update = data["shares"]["eager"], data["parts"]["update"] / data["parts"]["step"]
         yield ["five matmuls, alone", percent(alone)]
         yield ["update, SGD with momentum", percent(update)]
         yield ["all else: relu, loss, all-reduce, waiting", percent(1 - alone - update)]
 
     def modes(data, cpu):
-        eager, graph = (percent(data["shares"][mode]) for mode in ("eager", "graph"))
-        return f"On the {cpu} these matmuls are {eager} of a step in eager mode, and {graph} in a graph."
+        return f"On the {cpu} these matmuls are {percent(data['shares']['graph'])} of a step in a graph."
 
     return f"""## The limit
 
-How fast can a step of column-row be on 2 ranks? This table has its five matmuls, with nothing else to do. No recipe can
-make OpenBLAS's `sgemm` faster.
+How fast can a step of column-row be on 2 ranks? Not faster than its five matmuls alone, which this table times. No
+recipe can make OpenBLAS's `sgemm` faster.
 
 {by_cpu(["framework", "matmuls alone, ms", "/ fastest"], records, matmuls)}
-{each(records, modes)}
-
 Where the time of an eager step goes:
 
-{by_cpu(["part", "of the step"], records, shares)}"""
+{by_cpu(["part", "of the step"], records, shares)}
+{each(records, modes)}"""
 
 
 def kernels(records):
@@ -56,7 +83,8 @@ def kernels(records):
 
     return f"""## Kernels
 
-Milliseconds of single operations on one core, in float32. A recipe can avoid a slow one: gpt.py uses the fast ones.
+Milliseconds of single operations on one core, in float32. The slowest beside PyTorch is a
+subtraction that broadcasts one column. With expand it is faster: gpt.py adds its positions so.
 
 {by_cpu(["operation", "OneFlow", "PyTorch", "ratio"], records, rows)}"""
 
@@ -76,8 +104,8 @@ What do the ranks on the first core do in a step? They work, they are idle, or O
 That thread, `vm::VirtualMachine::ScheduleLoop`, never sleeps while work is under way. It calls `sched_yield` again and
 again, even while the rank waits for a message. So its share is mostly waiting.
 
-For the last column that thread got the lowest priority, nice 19. The figure is the time of a step without that, divided
-by the time with it.
+For the last column that thread ran at nice 19, the lowest priority. The figure is the time of a step at normal
+priority, divided by that at nice 19. Below 1, the lower priority makes the step slower.
 
 {by_cpu(header, records, rows)}"""
 
@@ -91,8 +119,8 @@ def plan(records):
 
     def orders(data, cpu):
         return (
-            f"On the {cpu}, the layout that the plan puts first takes {data['first']:.2f} times as long as the fastest."
-            f" Spearman's correlation of the two orders is {data['spearman']:.2f}."
+            f"On the {cpu}, the plan's first choice takes {data['first']:.2f} times the time of the fastest layout."
+            f" The rank correlation (Spearman) of planned and measured times is {data['spearman']:.2f}."
         )
 
     return f"""## The plan, beside runs
@@ -103,7 +131,7 @@ update. The ratio is the plan's time divided by the measured one.
 
 {each(records, orders)}
 
-{by_cpu(["D x T x P", "measured, ms", "plan, ms", "ratio"], records, rows)}"""
+{by_cpu(["data x tensor x pipeline", "measured, ms", "plan, ms", "ratio"], records, rows)}"""
 
 
 def levers(records):
@@ -138,8 +166,8 @@ Milliseconds of a step. In parentheses is the time on 1 rank, divided by this ti
 - Strong scaling splits a batch of 512 over the ranks. The ideal in parentheses is the number of ranks.
 - Weak scaling gives each rank 256 rows. The ideal is 1.
 
-Each rank has one core. 4 ranks share the 2 cores, so they cannot beat 2 ranks. In the picture, the dashed line is the
-ideal on 2 cores.
+Each rank computes on one core only. 4 ranks share 2 cores, so do not expect them to beat 2 ranks. In the picture, the
+dashed line is the ideal on 2 cores.
 
 {plot("scaling", ALT["scaling"])}
 
@@ -163,9 +191,8 @@ def sizes(records):
     def rates(data, cpu):
         flops, update, sent = (data["per_rank"][name] for name in ("flops", "update", "bytes"))
         return (
-            f"The formula adds the times of matmuls, update and communication. On the {cpu}, matmuls run at"
-            f" {flops / 1e9:.0f} GFLOP/s, an update takes {1e9 * update:.2f} ns a parameter, and an all-reduce of 16 MB"
-            f" moves {sent / 1e9:.2f} GB/s. All three rates come from the same run."
+            f"On the {cpu}, matmuls run at {flops / 1e9:.0f} GFLOP/s, an update takes {1e9 * update:.2f} ns a"
+            f" parameter, and an all-reduce of 16 MB moves {sent / 1e9:.2f} GB/s."
         )
 
     kinds = ("bytes", "formula", "eager", "PyTorch")
@@ -173,6 +200,8 @@ def sizes(records):
 
 Milliseconds of a step, by hidden size, with a batch of {BATCH} and {FEATURES} features in and out. On 2 ranks the three
 strategies do the same work. The picture divides the time by the hidden size, with which most of the work grows.
+
+The formula adds the times of matmuls, update and communication, at rates from the same run.
 
 {each(records, rates)}
 
@@ -185,7 +214,8 @@ at all sizes.
 
 {by_cpu(["strategies", *kinds], records, crossed)}
 By bytes, data parallel and column-row cross at batch x out / (in + out). The pipeline sends less than column-row while
-hidden is smaller than out. Time adds the update, of all weights or of half of them, and waiting."""
+hidden is smaller than out. The measured time also has the update, which is of all weights in data parallel and of half
+of them in the other two, and the time that ranks wait for each other."""
 
 
 def idle(records):
@@ -196,12 +226,13 @@ def idle(records):
     return f"""## Idle pipeline stages
 
 A graph of train_pipeline.py on 2 ranks splits a batch of 2048 into m micro-batches. With m = 1 one stage works after
-the other, so the time of a step is the work of both. With more micro-batches, all time that is not work is idle.
+the other, and half of that step is the work of one stage. Idle is the share of a step beyond that half. The last column
+is GPipe's formula for p = 2 stages.
 
-{by_cpu(["m", "step / step with m = 1", "idle", "(n-1)/(m+n-1)"], records, rows)}
+{by_cpu(["m", "step / step with m = 1", "idle", "(p-1)/(m+p-1)"], records, rows)}
 Why is more idle than the formula says? The formula assumes equal stages. Here the first stage needs no gradient of its
-input, so the last one has 3 of the 5 matmuls. That alone leaves 1 - 5/6 = 17 % idle. Matmuls of smaller micro-batches
-are also slower."""
+input, so the last one has 3 of the 5 matmuls. That alone leaves 1 - 5/6 = 17 % idle. Matmuls of small micro-batches
+are also slower, and that extra time counts as idle here."""
 
 
 def timeline(records):
@@ -251,7 +282,7 @@ the time of gloo's collective for as many bytes. The sizes are those of the whol
 {plot("collectives", ALT["collectives"])}
 
 {by_cpu(["tensor", *map("<br>".join, names)], records, rows)}
-For comparison, this machine copies as much in memory at this speed:
+For comparison, this is how fast each CPU copies as many bytes in memory:
 
 {by_cpu(["size", "GB/s"], records, copies)}"""
 
@@ -267,9 +298,8 @@ def launches(records):
 
     def stalls(data, cpu):
         return (
-            f"On the {cpu}, {data['alone']} launches on 4 ranks took {data['median']:.2f} s in the median and"
-            f" {data['longest']:.2f} s at most. A rank that looks for rank 0 too early tries again after 10 s:"
-            f" {data['stalls'] or 'none'} of the launches hit that."
+            f"On the {cpu}, the median of {data['alone']} launches on 4 ranks is {data['median']:.2f} s, and the"
+            f" slowest took {data['longest']:.2f} s. {data['stalls'] or 'None'} of them waited for a second attempt."
         )
 
     return f"""## Launch
@@ -278,6 +308,8 @@ Seconds from the command to its end, for a job that sums one number. `./launch.s
 PyTorch with gloo.
 
 {by_cpu(["ranks", "launch.sh", "torchrun", "ratio"], records, rows)}
+A rank that looks for rank 0 too early tries again after 10 s.
+
 {each(records, stalls)}
 """
 
@@ -324,7 +356,7 @@ SECTIONS = (
 
 def page(found):
     """The text of the page; found: {part: {CPU: record}}."""
-    texts = [INTRODUCTION]
+    texts = [INTRODUCTION.format(takeaways=takeaways(found))]
     missing = [section.__name__ for section in SECTIONS if section.__name__ not in found]
     if missing:
         texts.append(left_out(missing))

@@ -26,7 +26,7 @@ TEXT = Path(__file__).with_name("meshes_template.md")  # the page, with a {name}
 TITLE = "Losses on ten meshes: {runs} runs of {steps} steps of AdamW, eager and in a graph."
 NEAR = 0.05  # how far what was measured may be from a formula,
 MESSAGES = 30_000  # and bytes of OneFlow's own messages in a step, which depend on the machine
-ALL_TO_ALL = "weights that dimension 1 splits need [an extra all-to-all](sbp-atlas.md#the-same-ranks)"
+ALL_TO_ALL = "weights that are split along dimension 1 need [an extra all-to-all](sbp-atlas.md#the-same-ranks)"
 ONE_SENDS = "one rank of a stage sends the residual, and the next stage spreads it by an all-reduce"
 ONE_EMBEDDING = "one rank of the first stage sends the embedding, and the last stage spreads it by an all-reduce"
 UNSPLIT = "in one direction the full, unsplit residual is sent"
@@ -86,8 +86,11 @@ def remarks():
         places.setdefault(why, {}).setdefault(tuple(what), []).append(name_of(mesh))
     lines = []
     for why, meshes in places.items():
-        where = [f"{layout}, {axis}, {mode}, on {', '.join(names)}" for (layout, axis, mode), names in meshes.items()]
-        lines.append(f"- {'; '.join(where)}: {why}.")
+        where = [
+            f"{layout}, {axis} axis, {mode} ({', '.join(names)})" for (layout, axis, mode), names in meshes.items()
+        ]
+        text = "; ".join(where)
+        lines.append(f"- {text[0].upper()}{text[1:]}: {why}.")
     return "\n".join(lines)
 
 

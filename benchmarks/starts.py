@@ -52,7 +52,7 @@ PHASES = {  # what is on the terminal when a phase ends -> the phase that ends
     "setting up .venv": "find uv and a Python",
     "Prepared ": "make .venv, and download",
     "Installed ": "install",
-    "[0] ": "look at it, and launch on 2 ranks",
+    "[0] ": "check .venv, and launch on 2 ranks",
 }
 
 

@@ -157,7 +157,7 @@ LEVERS = {  # -> strategy, what sets it, and without it the keywords of `sides` 
         *("data parallel", "the recipes", {"change": "zeros"}),
     ),
     "`mse_loss` in place of `((out - y) ** 2).mean()`": ("data parallel", "the recipes", {"change": "squares"}),
-    "`SGD` with momentum in place of without": ("data parallel", "`--optimizer momentum`", {"optimizer": "sgd"}),
+    "`SGD` with momentum in place of plain `SGD`": ("data parallel", "`--optimizer momentum`", {"optimizer": "sgd"}),
 }
 TRIED = {  # what is not set, with the variable that sets it -> strategy
     "huge pages: `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`": "column-row",
@@ -185,7 +185,7 @@ def levers(turns, say):
         compare(lever, strategy, set_by, {}, *((without, {}) if of_ranks else ({}, without)))
     for lever, strategy in TRIED.items():
         [variable] = re.findall(r"`(\w+)=(.*)`", lever)
-        compare(lever, strategy, "nothing: tried", {"variables": dict([variable])}, {}, {})
+        compare(lever, strategy, "not set, only tried", {"variables": dict([variable])}, {}, {})
     return rows
 
 
@@ -203,7 +203,7 @@ KERNELS = {
     "the same with expand": ("expand", [(1024, 512), (1024, 1)]),
     "a copy of (512, 1024), transposed": ("transpose", [(512, 1024)]),
     "SGD with momentum, (2048, 2048)": ("momentum", [(2048, 2048)]),
-    "SGD without": ("sgd", [(2048, 2048)]),
+    "SGD without momentum, (2048, 2048)": ("sgd", [(2048, 2048)]),
     "Adam": ("adam", [(2048, 2048)]),
 }
 

@@ -16,7 +16,7 @@ const Words = {
     preset_mesh: "data × tensor",
     preset_sharded: "fully sharded",
     about_data:
-      "Data parallelism: each rank multiplies its own rows of x by the whole w, so nothing moves. Use it when the weights fit on one device and the batch is large.",
+      "Data parallelism: each rank multiplies its own rows of x by the whole w, so nothing moves here; training also needs an all-reduce of w’s gradient. Use it when the weights fit on one device and the batch is large.",
     about_column:
       "Tensor parallelism by columns of w: each rank multiplies the whole x by its own columns of w and gets the same columns of out. Use it when w is too big for one device.",
     about_row:
@@ -101,7 +101,7 @@ const Words = {
     all_send: "{bytes} in all",
     unexpected: "0 B by the formula, but it sends",
     nothing_moved: "nothing",
-    large: "At {shape} OneFlow chooses otherwise: it moves {moved}, and out is {out}. The bytes are those.",
+    large: "At {shape} OneFlow chooses otherwise: it moves {moved}, and out is {out}. The bytes shown are for that choice.",
     bytes_why: "Where the two differ, {link} says why.",
     bytes_mesh: "Where both axes of the mesh change, the formula is the least that any algorithm can send.",
     in_time: "See a training step ↓",
@@ -133,7 +133,7 @@ const Words = {
       "x @ w0 = h on rank 0, then h goes to rank 1, which multiplies it by w1. Rank 0 sends h once, {bytes} here.",
     steps_title: "A training step in time",
     foot:
-      "All blocks, partial sums and bytes are recorded runs of OneFlow {version} on CPU ranks of one machine; `./launch.sh docs` regenerates this page. The numbers shown are of {shape} matrices, the bytes measured of {large} ones, float32.",
+      "All blocks, partial sums and bytes are recorded runs of OneFlow {version} on CPU ranks of one machine; `./launch.sh docs` regenerates this page. The blocks show {shape} matrices. The bytes were measured with {large} matrices. All are float32.",
     foot_links: "Read on: {recipes} · {atlas} · {pages}",
     recipes_link: "the recipes",
     atlas_link: "the SBP atlas",
@@ -153,7 +153,7 @@ const Words = {
     preset_pipeline: "流水并行",
     preset_mesh: "数据 × 张量（2-D）",
     preset_sharded: "全分片",
-    about_data: "数据并行：每个 rank 用自己那部分 x 的行乘以完整的 w，不需要通信。适用于单个设备放得下权重、batch 较大的情况。",
+    about_data: "数据并行：每个 rank 用自己那部分 x 的行乘以完整的 w，这里不需要通信；训练时还要对 w 的梯度做 all-reduce。适用于单个设备放得下权重、batch 较大的情况。",
     about_column: "张量并行（按 w 的列切分）：每个 rank 用完整的 x 乘以自己那部分 w 的列，得到 out 的相应列。适用于单个设备放不下 w 的情况。",
     about_row:
       "张量并行（按 w 的行切分）：每个 rank 持有 x 的若干列和 w 的对应行，它的乘积只是和式中的一项，由 all-reduce 逐元素相加。适用于 x 已经按列切分的情况，例如上一个按列切分的 matmul 的输出。",

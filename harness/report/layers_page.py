@@ -18,6 +18,10 @@ NOTES = {  # title of a layer -> what follows its heading
         "The classes [Column and Row](../recipes/your_model/tensor_parallel_module.py) take the place of Linear."
         " Row adds its partial sums in an all-reduce, and then the bias."
     ),
+    "Embedding": (
+        "The names of the layouts are those of a Linear. Here column parallel, weight S(0), splits the vocabulary, as"
+        " Megatron-LM's VocabParallelEmbedding does. Row parallel, weight S(1), splits the features."
+    ),
     "LayerNorm": (
         "With x S(1) or P it is right, but moves x several times. Bring P to B first, for 1.00 x, as"
         " [Row](../recipes/your_model/tensor_parallel_module.py) does."

@@ -186,10 +186,10 @@ def mesh(results):
     rows = []
     for move in (item for item in tensors_and_moves(results) if isinstance(item, Move)):
         amounts = [move.by_rank or [0] * 4, move.sent]
-        cells = [figure_of_all(sent[rank] / move.size for rank in range(4)) for sent in amounts]
+        formula, eager = (figure_of_all(sent[rank] / move.size for rank in range(4)) for sent in amounts)
         what, change = (text.replace("->", "→") for text in (move.what, move.change))
         step = f"{what}<br>{change}" if change else what
-        rows.append([step, move.collective, *cells])
+        rows.append([step, move.collective, formula, bold(eager, eager != formula)])
     return table(["step", "collective", "formula", "eager"], rows)
 
 
