@@ -414,7 +414,8 @@ def keep(outcome):
 
 
 def make_page():
-    PAGE.write_text(faults_page.page(*faults_page.read(FOUND)))
+    undisturbed = faults_page.read_soak(faults_page.SOAK)
+    PAGE.write_text(faults_page.page(*faults_page.read(FOUND), undisturbed))
 
 
 def main(arguments=None):

@@ -11,6 +11,8 @@ from harness.report.tables import table
 from tests.cases import ROOT
 
 FOUND, PAGE = ROOT / "docs" / "faults.jsonl", ROOT / "docs" / "faults.md"
+SOAK = ROOT / "docs" / "soak.jsonl"
+MOST = 6  # processes that compute beside a launch of soak.py
 COLUMNS = ["fault", "the job", "runs", "as expected", "seconds: median, largest"]
 SHOWN = {  # name of a fault -> how the page says it; the outcomes have the name
     "a rank is killed, and a rank again after the restart": "a rank is killed, and again after the restart",
@@ -141,7 +143,42 @@ def counts(outcomes):
     return f"{left} runs left something behind, {lost} lost a checkpoint and {unequal} ended with different weights."
 
 
-def page(machine, outcomes, earlier=()):
+def soak(outcomes):
+    """What came of the runs of soak.py, as a section; "" if there are none."""
+    suites, launches = ([one for one in outcomes if one["what"] == what] for what in ("suite", "launch"))
+    text = ""
+    if suites:
+        failed, repeated = sum(one["code"] != 0 for one in suites), sum(one["repeated"] for one in suites)
+        text += f"- The default suite, {len(suites)} times in a row: {failed} failed. {repeated} calls were repeated"
+        text += ", because OneFlow had crashed.\n"
+    if launches:
+        failed = [one for one in launches if one["code"] != 0]
+        seconds = [one["seconds"] for one in launches]
+        text += (
+            f"- {len(launches)} launches beside up to {MOST} processes that compute: {len(failed)} failed. The median"
+        )
+        text += (
+            f" took {statistics.median(seconds):.1f} s, the longest {max(seconds):.1f} s. Recipe, number of ranks and"
+        )
+        text += " mode are drawn at random.\n"
+        text += "".join(f"  - `{one['command']}` ended with {one['code']}.\n" for one in failed)
+    return (
+        f"""## Without a fault
+
+Does a job fail when nothing is injected? `python benchmarks/soak.py` tries it:
+
+{text}
+"""
+        if text
+        else ""
+    )
+
+
+def read_soak(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def page(machine, outcomes, earlier=(), undisturbed=()):
     parts = "\n".join(filter(None, (part(name, outcomes) for name in dict.fromkeys(fault.part for fault in FAULTS))))
     return f"""# Faults
 
@@ -175,4 +212,4 @@ If a fault comes too late, when the job has all but ended, it is injected again,
 {failures(outcomes, earlier)}Where a job can end in two ways, the table says how often we observed each.
 Below each table is one line of output for each fault that prints any; most of a rank's traceback is left out.
 {not_yet(outcomes)}
-{parts}"""
+{soak(undisturbed)}{parts}"""

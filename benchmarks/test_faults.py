@@ -181,8 +181,9 @@ def test_bad_input_is_refused_in_one_line(capfd, typed):
 
 
 def test_page_is_what_was_found():
+    undisturbed = faults_page.read_soak(faults_page.SOAK)
     machine, outcomes, earlier = faults_page.read(faults_page.FOUND)
-    assert faults_page.PAGE.read_text() == faults_page.page(machine, outcomes, earlier)
+    assert faults_page.PAGE.read_text() == faults_page.page(machine, outcomes, earlier, undisturbed)
     assert outcomes and f"{len(outcomes)} faults" in faults_page.PAGE.read_text()
     lines = faults_page.FOUND.read_text().splitlines()
     assert all(asdict(Outcome(**json.loads(line))) == json.loads(line) for line in lines[1:])
