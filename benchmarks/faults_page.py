@@ -16,6 +16,7 @@ MOST = 6  # processes that compute beside a launch of soak.py
 COLUMNS = ["fault", "the job", "runs", "as expected", "seconds: median, largest"]
 SHOWN = {  # name of a fault -> how the page says it; the outcomes have the name
     "a rank is killed, and a rank again after the restart": "a rank is killed, and again after the restart",
+    "a host dies": "all processes of a host are killed",
 }
 UNKNOWN = "Cause unknown"
 CAUSES = {  # seed of a try that was not as described -> why, a sentence without a full stop
@@ -31,7 +32,8 @@ NOTES = """## Good to know
 - When `launch.sh` itself is killed, Linux kills its ranks at once, and the launcher on the other host ends the job. On
   its own host only the shell prints something: `Killed`.
 - `launch.sh` notices a broken link when the other launcher has sent nothing for 10 s. A shorter break does no harm.
-- A host that dies or never comes ends the job: nothing can be started on it. A scheduler starts the job again.
+- A host that dies ends the job, because nothing can be started on it. A scheduler can [start the job
+  again](clusters.md#when-a-host-dies). A host that never comes ends it only at `--timeout`.
 - On a full or read-only disk the job ends, and the last checkpoint stays: the recipe removes it when the next one is
   complete.
 - The recipe keeps one checkpoint. If it is damaged, the job ends with the error of `flow.load`; remove it, and the job
@@ -139,7 +141,11 @@ def counts(outcomes):
     left, lost = sum(bool(one.left) for one in outcomes), sum(one.lost for one in outcomes)
     unequal = sum(not one.equal for one in outcomes)
     if not left and not lost and not unequal:
-        return "No run left anything behind, lost a checkpoint or ended with different weights."
+        return (
+            "No run left anything behind. After each fault the job, or the same job started\n"
+            "again, ended with the weights of an undisturbed one. A damaged checkpoint had to be removed first;\n"
+            "that job started with step 1."
+        )
     return f"{left} runs left something behind, {lost} lost a checkpoint and {unequal} ended with different weights."
 
 
@@ -185,8 +191,8 @@ def page(machine, outcomes, earlier=(), undisturbed=()):
 [README](../README.md) · [all pages](README.md) · next: [testing](testing.md)
 
 We injected {len(outcomes)} faults of {len({one.fault for one in outcomes})} kinds into jobs of
-[elastic_training.py](../recipes/starting/elastic_training.py), which take {STEPS} steps and save a checkpoint every
-{EVERY}. {counts(outcomes)}
+[elastic_training.py](../recipes/starting/elastic_training.py), which take {STEPS} steps and save a
+checkpoint every {EVERY}. {counts(outcomes)}
 
 {NOTES}
 ## How a run works
@@ -204,12 +210,14 @@ If a fault comes too late, when the job has all but ended, it is injected again,
 - each host names the cause: the rank, the host or the signal;
 - no process, listening port or file is left;
 - a job that restarts, or is started again after the fault, resumes from the newest checkpoint, so that at most {EVERY}
-  steps are repeated;
+  steps are repeated; if the checkpoint itself is damaged, it is removed, and the job starts with step 1;
 - in the end weight and momentum are bit for bit those of an undisturbed job;
-- the job ends within {DEATH} s of the fault, where the table has seconds. They run until the last launcher has ended
-  or says that it restarts the ranks.
+- where the table has seconds, the job ends, or says that it restarts the ranks, within {DEATH} s of the fault, or
+  within 30 s if a host freezes. The seconds do not include the restart itself.
 
-{failures(outcomes, earlier)}Where a job can end in two ways, the table says how often we observed each.
+{failures(outcomes, earlier)}"restarts" is what happens with `--max-restarts 2`, and the exit code what happens
+without it; in brackets, how many runs had which. Where the table says "or continues", it depends on the moment or the
+limit that was drawn.
 Below each table is one line of output for each fault that prints any; most of a rank's traceback is left out.
 {not_yet(outcomes)}
 {soak(undisturbed)}{parts}"""

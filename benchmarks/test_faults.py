@@ -140,10 +140,10 @@ def test_table_counts_tries_and_shows_the_seed_of_each_that_failed():
     slow = replace(GOOD, seed="1/2", seconds=3.75)
     failed, again = (replace(GOOD, seed=f"1/{i}", seconds=0.5, problems=["it said nothing"]) for i in (3, 4))
     page = faults_page.page("2 cores", [GOOD, slow, failed], [again])
-    assert "| a host dies | ends with 1 | 3 | 2 | 0.5, 3.8 |" in page
-    assert "- a host dies: `launch.sh: node 1 is gone`\n" in page and "`1/2`" not in page
-    assert "Runs that did not behave as expected: 1.\n\n- `1/3`: a host dies. " in page
-    assert "Runs that failed at first and led to a fix: 1.\n\n- `1/4`: a host dies. " in page
+    assert "| all processes of a host are killed | ends with 1 | 3 | 2 | 0.5, 3.8 |" in page
+    assert "- all processes of a host are killed: `launch.sh: node 1 is gone`\n" in page and "`1/2`" not in page
+    assert "Runs that did not behave as expected: 1.\n\n- `1/3`: all processes of a host are killed. " in page
+    assert "Runs that failed at first and led to a fix: 1.\n\n- `1/4`: all processes of a host are killed. " in page
     assert "3 faults of 1 kinds" in page and page.count("## Hosts") == 1 and "## Network" not in page
     assert "Not run yet: a rank is killed (SIGKILL); " in page and "| a rank is killed" not in page
 
@@ -161,7 +161,7 @@ def test_page_counts_what_was_observed_where_a_job_can_end_in_two_ways():
 
 @pytest.mark.parametrize("changed", [{"left": ["1 processes"]}, {"lost": True}, {"equal": False}])
 def test_page_says_that_nothing_was_left_or_lost_only_if_it_was_so(changed):
-    well = "No run left anything behind, lost a checkpoint or ended with different weights."
+    well = "No run left anything behind. After each fault the job"
     assert well in faults_page.page("2 cores", [GOOD])
     page = faults_page.page("2 cores", [GOOD, replace(GOOD, seed="1/2", **changed)])
     assert well not in page and sorted(re.findall(r"(\d) (?:runs left|lost|ended)", page)) == ["0", "0", "1"]

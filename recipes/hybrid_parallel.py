@@ -1,4 +1,4 @@
-"""Hybrid parallelism: a data-parallel stage, then a model-parallel one.
+"""Hybrid parallelism: a data-parallel stage, then a tensor-parallel one.
 
     out0 = x0 @ w0, out1 = x1 @ w1    rank 0      rank 1      rank 2         rank 3         SBP
     x0    (4, 5)                      rows 0-1    rows 2-3    nothing        nothing        S(0)
@@ -8,12 +8,12 @@
     w1    (8, 3)                      nothing     nothing     columns 0-1    column 2       S(1)
     out1  (4, 3)                      nothing     nothing     columns 0-1    column 2       S(1)
 
-Moves: out0 S(0) on [0, 1] -> x1 B on [2, 3]: each row goes to two ranks, so 2 times its bytes in all. In a graph it
-       goes to one of them, as set_stage says, and an all-gather between ranks 2 and 3 does the rest.
+Moves: out0 S(0) on [0, 1] -> x1 B on [2, 3]: each row goes to two ranks, so 2 times its bytes in all. In a graph, with
+       set_stage, it goes to one of them, and an all-gather between ranks 2 and 3 does the rest.
 Run:   ./launch.sh recipes/hybrid_parallel.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 4 recipes/hybrid_parallel.py [--graph]
 Use it when no single strategy fits: small layers early (split the batch), big ones late (split the weight).
-Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
+Source: A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", arXiv:1404.5997.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (4,)
+WORLD_SIZES = (4,)  # numbers of ranks; launch.sh refuses others
 
 
 class DataParallel(flow.nn.Module):

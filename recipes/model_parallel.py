@@ -1,4 +1,4 @@
-"""Model parallelism by columns: replicate the batch, split the weight.
+"""Tensor parallelism by columns: replicate the batch, split the weight.
 
     out = x @ w           rank 0         rank 1         SBP
     x     (4, 5)          whole          whole          B
@@ -17,7 +17,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class Layer(flow.nn.Module):

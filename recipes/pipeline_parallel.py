@@ -19,17 +19,17 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class Stage(flow.nn.Module):
-    def __init__(self, w, rank):
+    def __init__(self, w, ranks):
         super().__init__()
-        self.rank = rank
-        self.w = flow.nn.Parameter(flow.tensor(w, placement=rank, sbp=flow.sbp.broadcast))
+        self.ranks = ranks
+        self.w = flow.nn.Parameter(flow.tensor(w, placement=ranks, sbp=flow.sbp.broadcast))
 
     def forward(self, x):
-        x = x.to_global(placement=self.rank, sbp=flow.sbp.broadcast)  # from the rank of the stage before
+        x = x.to_global(placement=self.ranks, sbp=flow.sbp.broadcast)  # from the rank of the stage before
         return flow.matmul(x, self.w)
 
 
@@ -38,7 +38,7 @@ class PipelineGraph(flow.nn.Graph):
         super().__init__()
         self.model = model
         for k, stage in enumerate(model):
-            self.model[k].to(flow.nn.graph.GraphModule).set_stage(k, stage.rank)
+            self.model[k].to(flow.nn.graph.GraphModule).set_stage(k, stage.ranks)
 
     def build(self, x):
         return self.model(x)
@@ -57,7 +57,7 @@ def run(stages, graph=False, seed=0, batch=4, in_features=5, hidden_size=8, out_
     weights = [rng.standard_normal(shape, dtype=np.float32) for shape in zip(features, features[1:])]
 
     x = flow.tensor(x, placement=stages[0], sbp=flow.sbp.broadcast)
-    model = flow.nn.Sequential(*[Stage(w, rank) for w, rank in zip(weights, stages)])
+    model = flow.nn.Sequential(*[Stage(w, ranks) for w, ranks in zip(weights, stages)])
     pipeline = PipelineGraph(model) if graph else model
     out = pipeline(x)
     return x, model, out

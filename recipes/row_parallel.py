@@ -1,4 +1,4 @@
-"""Model parallelism by rows: split the contracted dimension, then add the partial sums.
+"""Tensor parallelism by rows: split the contracted dimension, then add the partial sums.
 
     out = x @ w           rank 0                   rank 1                   SBP
     x        (4, 5)       columns 0-2              columns 3-4              S(1)
@@ -18,7 +18,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class Layer(flow.nn.Module):

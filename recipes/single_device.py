@@ -17,7 +17,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (1,)
+WORLD_SIZES = (1,)  # numbers of ranks; launch.sh refuses others
 
 
 class Layer(flow.nn.Module):

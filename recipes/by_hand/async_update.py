@@ -24,7 +24,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class MLP(flow.nn.Module):

@@ -20,7 +20,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class MLP(flow.nn.Module):
@@ -30,7 +30,7 @@ class MLP(flow.nn.Module):
         self.w1 = flow.nn.Parameter(flow.tensor(w1, placement=server, sbp=flow.sbp.broadcast))
 
     def forward(self, x):
-        # without identity a graph aborts OneFlow 0.9.0 (register.cpp:75) when a parameter itself moves to other ranks
+        # without identity OneFlow 0.9.0 aborts a graph that moves a parameter to other ranks (register.cpp:75)
         w0 = flow._C.identity(self.w0).to_global(placement=x.placement, sbp=flow.sbp.broadcast)
         w1 = flow._C.identity(self.w1).to_global(placement=x.placement, sbp=flow.sbp.broadcast)
         return flow.matmul(flow.relu(flow.matmul(x, w0)), w1)

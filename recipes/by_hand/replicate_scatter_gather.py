@@ -25,7 +25,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 VOCABULARY = " abcdefghijklmnopqrstuvwxyz"
 TEXT = "the quick brown fox jumps over the lazy dog "
 
@@ -38,7 +38,7 @@ class NextCharacter(flow.nn.Module):
         self.ranks = ranks
 
     def replicate(self, weight):
-        # without identity a graph aborts OneFlow 0.9.0 (register.cpp:75) when a parameter itself moves to other ranks
+        # without identity OneFlow 0.9.0 aborts a graph that moves a parameter to other ranks (register.cpp:75)
         weight = flow._C.identity(weight)
         return weight.to_global(placement=self.ranks, sbp=flow.sbp.broadcast, grad_sbp=flow.sbp.partial_sum)
 
@@ -70,11 +70,11 @@ def placements(device, n, home="first"):
 
 
 def train(home, ranks, graph=False, seed=0, steps=3, batch=None, hidden_size=4):
-    """Train in float32 on `ranks` what is at home elsewhere; returns the model and the loss of each step."""
+    """Train in float32 on `ranks` with the weights kept on `home`; returns the model and the loss of each step."""
     batch = batch or max(8, flow.env.get_world_size())  # a character for each rank, at least
     characters = np.resize([VOCABULARY.index(character) for character in TEXT], batch + 1).astype(np.int32)
     x = characters[:-1]
-    y = np.eye(len(VOCABULARY), dtype=np.float32)[characters[1:]]  # from each character to the next
+    y = np.eye(len(VOCABULARY), dtype=np.float32)[characters[1:]]  # one-hot: the next character of each
     rng = np.random.default_rng(seed)
     embedding = rng.standard_normal((len(VOCABULARY), hidden_size), dtype=np.float32)
     head = rng.standard_normal((hidden_size, len(VOCABULARY)), dtype=np.float32)

@@ -21,7 +21,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 def pass_on(chunk):
@@ -44,7 +44,7 @@ def ring_all_reduce(tensor):
         arrived = pass_on(chunks[(rank - i) % n])
         k = (rank - i - 1) % n  # the chunk that the rank before sends in this round
         chunks[k] = chunks[k] + arrived
-    for i in range(n - 1):  # all-gather, from the chunk that is finished here on
+    for i in range(n - 1):  # all-gather: the first to pass on is the chunk that is finished here
         arrived = pass_on(chunks[(rank + 1 - i) % n])
         chunks[(rank - i) % n] = arrived
     return flow.cat(chunks)

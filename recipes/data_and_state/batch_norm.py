@@ -14,7 +14,8 @@ backward their gradients are added up too.
 Moves: 4 all-reduces of a row, mean and var forward and backward, and one of w's gradient every step.
 Run:   ./launch.sh recipes/data_and_state/batch_norm.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_and_state/batch_norm.py [--graph]
-Use it when a rank's rows are too few to stand for the batch. nn.LayerNorm is right with S(0).
+Use it when a rank's rows are too few to stand for the batch. Scale, shift and running statistics (for eval mode) are
+left out. nn.LayerNorm is right with S(0).
 Source: S. Ioffe and C. Szegedy, "Batch Normalization", arXiv:1502.03167.
 """
 
@@ -23,7 +24,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class NormalizedLayer(flow.nn.Module):

@@ -25,7 +25,7 @@ import tempfile
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (2, 1, *range(3, 65))
+WORLD_SIZES = (2, 1, *range(3, 65))  # numbers of ranks; launch.sh refuses others
 SBPS = {"rows": flow.sbp.split(0), "columns": flow.sbp.split(1), "whole": flow.sbp.broadcast}
 
 
@@ -75,7 +75,7 @@ def load_latest(checkpoint_dir):
     step = latest.item()
     if step == 0:
         return 0, None
-    return step, flow.load(f"{checkpoint_dir}/{step}", global_src_rank=0)  # if this raises there, others wait forever
+    return step, flow.load(f"{checkpoint_dir}/{step}", global_src_rank=0)  # if rank 0 cannot read it, the others hang
 
 
 def train(ranks, graph=False, seed=0, steps=4, weights="rows", checkpoint_dir=None, save_every=2, size=64):

@@ -19,7 +19,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class Samples(flow.utils.data.Dataset):
@@ -29,8 +29,8 @@ class Samples(flow.utils.data.Dataset):
     def __len__(self):
         return len(self.data)
 
-    def __getitem__(self, number):
-        return np.array([number], dtype=np.float32), self.data[number]
+    def __getitem__(self, index):
+        return np.array([index], dtype=np.float32), self.data[index]
 
 
 def run(ranks, seed=0, epochs=2, samples=None, batch=4, features=5):
@@ -39,9 +39,9 @@ def run(ranks, seed=0, epochs=2, samples=None, batch=4, features=5):
     Returns all samples, the numbers of those that this rank loaded in each epoch, and numbers and x of the last batch.
     """
     n = flow.env.get_world_size()
-    samples = samples or -(-24 // n) * n  # 24, or a few more, so that each rank gets as many
+    samples = samples or -(-24 // n) * n  # at least 24, and a multiple of n
     data = np.random.default_rng(seed).standard_normal((samples, features), dtype=np.float32)
-    # without a sampler each rank would load all samples; with one, some come twice if n does not divide their number
+    # DistributedSampler gives each rank its own samples; if n does not divide their number, it gives some twice
     sampler = flow.utils.data.distributed.DistributedSampler(Samples(data), seed=seed)
     loader = flow.utils.data.DataLoader(Samples(data), batch_size=batch, sampler=sampler)
     loaded = []

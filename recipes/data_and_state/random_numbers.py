@@ -23,11 +23,13 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 KEEP = 0.5
 
 
 class Dropout(flow.nn.Module):
+    """Unlike nn.Dropout it also drops in eval mode: do not call it there."""
+
     def forward(self, x):
         mask = (flow.rand(*x.shape, placement=x.placement, sbp=x.sbp) < KEEP).to(x.dtype)
         return x * mask / KEEP

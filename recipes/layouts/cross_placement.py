@@ -11,8 +11,8 @@
     S(0), S(1)              p2             1             1
     P                       p1 + p2 - 1    p1            p1
 
-Moves: the table, in units of x, from all ranks together; a graph keeps to it but for S -> P, which costs p2. Eager mode
-       costs more where p1 or p2 > 1: B -> B 2 p2 - 1, P -> B p1 p2, P -> P 2 p1 - 1.
+Moves: the table, times the bytes of x, in all, from p1 ranks to p2 others. A graph pays p2 for S -> P. Eager mode costs
+       more: B -> B 2 p2 - 1 (p2 > 1), P -> P 2 p1 - 1 (p1 > 1), P -> B p1 p2 (both > 1).
 Run:   ./launch.sh recipes/layouts/cross_placement.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 4 recipes/layouts/cross_placement.py [--graph]
 Use it where two groups of ranks meet, as pipeline stages do; split the tensor on at least one side.
@@ -24,7 +24,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (4, 2, 3)
+WORLD_SIZES = (4, 2, 3)  # numbers of ranks; launch.sh refuses others
 SBPS = {"B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.split(1), "P": flow.sbp.partial_sum}
 
 

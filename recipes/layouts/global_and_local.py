@@ -22,7 +22,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 def run(ranks, batch=None, in_features=3):
@@ -36,7 +36,7 @@ def run(ranks, batch=None, in_features=3):
     columns = local.to_global(placement=ranks, sbp=flow.sbp.split(1))
     total = local.to_global(placement=ranks, sbp=flow.sbp.partial_sum)
     first = local.to_global(placement=ranks, sbp=flow.sbp.broadcast)
-    # to split what every rank has whole, go through B: straight to S(0), Linear(8, 12) would have 24 outputs
+    # first is whole on each rank, so it can be sliced; local in S(0) would be concatenated, as rows is
     sliced = first.to_global(sbp=flow.sbp.split(0))
 
     block = rows.to_local()

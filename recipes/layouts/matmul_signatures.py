@@ -25,7 +25,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 SBPS = {"B": flow.sbp.broadcast, "S(0)": flow.sbp.split(0), "S(1)": flow.sbp.split(1), "P": flow.sbp.partial_sum}
 
 
@@ -46,7 +46,7 @@ class ProductsGraph(flow.nn.Graph):
 def run(ranks, graph=False, seed=0, batch=None, in_features=None, out_features=None):
     """Returns x (batch, in) and w (in, out) in each SBP, by its name, and their 16 products, by names as "S(0) @ B"."""
     n = flow.env.get_world_size()
-    batch = batch or max(4, n)  # some SBP splits each dimension, so it needs n elements, at least
+    batch = batch or max(4, n)  # each dimension is split in some SBP, so each needs n elements, at least
     in_features = in_features or max(4, n)
     out_features = out_features or max(4, n)
     rng = np.random.default_rng(seed)

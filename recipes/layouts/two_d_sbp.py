@@ -10,10 +10,10 @@
 A tensor has one SBP for each axis: the first between ranks 0 and 2, 1 and 3; the second between 0 and 1, 2 and 3.
 
 Moves: nothing for out. Each rank sends out/4 for rows, an all-gather along axis 1, and out/4 for columns, an
-       all-gather along axis 0. Eager mode sends half as much again for rows, as for every S(1) -> B.
+       all-gather along axis 0. Eager mode sends half as much again for rows: its S(1) -> B adds an all-to-all.
 Run:   ./launch.sh recipes/layouts/two_d_sbp.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 4 recipes/layouts/two_d_sbp.py [--graph]
-Use it where the batch alone cannot feed all ranks: few ranks with fast links split the weight, the others the batch.
+Use it where the batch alone cannot feed all ranks. Put the axis that splits the weight where links are fast.
 Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
 """
 
@@ -22,7 +22,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (4,)
+WORLD_SIZES = (4,)  # numbers of ranks; launch.sh refuses others
 
 
 class Layer(flow.nn.Module):
@@ -53,7 +53,8 @@ def placements(device, n):
 
 def run(mesh, graph=False, seed=0, batch=4, in_features=4, out_features=8):
     """One forward pass on a mesh; returns x (batch, in), w (in, out) and out (batch, out) in three layouts."""
-    rng = np.random.default_rng(seed)  # a graph needs sizes that 4 divides: with others OneFlow 0.9.0 hangs or aborts
+    # a graph needs sizes that 4 divides: with others OneFlow 0.9.0 hangs or aborts
+    rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     w = rng.standard_normal((in_features, out_features), dtype=np.float32)
 

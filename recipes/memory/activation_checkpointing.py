@@ -8,7 +8,7 @@
     w_up1      (4, 8)                       whole       whole       B
     w_down1    (8, 4)                       whole       whole       B
 
-A block is relu(x @ w_up) @ w_down. On CPU a graph's peak rises: OneFlow 0.9.0 reuses a graph's memory on GPUs only.
+A block is relu(x @ w_up) @ w_down. On CPU it raises a graph's peak memory: OneFlow 0.9.0 reuses memory on GPUs only.
 
 Moves: an all-reduce of each weight's gradient every step: 2 (n-1)/n x the bytes of the weights from each of n ranks.
 Run:   ./launch.sh recipes/memory/activation_checkpointing.py [--graph]
@@ -22,7 +22,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class Block(flow.nn.Module):
@@ -83,7 +83,7 @@ def train(ranks, graph=False, steps=3, checkpointing=True, batch=None, in_featur
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
     blocks = []
-    for width in (in_features, out_features):  # of what a block returns
+    for width in (in_features, out_features):  # the features of each block's output
         w_up = rng.standard_normal((in_features, hidden_size), dtype=np.float32) / 4
         w_down = rng.standard_normal((hidden_size, width), dtype=np.float32) / 4
         blocks.append(Block(w_up, w_down, ranks))

@@ -9,9 +9,9 @@
     new w1    (1024, 256)                     rows 0-511       rows 512-1023       S(0)
 
 After the first call the weights have the SBP that OneFlow chose: at batch 8 columns, then rows, as in Megatron-LM,
-which moves activations and no gradient. At batch 1024 they stay B, data parallel, as written; so do small weights.
+which moves activations and no weight's gradient. At batch 1024 they stay B, data parallel; so do small weights.
 
-Moves: at batch 8, x and y gathered and an all-reduce of x @ w0 @ w1: (n-1)/n x (bytes of x + 3 x those of y) in all.
+Moves: at batch 8, x and y gathered, out all-reduced: (n-1)/n x (bytes of x + 3 x those of y) from each of n ranks.
 Run:   ./launch.sh recipes/memory/auto_parallel.py [--batch 1024]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/memory/auto_parallel.py
 Use it to check a layout of yours against what OneFlow chooses, which depends on the sizes.
@@ -23,7 +23,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class MLP(flow.nn.Module):

@@ -1,4 +1,4 @@
-"""Fully sharded (FSDP): split every weight, gather it for a step.
+"""Fully sharded (FSDP): split every weight; gather it only during a step.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0      rank 1      SBP
     x          (8, 4)                         rows 0-3    rows 4-7    S(0)
@@ -11,7 +11,7 @@
 Between steps weights, gradients and Adam's state take 1/n of their bytes. As PyTorch's fully_shard with
 reshard_after_forward=False: the unsharded weights stay in memory after forward, so backward needs no second all-gather.
 
-Moves: an all-gather of each weight and a reduce-scatter of its gradient: (n-1)/n x the bytes of the weights each.
+Moves: an all-gather of each weight, a reduce-scatter of its gradient: each (n-1)/n x the weights from each of n ranks.
 Run:   ./launch.sh recipes/memory/fully_sharded.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/memory/fully_sharded.py [--graph]
 Use it when weights, gradients and optimizer state do not fit on one device; the step sends what data parallel sends.
@@ -23,7 +23,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class MLP(flow.nn.Module):
@@ -73,7 +73,7 @@ def train(ranks, graph=False, steps=3, batch=None, in_features=None, hidden_size
         if graph:
             loss = training(x, y)
         else:
-            optimizer.zero_grad(set_to_none=True)  # before forward gathers the weights: memory is short there
+            optimizer.zero_grad(set_to_none=True)  # first: old gradients need not lie beside the gathered weights
             loss = flow.nn.functional.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()

@@ -13,7 +13,7 @@
 From the first step on each rank keeps its rows of each weight and of Adam's state, and updates them by the same rows of
 the gradient. So it is in each of the stages 1, 2 and 3: on CPU OneFlow 0.9.0 compiles them to the same graph.
 
-Moves: an all-gather of each weight and a reduce-scatter of its gradient: (n-1)/n x the bytes of the weights each.
+Moves: an all-gather of each weight, a reduce-scatter of its gradient: each (n-1)/n x the weights from each of n ranks.
 Run:   ./launch.sh recipes/memory/zero_optimizer.py [--shard-min-size 1024]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/memory/zero_optimizer.py
 Use it when Adam's two moments do not fit on each device; fully_sharded.py does the same by hand, and in eager mode.
@@ -25,7 +25,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class MLP(flow.nn.Module):
@@ -45,7 +45,7 @@ class TrainingGraph(flow.nn.Graph):
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
-        # a weight stays whole, silently, if a rank would get fewer elements of it; OneFlow's default is 1024
+        # a weight stays whole, silently, if a rank would get fewer than shard_min_size elements (by default 1024)
         self.config.enable_zero(True, shard_min_size=shard_min_size)
 
     def build(self, x, y):

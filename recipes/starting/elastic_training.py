@@ -7,8 +7,8 @@
     w grad      (64, 64)          whole       whole       B
 
 OneFlow cannot continue without a rank: when one dies, launch.sh ends all and restarts them. A checkpoint holds weight
-and momentum, and the batch depends on the step alone, so the weights become those of a job without a death: bit by bit
-on as many ranks, within rounding on a different number. Only the steps since the last checkpoint are repeated.
+and momentum, and the batch depends on the step alone, so the weights become those of a job without a death: bit for bit
+on the same number of ranks, within rounding on another. Only the steps since the last checkpoint are repeated.
 
 Moves: an all-reduce of w's gradient every step, 2 (n-1)/n x its bytes from each of n ranks; to load, n-1 x the state.
 Run:   ./launch.sh recipes/starting/elastic_training.py [--graph]
@@ -27,7 +27,7 @@ import signal
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (2, 1, *range(3, 65))
+WORLD_SIZES = (2, 1, *range(3, 65))  # numbers of ranks; launch.sh refuses others
 
 
 class Layer(flow.nn.Module):
@@ -52,7 +52,7 @@ class TrainingGraph(flow.nn.Graph):
 
 
 def split_rows(array, ranks):
-    """A global tensor, S(0), of which each rank gives its own rows; flow.tensor would send all of them, to compare."""
+    """A global tensor, S(0), from each rank's own rows; flow.tensor would send the whole array, to compare copies."""
     rank, parts = flow.env.get_rank(), np.array_split(array, ranks.ranks.size)
     rows = parts[rank] if rank in ranks.ranks else array[:0]
     return flow.tensor(rows, device=ranks.type).to_global(placement=ranks, sbp=flow.sbp.split(0))
@@ -103,7 +103,7 @@ def train(ranks, graph=False, seed=0, steps=4, save_every=2, checkpoint_dir=None
     losses = []
     done = last_step(checkpoint_dir)
     if done:
-        state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)  # if this raises there, others wait forever
+        state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)  # if rank 0 cannot read it, the others hang
         losses = state.pop("losses")
         if graph:
             training.load_state_dict(state)  # before the first call of the graph

@@ -5,11 +5,11 @@
     everyone    (2, 3)           whole       whole       B
 
 The rank counts from 0 to n-1 over the whole job, and a placement is a list of ranks. The local rank counts on one host:
-it says which GPU a rank takes. The host is its address, as a number: between two hosts is the slower network.
+it says which GPU a rank takes. The host is given by its IPv4 address, as a number; links between hosts are slower.
 
 Trap:  OneFlow believes LOCAL_RANK: if two ranks of one host have the same, shards are empty and sums wrong, silently.
-       Two jobs that start on one port may swap their ranks, also silently: then ranks of one host that one launcher
-       should have started name different processes.
+       Two jobs that start on the same port may swap ranks, also silently: then the ranks of one launcher print
+       different process numbers after "started by".
 Moves: an all-gather, (n-1)/n x the bytes of everyone from each of n ranks.
 Run:   ./launch.sh recipes/starting/hello_ranks.py
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/starting/hello_ranks.py
@@ -25,7 +25,7 @@ import sys
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 def own_address():

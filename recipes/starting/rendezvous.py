@@ -13,7 +13,7 @@ OneFlow reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK when it is imported,
 Moves: an all-reduce of one number, 2 (n-1)/n x its bytes from each of n ranks.
 Run:   ./launch.sh recipes/starting/rendezvous.py
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/starting/rendezvous.py
-       WORLD_SIZE=2 RANK=0 python recipes/starting/rendezvous.py --init-method file:///shared/job-17   (then RANK=1)
+       WORLD_SIZE=2 RANK=0 python recipes/starting/rendezvous.py --init-method file:///shared/job-17   (and with RANK=1)
 Use it where nobody knows beforehand on which host rank 0 starts. Else use a launcher, which sets all four.
 Source: OneFlow, "Launching distributed training"; PyTorch, init_process_group, whose init_method these are.
 """
@@ -72,7 +72,7 @@ if __name__ == "__main__":
 import numpy as np
 import oneflow as flow  # only now: all ranks meet during this import
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 def run(ranks):

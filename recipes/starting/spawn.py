@@ -6,8 +6,8 @@
     out    (4, 8)     whole, a numpy array
 
 The program is not a rank of its job. The ranks multiply in data parallel, x S(0) @ w B = out S(0), and each returns its
-shard of out. A spawned process first imports this file, and so OneFlow, which meets the other ranks; its environment
-must be set before.
+shard of out. Each rank is a new process that imports this file, and with it OneFlow, which waits for the other ranks:
+so MASTER_ADDR, RANK and the like must be set before the process starts.
 
 Moves: nothing between the ranks; x and w to each rank, and its shard of out back, through pipes.
 Run:   ./launch.sh recipes/starting/spawn.py [--graph]
@@ -28,7 +28,7 @@ import time
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (1,)
+WORLD_SIZES = (1,)  # numbers of ranks; launch.sh refuses others
 
 
 class Layer(flow.nn.Module):
@@ -145,7 +145,7 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="how many ranks to start")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the ranks end, in `finally`, also then
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that on_ranks still kills its ranks, in `finally`
 
     x, w, out, shards = run(args.ranks, args.graph, args.device)
     for rank, shard in enumerate(shards):

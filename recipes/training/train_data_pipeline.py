@@ -9,8 +9,8 @@
 Each stage is train_data_parallel.py on its own two ranks. Its output keeps its SBP on the way to the next stage, so
 rank 0 sends its rows to rank 2, and rank 1 to rank 3. train_pipeline.py adds micro-batches, which overlap the stages.
 
-Moves: within a stage an all-reduce of its weight's gradient: each rank sends w0 or w1. Between the stages hidden/2 from
-       each of ranks 0 and 1, and backward its gradient, hidden/2 from each of ranks 2 and 3.
+Moves: within a stage an all-reduce of its weight's gradient: each rank sends w0 or w1. Between the stages half of
+       relu(x @ w0) from each of ranks 0 and 1, and backward half of its gradient from each of ranks 2 and 3.
 Run:   ./launch.sh recipes/training/train_data_pipeline.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 4 recipes/training/train_data_pipeline.py [--graph]
 Use it when the batch alone cannot feed all ranks and links are slow: put each stage inside a host.
@@ -22,7 +22,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (4,)
+WORLD_SIZES = (4,)  # numbers of ranks; launch.sh refuses others
 
 
 class MLP(flow.nn.Module):

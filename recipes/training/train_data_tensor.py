@@ -10,7 +10,7 @@ On the mesh [[0, 1], [2, 3]] a tensor has one SBP for each axis. Along axis 0 th
 ranks 0 and 2, and between 1 and 3; along axis 1 it is train_model_parallel.py, between ranks 0 and 1, and 2 and 3.
 Ranks 0 and 2 are replicas, and so are 1 and 3: what they hold is equal before and after each step.
 
-Moves: each rank sends (w0 + w1)/2 along axis 0, to all-reduce the gradients, and out/2 along axis 1.
+Moves: each rank sends (w0 + w1)/2 along axis 0, to all-reduce the gradients, and half of the output along axis 1.
 Run:   ./launch.sh recipes/training/train_data_tensor.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 4 recipes/training/train_data_tensor.py [--graph]
 Use it when the batch alone cannot feed all ranks: put axis 1 inside a host, where links are fast.
@@ -22,7 +22,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (4,)
+WORLD_SIZES = (4,)  # numbers of ranks; launch.sh refuses others
 
 
 class MLP(flow.nn.Module):

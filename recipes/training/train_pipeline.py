@@ -7,7 +7,7 @@
     w1         (8, 4)                         nothing    whole      B
 
 With one batch, one stage works at a time. A graph cuts the batch into m micro-batches, and stage 0 takes the next while
-stage 1 has the first: the n stages are idle for (n-1)/(m+n-1) of the time, and the weights come out the same. Eager
+stage 1 has the first: the bubble, when stages wait, is (n-1)/(m+n-1) of the time; the weights come out the same. Eager
 mode takes one micro-batch after the other through all stages: the same values, without overlap.
 
 Moves: forward each stage's output, backward its gradient, (batch, hidden) between neighbours, whatever m is.
@@ -22,7 +22,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class Stage(flow.nn.Module):
@@ -103,7 +103,7 @@ def main():
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if rank == 0:
         idle = f"{(n - 1) / (m + n - 1):.0%} in a graph; in eager mode {(n - 1) / n:.0%}, as with m = 1"
-        print(f"idle share of the stages, (n-1)/(m+n-1) with n = {n} and m = {m}: {idle}")
+        print(f"pipeline bubble, (n-1)/(m+n-1) with n = {n} and m = {m}: {idle}")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 

@@ -1,9 +1,10 @@
 """Context parallel: attention over a split sequence, by all-gather, all-to-all or a ring.
 
-    out = softmax(q @ k + mask) @ v    rank 0        rank 1        SBP
-    q       (8, 2, 4)                  rows 0-3      rows 4-7      S(0)
-    k       (8, 2, 4)                  rows 0-3      rows 4-7      S(0)
-    out     (8, 2, 4)                  rows 0-3      rows 4-7      S(0)
+    out = softmax(q @ k^T + mask) @ v    rank 0        rank 1        SBP
+    q       (8, 2, 4)                    rows 0-3      rows 4-7      S(0)
+    k       (8, 2, 4)                    rows 0-3      rows 4-7      S(0)
+    v       (8, 2, 4)                    rows 0-3      rows 4-7      S(0)
+    out     (8, 2, 4)                    rows 0-3      rows 4-7      S(0)
 
 q is (seq_len, num_heads, head_size). For the ring each rank has tensors of its own: q0, k0 and v0 on rank 0, and so on.
 Moves: all_gather: all of k and v, and back their gradients: 4 (n-1)/n x q from each of n ranks.
@@ -25,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 def all_gather(q, k, v, mask):
@@ -52,13 +53,13 @@ def attention(q, k, v, mask):
 
 def scores_of(q, k):
     """(num_heads, rows of q, rows of k)."""
-    # transpose_b, since k.permute(1, 2, 0) rounds where it is an 8 x 8 transpose (OneFlow 0.9.0 on CPU)
+    # transpose_b: OneFlow 0.9.0 loses digits in k.permute(1, 2, 0) where that is an 8 x 8 transpose (on CPU)
     scores = flow.matmul(q.permute(1, 0, 2), k.permute(1, 0, 2), transpose_b=True) * q.shape[-1] ** -0.5
     return scores
 
 
 class State(NamedTuple):
-    """Attention over the keys so far; at the end the result is out / denominator."""
+    """Online softmax: attention over the keys so far; at the end the result is out / denominator."""
 
     row_max: flow.Tensor  # the largest score of each query
     denominator: flow.Tensor  # the sum of exp(score - row_max)
@@ -182,7 +183,7 @@ class TrainingGraph(flow.nn.Graph):
 
 
 def train(ranks, graph=False, method="all_gather", seed=0, steps=3, seq_len=None, num_heads=None, head_size=4):
-    """Move q, k and v so that out comes closer to y; returns the model and the loss, sum((out - y)^2), of each step."""
+    """Train q, k and v to bring out closer to y; returns the model and the loss, sum((out - y)^2), of each step."""
     seq_len = seq_len or 4 * flow.env.get_world_size()
     num_heads = num_heads or flow.env.get_world_size()  # a head for each rank
     rng = np.random.default_rng(seed)

@@ -30,7 +30,7 @@ import time
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (2, 1, *range(3, 1025))
+WORLD_SIZES = (2, 1, *range(3, 1025))  # numbers of ranks; launch.sh refuses others
 B, S = flow.sbp.broadcast, flow.sbp.split
 # S(i): each rank holds a slice of dimension i. B: each holds the whole tensor. P, which no entry names: what the ranks
 # hold adds up to the tensor, as after a matmul with a split row weight. Ranks communicate where to_global changes the
@@ -107,7 +107,7 @@ class StageModule(flow.nn.Module):
         setattr(self, name, flow.nn.Parameter(weight))
 
     def weight(self, name):
-        """A weight as it is used: gathered along the data axis if it is sharded; then its gradient is scattered."""
+        """A weight as it is used: if sharded, all-gathered along the data axis, and its gradient reduce-scattered."""
         # without identity a graph that gathers a parameter aborts, and one with micro-batches may update it wrongly
         weight = flow._C.identity(getattr(self, name))
         sbp = self.layout[self.kinds[name]]
@@ -177,7 +177,7 @@ class Block(StageModule):
         return flow._C.global_constant(shape, -1e9, dtype=dtype, placement=self.mesh, sbp=sbp).triu(1)
 
     def mlp(self, x):
-        """Its activation is the squared ReLU, as good as GELU and far faster on a CPU (arXiv:2109.08668)."""
+        """Its activation is the squared ReLU, much faster than GELU on a CPU (arXiv:2109.08668)."""
         hidden = flow.square(flow.relu(flow.matmul(x, self.weight("up"))))
         return flow.matmul(hidden, self.weight("down"))
 
@@ -393,11 +393,11 @@ def main():
     parser.add_argument("--tensor", type=int, default=1, help="ranks along the tensor axis")
     parser.add_argument("--pipeline", type=int, default=1, help="stages")
     parser.add_argument("--sequence-parallel", action="store_true", help="split the residual along the tensor axis")
-    parser.add_argument("--recompute", choices=["none", "full"], default="none", help="full: blocks, in backward")
+    parser.add_argument("--recompute", choices=["none", "full"], default="none", help="full: blocks again in backward")
     parser.add_argument("--shard-weights", action="store_true", help="split weights along the data axis (FSDP)")
     for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name))
-    parser.add_argument("--clip-grad", type=float, default=0.0, help="the largest norm of the gradients (default: any)")
+    parser.add_argument("--clip-grad", type=float, default=0.0, help="clip the gradients to this norm; 0: do not clip")
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
     parser.add_argument("--checkpoint-dir", default="", help="save checkpoints here, and resume from the newest")
     parser.add_argument("--save-every", type=int, default=100, help="steps from one checkpoint to the next")

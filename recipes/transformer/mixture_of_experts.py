@@ -15,7 +15,7 @@ Moves: slots to the experts and back, and their gradients: 4 all-to-alls, each (
        an all-reduce of the gradients of router and norm; for cumsum, 2 all-to-alls of a number per token and expert.
 Run:   ./launch.sh recipes/transformer/mixture_of_experts.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/mixture_of_experts.py [--graph]
-Use it to have n times the weights for the computation of one expert a token.
+Use it to have n times the weights for the computation of one expert a token. It lacks the papers' load-balancing loss.
 Source: W. Fedus et al., "Switch Transformers", arXiv:2101.03961; D. Lepikhin et al., "GShard", arXiv:2006.16668.
 """
 
@@ -24,7 +24,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class MixtureOfExperts(flow.nn.Module):
@@ -59,8 +59,8 @@ class MixtureOfExperts(flow.nn.Module):
     def assign_slots(self, chosen):
         """(group, token, expert and slot): 1 for the slot that a token takes; a group's first tokens come first."""
         order = flow.cumsum(chosen, dim=1)  # OneFlow 0.9.0 takes it to S(2), and back for the next line
-        turn = (order * chosen).sum(dim=-1, keepdim=True)  # 1 for the first token of a group that chooses its expert
-        slot = (turn == self.slots).to(chosen.dtype)  # all 0 for a token that is dropped
+        position = (order * chosen).sum(dim=-1, keepdim=True)  # 1 for a group's first token that chooses its expert
+        slot = (position == self.slots).to(chosen.dtype)  # all 0 for a token that is dropped
         return (chosen.unsqueeze(3) * slot.unsqueeze(2)).reshape(*chosen.shape[:2], -1)
 
     def dispatch(self, dispatch_mask, tokens):

@@ -11,7 +11,7 @@
     w_down       (32, 8)             rows 0-15        rows 16-31       S(0)
     out          (8, 8)              rows 0-3         rows 4-7         S(0)
 
-A row is a token. The sequence comes before the batch: to split it is S(0), as eager mode sends more to gather S(1).
+A row is a token, ordered sequence before batch, so that the sequence is S(0): eager mode sends more to gather S(1).
 Moves: forward an all-gather into attention and MLP each and a reduce-scatter out of them; backward both again. Each is
        half an all-reduce of tensor parallel. And an all-reduce of the gradients of the norms' weights.
 Run:   ./launch.sh recipes/transformer/sequence_parallel.py [--graph]
@@ -25,7 +25,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)
+WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 class Block(flow.nn.Module):
@@ -56,7 +56,7 @@ class Block(flow.nn.Module):
         qkv = flow.matmul(x, self.w_qkv)
         by_head = qkv.reshape(len(self.mask), -1, self.num_heads, 3 * self.head_size).permute(1, 2, 0, 3)
         q, k, v = by_head.chunk(3, dim=-1)
-        scores = flow.matmul(q, k.permute(0, 1, 3, 2)) * self.head_size**-0.5
+        scores = flow.matmul(q, k, transpose_b=True) * self.head_size**-0.5
         probs = (scores + self.mask).softmax(dim=-1)
         context = flow.matmul(probs, v).permute(2, 0, 1, 3).reshape(*x.shape)
         return flow.matmul(context, self.w_out)

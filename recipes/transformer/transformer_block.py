@@ -11,7 +11,7 @@
 
 A row of x is a token. Axis 0 of the mesh [[0, 1], [2, 3]] splits the batch, axis 1 the heads: a rank's columns of qkv
 are query, key and value of its own heads, so reshape and permute keep the split, and attention moves nothing.
-Moves: along axis 1 four all-reduces of out, 2 (n-1)/n x its bytes on n ranks each; along axis 0 one of the gradients.
+Moves: on axis 1, of t ranks, 4 all-reduces of a rank's rows of out, 2 (t-1)/t x each; on axis 0 one of the gradients.
 Run:   ./launch.sh recipes/transformer/transformer_block.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 4 recipes/transformer/transformer_block.py [--graph]
 Use it when a layer is too big or too slow for one device, and the ranks of axis 1 have fast links.
@@ -23,7 +23,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (4, 2, 3, *range(5, 65))
+WORLD_SIZES = (4, 2, 3, *range(5, 65))  # numbers of ranks; launch.sh refuses others
 
 
 class Block(flow.nn.Module):
@@ -55,7 +55,7 @@ class Block(flow.nn.Module):
         qkv = flow.matmul(x, self.w_qkv)
         by_head = qkv.reshape(-1, len(self.mask), self.num_heads, 3 * self.head_size).permute(0, 2, 1, 3)
         q, k, v = by_head.chunk(3, dim=-1)
-        scores = flow.matmul(q, k.permute(0, 1, 3, 2)) * self.head_size**-0.5
+        scores = flow.matmul(q, k, transpose_b=True) * self.head_size**-0.5
         probs = (scores + self.mask).softmax(dim=-1)  # flow.where would gather the scores
         context = flow.matmul(probs, v).permute(0, 2, 1, 3).reshape(*x.shape)
         return flow.matmul(context, self.w_out)

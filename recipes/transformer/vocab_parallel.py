@@ -22,7 +22,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (4, 2, 3, *range(5, 65))
+WORLD_SIZES = (4, 2, 3, *range(5, 65))  # numbers of ranks; launch.sh refuses others
 
 
 class LanguageModel(flow.nn.Module):

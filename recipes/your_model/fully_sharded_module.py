@@ -10,7 +10,7 @@ Between steps weights, biases, gradients and Adam's state take 1/n of their byte
 whole. model.to_global(sbp=S(0)) alone is not this: it splits activations by columns, and aborts in a graph.
 The model need not fit on one rank: each block is made, split and let go before the next one is made.
 
-Moves: an all-gather of each parameter and a reduce-scatter of its gradient: (n-1)/n x their bytes from each rank, each.
+Moves: an all-gather of each parameter, a reduce-scatter of its gradient: each (n-1)/n x their bytes from each rank.
 Run:   ./launch.sh recipes/your_model/fully_sharded_module.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/fully_sharded_module.py [--graph]
 Use it when your model's weights, gradients and optimizer state do not fit on one device.
@@ -23,7 +23,7 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
-WORLD_SIZES = (2, 1, *range(3, 65))
+WORLD_SIZES = (2, 1, *range(3, 65))  # numbers of ranks; launch.sh refuses others
 
 
 class Block(nn.Module):
@@ -85,6 +85,7 @@ def shard(module, ranks):
 
 
 def gather_in_forward(layer, sbps):
+    """Make a layer gather its own parameters in forward: its new class is a subclass with another forward."""
     kind = type(layer)
 
     def forward(self, *inputs):
@@ -113,8 +114,9 @@ class TrainingGraph(nn.Graph):
         return loss
 
 
-def train(ranks, graph=False, seed=0, steps=20, optimizer="adam", batch=8, hidden_size=8, num_layers=2):
+def train(ranks, graph=False, seed=0, steps=20, optimizer="adam", batch=None, hidden_size=8, num_layers=2):
     """Train in float32 on a placement; returns the model and the loss of each step."""
+    batch = batch or max(8, flow.env.get_world_size())  # a row for each rank, at least
     flow.manual_seed(seed)
     model = make_model(ranks, hidden_size, num_layers)
     rng = np.random.default_rng(seed)
@@ -130,7 +132,7 @@ def train(ranks, graph=False, seed=0, steps=20, optimizer="adam", batch=8, hidde
         if graph:
             loss = training(ids, targets)
         else:
-            optimizer.zero_grad(set_to_none=True)  # before forward gathers the weights: memory is short there
+            optimizer.zero_grad(set_to_none=True)  # first: old gradients need not lie beside the gathered weights
             loss = nn.functional.cross_entropy(model(ids), targets)
             loss.backward()
             optimizer.step()

@@ -25,7 +25,7 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
-WORLD_SIZES = (2, 1, 3, 4)
+WORLD_SIZES = (2, 1, 3, 4)  # numbers of ranks; launch.sh refuses others
 
 
 class Block(nn.Module):

@@ -27,7 +27,7 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
-WORLD_SIZES = (2, 1, 3, 4, 8)
+WORLD_SIZES = (2, 1, 3, 4, 8)  # numbers of ranks; launch.sh refuses others
 B, S = flow.sbp.broadcast, flow.sbp.split
 
 
@@ -136,7 +136,8 @@ def load(model, arrays, ranks):
             if dim is None:
                 own, sbp = whole, B
             else:
-                own, sbp = np.array_split(whole, n, axis=dim)[rank if rank < n else 0], S(dim)
+                k = rank if rank < n else 0  # a rank outside the placement gives a slice that is not used
+                own, sbp = np.array_split(whole, n, axis=dim)[k], S(dim)
             local = flow.tensor(to_float32(own))
             setattr(layer, name, nn.Parameter(local.to_global(placement=ranks, sbp=sbp)))
         layer.__class__ = KINDS.get(layer_name.split(".")[-1], type(layer))

@@ -27,9 +27,9 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
-WORLD_SIZES = (2, 1, 3, 4, 8)
+WORLD_SIZES = (2, 1, 3, 4, 8)  # numbers of ranks; launch.sh refuses others
 B, S = flow.sbp.broadcast, flow.sbp.split
-identity = flow._C.identity  # without it a graph with micro-batches trains wrongly, silently (OneFlow 0.9.0)
+identity = flow._C.identity  # for when you add micro-batches: a graph then trains wrongly without it, silently
 
 
 class Block(nn.Module):
@@ -147,7 +147,7 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--data", type=int, default=1, help="ranks along the data axis; the others are the tensor axis")
     parser.add_argument("--optimizer", choices=["adam", "momentum"], default="adam")
-    parser.add_argument("--dropout", type=float, default=0.0, help="each rank draws its own mask: the losses differ")
+    parser.add_argument("--dropout", type=float, default=0.0, help="its masks, and so the losses, depend on the ranks")
     args = parser.parse_args()
     n = flow.env.get_world_size()
     if args.data < 1 or n % args.data:
