@@ -106,6 +106,11 @@ def options_of(arguments):
             "--data 2 does not divide the 15 columns of a weight; these do: 1, 3, 5, 15",
         ),
         (1, {"recompute": "full"}, "--recompute full: OneFlow does that in a graph alone; add --graph"),
+        (
+            1,
+            {"recompute": "full", "graph": True, "data": 2},
+            "data 2 x tensor 1 x pipeline 1 must be the number of ranks, 1",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_in_one_line(pools, n, arguments, line):
