@@ -144,8 +144,10 @@ def matmul_boxings(inputs, out, transposed=(False, False)):
     x, w = inputs[:2]
     if "local" in (x["sbp"], w["sbp"]):
         return []
-    if len(w["shape"]) != 2 or x["ranks"] != w["ranks"]:
+    if x["ranks"] != w["ranks"]:
         return None
+    if len(w["shape"]) != 2:
+        return [] if product_of_batches(x, w, transposed) == out["sbp"] else None
     swap = {ord("0"): "1", ord("1"): "0"}
     x_sbp = x["sbp"] if len(x["shape"]) == 2 else as_matrix(x)
     sbps = [sbp.translate(swap) if turned else sbp for sbp, turned in zip((x_sbp, w["sbp"]), transposed)]
@@ -159,6 +161,29 @@ def matmul_boxings(inputs, out, transposed=(False, False)):
         moves = [(name, tensor, sbp) for name, tensor, sbp in zip("xw", (x, w), sbps) if tensor["sbp"] != sbp]
         ways.append([(name, boxing_to(tensor, sbp, tensor["ranks"])) for name, tensor, sbp in moves])
     return min(ways, key=lambda way: (sum(one.total for _, one in way), len(way)))
+
+
+def product_of_batches(x, w, transposed):
+    """The SBP of x @ w, each of more than two dimensions, if nothing moves; None if something must."""
+    batch_dims = len(x["shape"]) - 2
+    if len(x["shape"]) != len(w["shape"]):
+        return None
+
+    def product(*pair):
+        dims = [split_dim(sbp) for sbp in pair]
+        if dims[0] == dims[1] is not None and dims[0] < batch_dims:  # each rank has some of the matrices
+            return pair[0]
+        matrices = []
+        for sbp, dim, turned in zip(pair, dims, transposed):
+            if dim is not None:
+                dim = dim - batch_dims
+                sbp = f"S({1 - dim if turned else dim})"
+            matrices.append(sbp)
+        out = MATMUL.get(tuple(matrices))
+        return f"S({split_dim(out) + batch_dims})" if out and out.startswith("S") else out
+
+    products = [product(*pair) for pair in zip(x["sbp"].split(", "), w["sbp"].split(", "))]
+    return None if None in products else ", ".join(products)
 
 
 def as_matrix(x):

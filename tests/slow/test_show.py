@@ -266,6 +266,25 @@ def test_matmul_that_transposes_w_is_told_from_one_that_moves_it():
 
 
 @pytest.mark.parametrize(
+    "sbp, other, product, transposed",
+    [
+        ("S(1)", "S(1)", "S(1)", False),  # heads
+        ("S(2)", "B", "S(2)", False),  # rows of each matrix
+        ("B", "S(3)", "S(3)", False),
+        ("B", "S(2)", "S(3)", True),
+        ("S(3)", "S(2)", "P", False),
+        ("S(0), S(1)", "S(0), S(1)", "S(0), S(1)", True),
+        ("P", "B", "P", False),
+    ],
+)
+def test_matmul_of_many_matrices_moves_nothing_if_the_pair_is_legal(sbp, other, product, transposed):
+    x, w = ({"sbp": one, "ranks": [0, 1], "shape": (4, 4, 4, 4), "item": 4} for one in (sbp, other))
+    assert matmul_boxings([x, w], {"sbp": product}, (False, transposed)) == []
+    assert matmul_boxings([x, w], {"sbp": "B"}, (False, transposed)) is None  # OneFlow has moved something
+    assert matmul_boxings([{**x, "sbp": "S(1)"}, {**w, "sbp": "S(0)"}], {"sbp": "S(1)"}) is None
+
+
+@pytest.mark.parametrize(
     "text, arguments, words",
     [
         ("def run(a=1): return {}", "--b 2", "unrecognized arguments: --b 2; the parameters of its run are --a"),

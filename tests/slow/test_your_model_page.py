@@ -42,8 +42,7 @@ def files_of(sections):
     """{name: text} of train.py and of what is pasted beside it, after the diffs of these sections."""
     files = {"train.py": SCRIPT}
     for name in sections:
-        for diff in blocks_of(SECTIONS[name], "diff"):
-            files["train.py"] = applied(files["train.py"], diff)
+        files["train.py"] = applied(files["train.py"], blocks_of(SECTIONS[name], "diff")[0])
     for name in PASTED:
         [text] = [block for part in SECTIONS.values() for block in pasted(part, name)]
         files[f"{name}.py"] = text
@@ -102,7 +101,7 @@ def test_oneflow_lacks_what_the_page_says():
 def test_lines_to_add_are_as_few_as_the_page_says():
     added = {}
     for name in LAYOUTS:
-        [diff] = blocks_of(SECTIONS[name], "diff")
+        diff = blocks_of(SECTIONS[name], "diff")[0]  # the second and third of tensor parallel are of attention
         added[name] = sum(line.startswith("+") for line in diff.splitlines())
     assert added.pop("Pipeline") == 25
     assert max(added.values()) <= 10
@@ -123,6 +122,96 @@ def test_layout_trains_as_one_device_and_shows_what_the_page_says(tmp_path, alon
         shown = about.sub("", blocks_of(SECTIONS[name], "text")[0])
         missing = [line for line in shown.splitlines() if line.rstrip() not in out]
         assert not missing, (missing, out)
+
+
+@pytest.fixture(scope="module")
+def with_attention(tmp_path_factory):
+    """A function of (mesh or None for one device, number of ranks) to a folder and the losses of the model there."""
+    section = SECTIONS["Tensor parallel"]
+    _, add, split = blocks_of(section, "diff")
+    [attention] = pasted(section, "attention")
+
+    def train(mesh, n):
+        files = files_of(["Tensor parallel"] if mesh else [])
+        script = applied(applied(files["train.py"], add), split) if mesh else applied(files["train.py"], add)
+        files["train.py"] = script.replace("[[0, 1]]", mesh) if mesh else script
+        folder = tmp_path_factory.mktemp("attention")
+        write(folder, {**files, "attention.py": attention})
+        return folder, losses(folder, n)
+
+    return train
+
+
+@pytest.mark.parametrize("mesh, n", [("[[0, 1]]", 2), ("[[0, 1, 2, 3]]", 4), ("[[0, 1], [2, 3]]", 4)])
+def test_attention_trains_as_on_one_device(with_attention, mesh, n):
+    assert n == 2 or f"`{mesh}`" in SECTIONS["Tensor parallel"]
+    folder, found = with_attention(mesh, n)
+    _, alone = with_attention(None, 1)
+    check_losses(found, alone, "attention on", mesh)
+    if n == 2:
+        out = Run(LAUNCH, "show", "-n", 2, "train.py", cwd=folder).wait().out
+        missing = [line for line in blocks_of(SECTIONS["Tensor parallel"], "text")[2].splitlines() if line not in out]
+        assert not missing, (missing, out)
+        rows = re.findall(r"backward of blocks\.0\.(\S+): about (\d+) kB", out)  # 263 kB: an all-reduce of x's gradient
+        assert [(name, round(int(kB) / 263)) for name, kB in rows] == [
+            *(("up", 1), ("attention.value", 1), ("attention.key", 2))
+        ]
+
+
+TIED = """
+import numpy as np
+import oneflow as flow
+import sharded
+import tensor
+from oneflow import nn
+
+S0, B = flow.sbp.split(0), flow.sbp.broadcast
+ids, weight = np.arange(8).reshape(4, 2), np.random.default_rng(0).standard_normal((8, 4), dtype=np.float32)
+ranks, mesh = flow.placement.all("cpu"), flow.placement("cpu", [[0, 1]])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.embedding.weight = self.head.weight = nn.Parameter(flow.tensor(weight))
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+
+def train(model, ids, tie=False):
+    if tie:
+        model.head.weight = model.embedding.weight
+    optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(ids).square().mean()
+        loss.backward()
+        optimizer.step()
+    return model.head.weight is model.embedding.weight, loss.item()
+
+
+layouts = {
+    "shard": (lambda: sharded.shard(Tied(), ranks), flow.tensor(ids, placement=ranks, sbp=S0)),
+    "plan": (lambda: tensor.lay_out(Tied(), mesh, {"head": tensor.Column}), None),
+    "no plan": (lambda: tensor.lay_out(Tied(), mesh, {}), None),
+}
+_, alone = train(Tied(), flow.tensor(ids))
+for name, (make, batch) in layouts.items():
+    batch = flow.tensor(ids, placement=mesh, sbp=(S0, B)) if batch is None else batch
+    (tied, loss), (_, again) = train(make(), batch), train(make(), batch, tie=True)
+    print(f"{name}: {tied} {abs(loss - alone) < 1e-5} {abs(again - alone) < 1e-5}")
+"""
+
+
+def test_tied_weights_come_apart_and_can_be_tied_again(tmp_path):
+    assert "`model.head.weight = model.embedding.weight`" in SECTIONS["The rules, and why"]
+    write(tmp_path, {**files_of([]), "tied.py": TIED})
+    out = Run(LAUNCH, "-n", 2, "tied.py", cwd=tmp_path).wait().out
+    for line in ("shard: False False True", "plan: False False True", "no plan: True True True"):
+        assert out.count(line) == 2, out
 
 
 @pytest.mark.parametrize("name", IN_A_GRAPH)
