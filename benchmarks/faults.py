@@ -39,6 +39,7 @@ from harness.start.output import say  # noqa: E402
 DECK = [fault for fault in FAULTS for _ in range(fault.cards)]  # a round of tries, before it is shuffled
 MOMENTS = (0.02, 0.95)  # of the time that an undisturbed job takes
 TOO_LATE = 6  # times that a try is made again, each time earlier
+PORTS_CLOSE = 5  # seconds within which the ports of a job must be closed after its end
 SMALLER = ("features=64", "features=32")  # another model
 
 
@@ -260,8 +261,13 @@ class Trial:
         return job
 
     def listening(self):
-        ports = [port for host in range(self.draw.hosts) for port in self.hosts.listening(host)]
-        return [f"port {port} is open" for port in ports]
+        """The ports that stay open: threads of a rank that was killed may hold one for some milliseconds more."""
+        deadline = time.monotonic() + PORTS_CLOSE
+        while True:
+            ports = [port for host in range(self.draw.hosts) for port in self.hosts.listening(host)]
+            if not ports or time.monotonic() > deadline:
+                return [f"port {port} is open" for port in ports]
+            time.sleep(0.1)
 
     def files_left(self):
         """What lies beside the last checkpoint, and where the job ran."""

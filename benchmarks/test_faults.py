@@ -167,6 +167,15 @@ def test_page_says_that_nothing_was_left_or_lost_only_if_it_was_so(changed):
     assert well not in page and sorted(re.findall(r"(\d) (?:runs left|lost|ended)", page)) == ["0", "0", "1"]
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_port_may_close_a_moment_after_the_processes(monkeypatch, closes):
+    monkeypatch.setattr(faults, "PORTS_CLOSE", 0.5)
+    answers = iter([[4321], [] if closes else [4321]])
+    hosts = SimpleNamespace(listening=lambda host: next(answers, [] if closes else [4321]))
+    trial = SimpleNamespace(draw=SimpleNamespace(hosts=1), hosts=hosts)
+    assert faults.Trial.listening(trial) == ([] if closes else ["port 4321 is open"])
+
+
 def test_names_that_the_page_changes_are_those_of_kinds():
     assert set(faults_page.SHOWN) <= {fault.name for fault in fault_kinds.FAULTS}
 

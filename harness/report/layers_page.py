@@ -20,7 +20,9 @@ NOTES = {  # title of a layer -> what follows its heading
     ),
     "Embedding": (
         "The names of the layouts are those of a Linear. Here column parallel, weight S(0), splits the vocabulary, as"
-        " Megatron-LM's VocabParallelEmbedding does. Row parallel, weight S(1), splits the features."
+        " Megatron-LM's VocabParallelEmbedding does. Row parallel, weight S(1), splits the features. PyTorch names them"
+        " the other way round: its `RowwiseParallel` splits an embedding's vocabulary, and `ColwiseParallel` its"
+        " features."
     ),
     "LayerNorm": (
         "With x S(1) or P it is right, but moves x several times. Bring P to B first, for 1.00 x, as"
@@ -100,7 +102,7 @@ def answers(found):
         words = [f"{answer}: {', '.join(dict.fromkeys(places))}" for answer, places in groups.items()]
         name = heading_of(titles)
         rows.append([f"[{name}](#{anchor(name)})", "<br>".join(words) if len(groups) > 1 else next(iter(groups))])
-    return table(["layer", "may I use it?"], rows)
+    return table(["layer", "can I use it?"], rows)
 
 
 def verdict(found):

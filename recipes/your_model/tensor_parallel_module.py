@@ -1,4 +1,4 @@
-"""Tensor parallel module: a plan lays an unedited model out on a data x tensor mesh.
+"""Tensor parallel module: lay an unedited model out on a data x tensor mesh.
 
     one block, mesh 1 x 2                rank 0          rank 1           SBP
     ids                   (8, 4)         whole           whole            S(0), B
@@ -16,7 +16,7 @@ Moves: along the tensor axis an all-reduce of (batch, seq_len, hidden_size) for 
        the data axis an all-reduce of each parameter's gradient.
 Run:   ./launch.sh recipes/your_model/tensor_parallel_module.py [--graph] [--data 2]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/tensor_parallel_module.py [--graph]
-Use it when your model's layers do not fit on one device, and links are fast.
+Use it when the weights fit on each rank, but not with gradients and optimizer state; the model is split from a copy.
 Source: M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
 
