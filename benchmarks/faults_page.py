@@ -24,7 +24,7 @@ CAUSES = {  # seed of a try that was not as described -> why, a sentence without
     "1/805": "A rank that had just been started died of SIGUSR1; now it is blocked until the rank can handle it",
     "1/59": "The run itself was wrong: it changed a file that holds a single number",
     **dict.fromkeys(
-        ("1/176", "1/247"),
+        ("1/176", "1/247", "1/410"),
         "The run looked too early: the ranks were gone, but Linux had not closed the port of one yet",
     ),
 }

@@ -158,6 +158,17 @@ def test_attention_trains_as_on_one_device(with_attention, mesh, n):
         ]
 
 
+def test_layer_that_the_plan_forgets_is_told_by_bytes(with_attention):
+    folder, found = with_attention("[[0, 1]]", 2)
+    script = (folder / "train.py").read_text()
+    forgotten = re.sub(r".*attention\\\.output.*\n", "", script)
+    assert forgotten != script
+    write(folder, {"train.py": forgotten})
+    check_losses(losses(folder, 2), found, "with a layer less")
+    out = Run(LAUNCH, "bytes", "-n", 2, "train.py", cwd=folder).wait().out
+    assert "inside blocks.0" in out or "not known" in out, out
+
+
 TIED = """
 import numpy as np
 import oneflow as flow
