@@ -33,7 +33,7 @@ PACKAGES = ("requirements.txt", "benchmarks/requirements-peers.txt")
 
 
 def code(source):
-    """The tokens of a Python file without comments, docstrings and blank lines: what its speed depends on."""
+    """The tokens of a Python file that its speed depends on: without comments, docstrings, blank lines and main."""
     kept, layout = [], (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in (tokenize.COMMENT, tokenize.NL):
@@ -43,7 +43,9 @@ def code(source):
             kept.pop()
         else:
             kept.append((token.type, token.string))
-    return "\n".join(text for _, text in kept)
+    texts = [text for _, text in kept]
+    mains = [i for i in range(1, len(texts)) if texts[i - 1 : i + 1] == ["def", "main"]]
+    return "\n".join(texts[: mains[0]] if mains else texts)  # main is the last function of a recipe
 
 
 def digest(part):

@@ -52,6 +52,7 @@ def test_a_record_stays_when_only_the_words_of_a_recipe_change():
     source = '"""Split x."""\n\n\ndef f(x):\n    """x: (2, 4)."""\n    y = "a"  # why\n    return x\n'
     for old, new in (("Split x", "Split the rows"), ("(2, 4)", "(4, 4)"), ("# why", "# because"), ("\n\n\n", "\n")):
         assert records.code(source.replace(old, new)) == records.code(source), new
+    assert records.code(source + "\n\ndef main():\n    f(1)\n") == records.code(source + "\n\ndef main():\n    f(2)\n")
     for old, new in (('"a"', '"b"'), ("return x", "return y"), ("    return x", "return x")):
         assert records.code(source.replace(old, new)) != records.code(source), new
 

@@ -56,7 +56,7 @@ class Block(flow.nn.Module):
         qkv = flow.matmul(x, self.w_qkv)
         by_head = qkv.reshape(len(self.mask), -1, self.num_heads, 3 * self.head_size).permute(1, 2, 0, 3)
         q, k, v = by_head.chunk(3, dim=-1)
-        scores = flow.matmul(q, k, transpose_b=True) * self.head_size**-0.5
+        scores = flow.matmul(q, k.permute(0, 1, 3, 2)) * self.head_size**-0.5
         probs = (scores + self.mask).softmax(dim=-1)
         context = flow.matmul(probs, v).permute(2, 0, 1, 3).reshape(*x.shape)
         return flow.matmul(context, self.w_out)

@@ -55,7 +55,7 @@ class Block(flow.nn.Module):
         qkv = flow.matmul(x, self.w_qkv)
         by_head = qkv.reshape(-1, len(self.mask), self.num_heads, 3 * self.head_size).permute(0, 2, 1, 3)
         q, k, v = by_head.chunk(3, dim=-1)
-        scores = flow.matmul(q, k, transpose_b=True) * self.head_size**-0.5
+        scores = flow.matmul(q, k.permute(0, 1, 3, 2)) * self.head_size**-0.5
         probs = (scores + self.mask).softmax(dim=-1)  # flow.where would gather the scores
         context = flow.matmul(probs, v).permute(0, 2, 1, 3).reshape(*x.shape)
         return flow.matmul(context, self.w_out)
