@@ -81,10 +81,14 @@ def kernels(records):
         for row in data:
             yield [row["kernel"], *(f"{1e3 * one:.2f}" for one in row["seconds"].values()), f"{row['ratio']:.2f}"]
 
+    def slowest(records):
+        measured = [row for record in records.values() for row in record["data"]]
+        return max(measured, key=lambda row: row["ratio"])["kernel"]
+
     return f"""## Kernels
 
-Milliseconds of single operations on one core, in float32. The slowest beside PyTorch is a
-subtraction that broadcasts one column. With expand it is faster: gpt.py adds its positions so.
+Milliseconds of single operations on one core, in float32. The slowest beside PyTorch is
+`{slowest(records)}`. gpt.py avoids broadcasting with expand.
 
 {by_cpu(["operation", "OneFlow", "PyTorch", "ratio"], records, rows)}"""
 
@@ -166,7 +170,7 @@ Milliseconds of a step. In parentheses is the time on 1 rank, divided by this ti
 - Strong scaling splits a batch of 512 over the ranks. The ideal in parentheses is the number of ranks.
 - Weak scaling gives each rank 256 rows. The ideal is 1.
 
-Each rank computes on one core only. 4 ranks share 2 cores, so do not expect them to beat 2 ranks. In the picture, the
+Each rank computes on one core only. Where ranks share the 2 cores, do not expect them to be faster. In the picture, the
 dashed line is the ideal on 2 cores.
 
 {plot("scaling", ALT["scaling"])}

@@ -156,32 +156,22 @@ def counts(outcomes):
 def soak(outcomes):
     """What came of the runs of soak.py, as a section; "" if there are none."""
     suites, launches = ([one for one in outcomes if one["what"] == what] for what in ("suite", "launch"))
-    text = ""
+    lines = []
     if suites:
         failed, repeated = sum(one["code"] != 0 for one in suites), sum(one["repeated"] for one in suites)
-        text += f"- The default suite, {len(suites)} times in a row: {failed} failed. {repeated} calls were repeated"
-        text += ", because OneFlow had crashed.\n"
+        lines.append(f"- The default suite, {len(suites)} times in a row: {failed} failed.")
+        lines.append(f"  {repeated} calls were repeated, because OneFlow had crashed.")
     if launches:
         failed = [one for one in launches if one["code"] != 0]
         seconds = [one["seconds"] for one in launches]
-        text += (
-            f"- {len(launches)} launches beside up to {MOST} processes that compute: {len(failed)} failed. The median"
-        )
-        text += (
-            f" took {statistics.median(seconds):.1f} s, the longest {max(seconds):.1f} s. Recipe, number of ranks and"
-        )
-        text += " mode are drawn at random.\n"
-        text += "".join(f"  - `{one['command']}` ended with {one['code']}.\n" for one in failed)
-    return (
-        f"""## Without a fault
-
-Does a job fail when nothing is injected? `python benchmarks/soak.py` tries it:
-
-{text}
-"""
-        if text
-        else ""
-    )
+        median, largest = f"{statistics.median(seconds):.1f} s", f"{max(seconds):.1f} s"
+        lines.append(f"- {len(launches)} launches beside up to {MOST} processes that compute: {len(failed)} failed.")
+        lines.append(f"  The median took {median}, the longest {largest}. Recipe, ranks and mode are drawn at random.")
+        lines += [f"  - `{one['command']}` ended with {one['code']}." for one in failed]
+    if not lines:
+        return ""
+    question = "Does a job fail when nothing is injected? `python benchmarks/soak.py` tries it:"
+    return "\n".join(["## Without a fault", "", question, "", *lines, "", ""])
 
 
 def read_soak(path):

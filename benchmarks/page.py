@@ -7,8 +7,8 @@ INTRODUCTION = """# Performance
 
 [README](../README.md) · [all pages](README.md) · next: [performance: the details](performance-details.md)
 
-How fast are the recipes on a CPU, beside PyTorch and JAX? Each machine here has {cores} cores, so in the
-rows with 4 ranks two ranks share each core. The takeaways:
+How fast are the recipes on a CPU, beside PyTorch and JAX? Each machine here has {cores} cores: in
+rows with more ranks, ranks share them. The takeaways:
 
 {takeaways}
 """
@@ -17,7 +17,7 @@ MEASURED = """## How this is measured
 - `./launch.sh bench` measures, and makes this page.
 - Times belong to a machine, so compare the ratios. All sides take turns on the same cores. A ratio is the median over
   several turns of one run.
-- The ranks of OneFlow and of PyTorch are bound to their cores. Each machine has {cores} cores, so 4 ranks share them.
+- The ranks of OneFlow and of PyTorch are bound to their cores. Each machine has {cores} cores; more ranks share them.
 - The versions: oneflow {oneflow}, with the packages of requirements.txt; for the peers {versions}.
 
 [The details](performance-details.md) have the kernels, the collectives, scaling and launch times, and the date of each
@@ -105,7 +105,7 @@ def gpt(records):
 
 This is a step of [gpt.py](../recipes/transformer/gpt.py), measured on {machines}. The model has
 {SIZES["num_layers"]} layers of hidden size {SIZES["hidden_size"]} and {heads} heads, and the batch {sequences}
-sequences of {length} characters. It trains with AdamW in float32. One rank uses all cores, so 2 ranks have no more
+sequences of {length} characters. It trains with AdamW in float32. One rank uses all cores, so more ranks have no more
 cores than one. Again, each figure is our time divided by the peer's:
 
 {ratios_to_peers(records)}

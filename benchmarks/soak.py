@@ -26,6 +26,7 @@ from tests.cases import ROOT, runs  # noqa: E402
 LAUNCH = str(ROOT / "launch.sh")
 HOLD = (0.5, 5.0)  # seconds for which their number stays
 LIMIT = 300  # seconds that a launch may take beside them
+SUITE_LIMIT = 3600  # and the default suite
 BURN = "while True: pass"
 
 
@@ -60,13 +61,22 @@ class Load:
             process.wait()
 
 
+def run(command, limit):
+    """The exit code and the output of a command; 124, as of `timeout`, if it does not end in `limit` seconds."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    try:
+        done = subprocess.run(command, cwd=ROOT, timeout=limit, **pipes)
+    except subprocess.TimeoutExpired as late:
+        return 124, str(late)
+    return done.returncode, done.stdout
+
+
 def launch(command):
     """The outcome of one launch: its seconds, its exit code and, if it failed, the last lines."""
     begin = time.monotonic()
-    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    code, out = run(command, 2 * LIMIT)
     seconds = round(time.monotonic() - begin, 2)
-    said = "" if run.returncode == 0 else "\n".join(run.stdout.splitlines()[-20:])
-    return {"seconds": seconds, "code": run.returncode, "says": said}
+    return {"seconds": seconds, "code": code, "says": "\n".join(out.splitlines()[-20:]) if code else ""}
 
 
 def command_of(i):
@@ -79,13 +89,12 @@ def command_of(i):
 
 def suite():
     """The outcome of the default suite: as of a launch, and how many tests passed and calls were repeated."""
-    run = subprocess.run([LAUNCH, "test"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    passed = re.search(r"(\d+) passed", run.stdout)
-    repeated = re.search(r"(\d+) calls made once more", run.stdout)
-    failed = re.findall(r"^(?:FAILED|ERROR) .*", run.stdout, re.M)
-    numbers = {"passed": passed, "repeated": repeated}
-    counts = {key: int(found.group(1)) if found else 0 for key, found in numbers.items()}
-    return {"code": run.returncode, "says": "\n".join(failed), **counts}
+    code, out = run([LAUNCH, "test"], SUITE_LIMIT)
+    failed = re.findall(r"^(?:FAILED|ERROR) .*", out, re.M)
+    numbers = {"passed": r"(\d+) passed", "repeated": r"(\d+) calls made once more"}
+    found = {key: re.search(pattern, out) for key, pattern in numbers.items()}
+    counts = {key: int(match.group(1)) if match else 0 for key, match in found.items()}
+    return {"code": code, "says": "\n".join(failed), **counts}
 
 
 def keep(outcome):

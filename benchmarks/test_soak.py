@@ -14,6 +14,7 @@ def test_a_launch_that_fails_is_told_from_one_that_does_not():
     failed = soak.launch([sys.executable, "-c", "import sys; print('last words'); sys.exit(3)"])
     assert (well["code"], well["says"]) == (0, "")
     assert (failed["code"], failed["says"]) == (3, "last words")
+    assert soak.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.1)[0] == 124
 
 
 def test_load_leaves_no_process(monkeypatch):
@@ -22,9 +23,10 @@ def test_load_leaves_no_process(monkeypatch):
     popen = soak.subprocess.Popen
     monkeypatch.setattr(soak.subprocess, "Popen", lambda *args: begun.append(popen(*args)) or begun[-1])
     with soak.Load(soak.random.Random(1)):
-        while not begun:
-            pass
-    assert all(process.returncode is not None for process in begun)
+        deadline = soak.time.monotonic() + 30
+        while not begun and soak.time.monotonic() < deadline:
+            soak.time.sleep(0.01)
+    assert begun and all(process.returncode is not None for process in begun)
 
 
 def test_launches_are_drawn_from_all_recipes_and_modes():
@@ -48,8 +50,8 @@ def test_it_resumes_and_the_page_counts(tmp_path, monkeypatch):
     assert [one["what"] for one in outcomes] == ["suite", "launch", "launch", "suite", "launch"]
     assert [one["command"].split()[:2] for one in outcomes if "command" in one] == [["./launch.sh", "-n"]] * 3
     text = faults_page.soak(outcomes + [{**LAUNCH, "code": 139, "seconds": 9.0}, {**SUITE, "code": 1, "repeated": 2}])
-    assert "The default suite, 3 times in a row: 1 failed. 2 calls were repeated" in text
-    assert "4 launches" in text and "1 failed. The median took 4.0 s, the longest 9.0 s" in text
+    assert "The default suite, 3 times in a row: 1 failed.\n  2 calls were repeated" in text
+    assert "4 launches" in text and "1 failed.\n  The median took 4.0 s, the longest 9.0 s" in text
     assert "`./launch.sh -n 2 ddp` ended with 139." in text
     assert faults_page.soak([]) == ""
     assert json.loads((tmp_path / "soak.jsonl").read_text().splitlines()[0])["passed"] == 9
