@@ -281,7 +281,8 @@ def test_matmul_of_many_matrices_moves_nothing_if_the_pair_is_legal(sbp, other, 
     x, w = ({"sbp": one, "ranks": [0, 1], "shape": (4, 4, 4, 4), "item": 4} for one in (sbp, other))
     assert matmul_boxings([x, w], {"sbp": product}, (False, transposed)) == []
     assert matmul_boxings([x, w], {"sbp": "B"}, (False, transposed)) is None  # OneFlow has moved something
-    assert matmul_boxings([{**x, "sbp": "S(1)"}, {**w, "sbp": "S(0)"}], {"sbp": "S(1)"}) is None
+    for pair in (("S(1)", "S(0)"), ("S(2)", "S(2)"), ("S(3)", "S(3)")):
+        assert matmul_boxings([{**x, "sbp": pair[0]}, {**w, "sbp": pair[1]}], {"sbp": pair[0]}) is None
 
 
 @pytest.mark.parametrize(
