@@ -20,12 +20,14 @@ SHOWN = {  # name of a fault -> how the page says it; the outcomes have the name
 }
 UNKNOWN = "Cause unknown"
 CAUSES = {  # seed of a try that was not as described -> why, a sentence without a full stop
-    "1/9": "launch.sh looked at the loopback interface of node 0 alone; elsewhere ranks waited until --timeout",
+    "1/9": "`launch.sh` looked at the loopback interface of node 0 alone; elsewhere ranks waited until `--timeout`. "
+    "Now each host looks at its own",
     "1/805": "A rank that had just been started died of SIGUSR1; now it is blocked until the rank can handle it",
-    "1/59": "The run itself was wrong: it changed a file that holds a single number",
+    "1/59": "The experiment was wrong, not `launch.sh`: it changed a file that holds a single number",
     **dict.fromkeys(
         ("1/176", "1/247", "1/410"),
-        "The run looked too early: the ranks were gone, but Linux had not closed the port of one yet",
+        "The experiment was wrong, not `launch.sh`: it looked for open ports too early. The ranks were gone, but Linux "
+        "had not closed the port of one yet",
     ),
 }
 NOTES = """## Good to know
@@ -89,6 +91,8 @@ def job_of(fault, outcomes):
     other = "restarts" if fault.restarts else "continues"
     count = sum(one.restarts if fault.restarts else one.continued for one in outcomes)
     total = len(outcomes)
+    if count in (0, total):
+        return other if count else code
     return f"{code} ({total - count} of {total}) or {other} ({count} of {total})"
 
 
@@ -129,7 +133,7 @@ def failures(outcomes, earlier):
     text = ""
     for what, some in (
         ("did not behave as expected", outcomes),
-        ("failed at first and led to a fix", earlier),
+        ("failed at first, and were repeated after a fix", earlier),
     ):
         bad = {
             one.seed: f"- `{one.seed}`: {shown(one.fault)}. {CAUSES.get(one.seed, UNKNOWN)}."
@@ -188,19 +192,20 @@ We injected {len(outcomes)} faults of {len({one.fault for one in outcomes})} kin
 [elastic_training.py](../recipes/starting/elastic_training.py), which take {STEPS} steps and save a
 checkpoint every {EVERY}. {counts(outcomes)}
 
+Do you have an error message and look for its cause? [Diagnosing](diagnosing.md) has an index of messages.
+
 {NOTES}
 ## How a run works
 
 `./launch.sh faults` makes this page ({machine}). Each run's seed selects the fault, its timing, eager or graph mode,
 and either one host ({RANKS[1]} ranks) or two ({RANKS[2]} ranks in all). The hosts are network namespaces with addresses
-of their own. Repeat a run with `./launch.sh faults --only 1/12`. If `./launch.sh faults` is interrupted, it resumes
-where it stopped. The tests repeat a sample.
+of their own. `./launch.sh faults --only 1/12` repeats run 12 of seed 1. If `./launch.sh faults` is interrupted, it
+resumes where it stopped. The tests repeat a sample.
 
 Most faults come at a random moment: at the start, while the ranks meet, in training, or while a checkpoint is written.
 If a fault comes too late, when the job has all but ended, it is injected again, earlier. A run is as expected if
 
-- the job ends with the exit code in the table, or continues; when a rank fails, half of the runs have
-  `--max-restarts 2`, and then the job restarts;
+- the job ends with the exit code in the table, or continues, or restarts;
 - each host names the cause: the rank, the host or the signal;
 - no process, listening port or file is left;
 - a job that restarts, or is started again after the fault, resumes from the newest checkpoint, so that at most {EVERY}
@@ -209,9 +214,10 @@ If a fault comes too late, when the job has all but ended, it is injected again,
 - where the table has seconds, the job ends, or says that it restarts the ranks, within {DEATH} s of the fault, or
   within 30 s if a host freezes. The seconds do not include the restart itself.
 
-{failures(outcomes, earlier)}"restarts" is what happens with `--max-restarts 2`, and the exit code what happens
-without it; in brackets, how many runs had which. Where the table says "or continues", it depends on the moment or the
-limit that was drawn.
+{failures(outcomes, earlier)}Where the table says "or restarts", about half of the runs
+had `--max-restarts 2`: these restarted, and the others ended with the exit code. Where it says "or continues", it
+depends on the moment or the limit that was drawn. The numbers in brackets say how many runs did which.
+
 Below each table is one line of output for each fault that prints any; most of a rank's traceback is left out.
 {not_yet(outcomes)}
 {soak(undisturbed)}{parts}"""

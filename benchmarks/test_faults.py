@@ -126,7 +126,8 @@ def test_outcome_is_kept_and_read_again(monkeypatch, tmp_path):
         faults.keep(outcome)
     machine, outcomes, earlier = faults_page.read(tmp_path / "faults.jsonl")
     assert "cores" in machine and outcomes == [outcome_of(1), outcome_of(2)] and earlier == [outcome_of(1, lost=True)]
-    assert (tmp_path / "faults.md").read_text() == faults_page.page(machine, outcomes, earlier)
+    undisturbed = faults_page.read_soak(faults_page.SOAK)
+    assert (tmp_path / "faults.md").read_text() == faults_page.page(machine, outcomes, earlier, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,8 @@ def test_table_counts_tries_and_shows_the_seed_of_each_that_failed():
     assert "| all processes of a host are killed | ends with 1 | 3 | 2 | 0.5, 3.8 |" in page
     assert "- all processes of a host are killed: `launch.sh: node 1 is gone`\n" in page and "`1/2`" not in page
     assert "Runs that did not behave as expected: 1.\n\n- `1/3`: all processes of a host are killed. " in page
-    assert "Runs that failed at first and led to a fix: 1.\n\n- `1/4`: all processes of a host are killed. " in page
+    repeated = "Runs that failed at first, and were repeated after a fix: 1.\n\n"
+    assert f"{repeated}- `1/4`: all processes of a host are killed. " in page
     assert "3 faults of 1 kinds" in page and page.count("## Hosts") == 1 and "## Network" not in page
     assert "Not run yet: a rank is killed (SIGKILL); " in page and "| a rank is killed" not in page
 
@@ -157,6 +159,8 @@ def test_page_counts_what_was_observed_where_a_job_can_end_in_two_ways():
     few = replace(GOOD, fault="few files can be open (ulimit -n 10 to 100)", continued=True)
     page = faults_page.page("2 cores", [few, replace(few, seed="1/2", continued=False)])
     assert "| ends with an error (1 of 2) or continues (1 of 2) | 2 |" in page
+    assert "| ends with an error | 1 |" in faults_page.page("2 cores", [replace(few, continued=False)])
+    assert "| continues | 1 |" in faults_page.page("2 cores", [few])
 
 
 @pytest.mark.parametrize("changed", [{"left": ["1 processes"]}, {"lost": True}, {"equal": False}])
