@@ -20,7 +20,8 @@ from harness.measure.sent import growth, quiet, sent_by
 from harness.measure.tensors import describe, is_whole, tensors_in
 from harness.start.errors import UsageError
 
-MEASURED = 20  # times that a step on one line is measured; then it is only counted, so that training takes its time
+MEASURED = 20  # times that a step on one line is measured, as its tensors may have other names; then it is only counted
+REPEATED = 2  # the same for a step that stays the same one: the first time ranks may connect, or gradients be new
 STEPS = {"matmul", "to_global", "module to_global", "backward", "read", "graph"}  # the calls that can move data
 
 
@@ -86,7 +87,7 @@ class Trace(Recorder):
             *parameters,
         )
         events = self.alike.setdefault(look, [])  # as many on all ranks, so that they measure together
-        if len(events) == MEASURED:
+        if len(events) == (REPEATED if layer or call.kind == "backward" else MEASURED):
             events[-1].times += 1
             return call.proceed()
         self.names.add(inputs)

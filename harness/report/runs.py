@@ -18,6 +18,10 @@ OTHER_SIZES = {
     "context_parallel": {"seq_len": 120, "num_heads": 12, "head_size": 256},
     "mixture_of_experts": {"group_size": 512, "hidden_size": 256, "ffn_size": 96, "capacity": 256},
     "vocab_parallel": {"tokens": 9600, "vocab_size": 200, "hidden_size": 32},
+    # Whole models, which compute much more for what they send.
+    **dict.fromkeys(
+        ("tensor_parallel_module", "fully_sharded_module", "pipeline_module"), {"batch": 96, "hidden_size": 384}
+    ),
 }
 STRATEGIES = {  # of training the same layers at the same sizes, by name; the first recipe is the plain one
     "data parallel": ("train_data_parallel", "ddp", "gradient_accumulation", "activation_checkpointing"),

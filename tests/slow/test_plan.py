@@ -10,7 +10,7 @@ from tests.cases import ROOT, gpt
 from tests.cases.ladder import Checks
 
 GPT, ON_RANK = str(path_of("gpt")), str(ROOT / "tests" / "on_rank_gpt.py")
-PLAIN = {"batch_size": 16, "seq_len": 256, "hidden_size": 512, "num_heads": 8}
+PLAIN = {"batch_size": 8, "seq_len": 256, "hidden_size": 512, "num_heads": 8}
 GROWTHS = [  # data, tensor, sequence parallel, sizes
     (1, 1, False, {}),
     (1, 1, False, {"seq_len": 128, "hidden_size": 1024}),
