@@ -5,6 +5,8 @@ import re
 import site
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.terminal import piped
 TEXT = (ROOT / "docs" / "shell.md").read_text()
 PROMPT = re.compile(r"^(?:>>> |\.\.\.(?: |$))", flags=re.MULTILINE)
 CELLS = blocks_of(TEXT.partition("\n## In a notebook\n")[2], "python")
+TOO_OLD = sys.version_info < (3, 10)
 NOTEBOOK = """
 import sys
 import nbclient, nbformat
@@ -39,12 +42,27 @@ def sessions():
     return found
 
 
+def background_calls(item):
+    """The programs of this page mostly wait: see background.py."""
+    if item.originalname == "test_session_shows_what_the_page_says":
+        arguments, shown = (item.callspec.params[name] for name in ("arguments", "shown"))
+        return {("session", *arguments): (0, lambda _: session(arguments, shown))}
+    if item.originalname == "test_cells_of_the_notebook_run" and not TOO_OLD:
+        return {("notebook",): (0, lambda _: notebook())}
+    return {}
+
+
+def session(arguments, shown):
+    """What a session prints in which somebody types what the page shows."""
+    typed = [line[4:] for line in shown.splitlines() if PROMPT.match(line)]
+    return piped("\n".join(typed) + "\n", "shell", "--echo", *arguments)
+
+
 @pytest.mark.parametrize(
     "arguments, shown", sessions(), ids=lambda value: " ".join(value) if value != str(value) else ""
 )
-def test_session_shows_what_the_page_says(arguments, shown):
-    typed = [line[4:] for line in shown.splitlines() if PROMPT.match(line)]
-    done = piped("\n".join(typed) + "\n", "shell", "--echo", *arguments)
+def test_session_shows_what_the_page_says(measured, arguments, shown):
+    done = measured("session", *arguments)
     assert done.stdout == shown
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -54,28 +72,34 @@ def test_page_has_both_kinds_of_session():
     assert first[1].count(">>> ") > 20 and second[0] == ["train_model_parallel"]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 10), reason="these versions of ipyparallel and ipykernel need Python 3.10")
-def test_cells_of_the_notebook_run(tmp_path):
-    """In an environment that has ipyparallel, and OneFlow from ours."""
-    python, mark = tmp_path / "venv" / "bin" / "python", f"notebook-{os.getpid()}"
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    for command in (
-        [sys.executable, "-m", "venv", str(tmp_path / "venv")],
-        [*pip, "-r", str(ROOT / "tests" / "requirements-notebook.txt")],
-    ):
-        subprocess.run(command, check=True, timeout=600)
-    [packages] = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (packages / "oneflow.pth").write_text(site.getsitepackages()[0])
-    environment = {**CLEAN, "HOME": str(tmp_path), MARK: mark}
-    environment["PATH"] = f"{python.parent}:{environment['PATH']}"
-    done = subprocess.run(
-        [str(python), "-c", NOTEBOOK, *CELLS, "client.cluster.stop_cluster_sync()"],
-        env=environment,
-        timeout=2 * LONG,
-        capture_output=True,
-        text=True,
-    )
+def notebook():
+    """What the cells print, in an environment that has ipyparallel, and OneFlow from ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        python, mark = Path(folder, "venv", "bin", "python"), f"notebook-{os.getpid()}"
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        for command in (
+            [sys.executable, "-m", "venv", str(python.parents[1])],
+            [*pip, "-r", str(ROOT / "tests" / "requirements-notebook.txt")],
+        ):
+            subprocess.run(command, check=True, timeout=600)
+        [packages] = python.parents[1].glob("lib/python*/site-packages")
+        (packages / "oneflow.pth").write_text(site.getsitepackages()[0])
+        environment = {**CLEAN, "HOME": folder, MARK: mark}
+        environment["PATH"] = f"{python.parent}:{environment['PATH']}"
+        done = subprocess.run(
+            [str(python), "-c", NOTEBOOK, *CELLS, "client.cluster.stop_cluster_sync()"],
+            env=environment,
+            timeout=2 * LONG,
+            capture_output=True,
+            text=True,
+        )
+        wait_until(lambda: not marked(f"{MARK}={mark}"), "the end of all processes", 60)
+        return done
+
+
+@pytest.mark.skipif(TOO_OLD, reason="these versions of ipyparallel and ipykernel need Python 3.10")
+def test_cells_of_the_notebook_run(measured):
+    done = measured("notebook")
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert f"[stdout:{rank}] {rank} oneflow.Size([2, 6]) 24.0" in done.stdout, done.stdout
-    wait_until(lambda: not marked(f"{MARK}={mark}"), "the end of all processes", 60)
