@@ -38,6 +38,6 @@ def test_linter_refuses_a_bad_workflow(tmp_path):
 
 def test_workflow_calls_what_users_and_ci_call():
     workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
-    commands = ("run: ./launch.sh recipes/data_parallel.py\n", "run: ./launch.sh test\n", "run: bash .ci/run\n")
-    assert all(command in workflow for command in commands)
+    for words in ("recipes/data_parallel.py", "test", "test --all"):
+        assert f"run: ./launch.sh {words}\n" in workflow
     assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("./launch.sh test --all")
