@@ -88,7 +88,7 @@ def wait_until_listening(process, address, port):
         time.sleep(0.05)
 
 
-def receive(pipes):
+def receive(processes, pipes):
     """One message from each rank. Raises RuntimeError if a rank dies."""
     received = {}
     while len(received) < len(pipes):
@@ -96,16 +96,25 @@ def receive(pipes):
             try:
                 received[pipe] = pipe.recv()
             except (EOFError, OSError):
-                raise RuntimeError(f"rank {pipes.index(pipe)} of {len(pipes)} died") from None
+                rank = pipes.index(pipe)
+                processes[rank].join()
+                code = processes[rank].exitcode  # -N: killed by signal N
+                raise RuntimeError(f"rank {rank} of {len(pipes)} died: exit code {code}") from None
     return [received[pipe] for pipe in pipes]
+
+
+def reserve_port():
+    """A socket that keeps a free port for this job. OneFlow binds the port with the same option, and no other can."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def on_ranks(n, *arguments):
     """Start n ranks, let each multiply, and return what they return."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address, port = free.getsockname()
-    processes, pipes, environment = [], [], dict(os.environ)
+    reserved, processes, pipes, environment = reserve_port(), [], [], dict(os.environ)
+    address, port = reserved.getsockname()
     try:
         for rank in range(n):
             process, pipe = start_rank(rank, n, address, port)
@@ -113,16 +122,17 @@ def on_ranks(n, *arguments):
             pipes.append(pipe)
             if rank == 0:
                 wait_until_listening(process, address, port)  # a rank that looks for rank 0 too early sleeps for 10 s
-        receive(pipes)  # all are ready
+        receive(processes, pipes)  # all are ready
         for pipe in pipes:
             pipe.send(arguments)  # not as args of Process: more than 64 KB would fill its pipe and block the start
-        results = receive(pipes)
+        results = receive(processes, pipes)
         for process in processes:
             process.join()
         return results
     finally:
         for process in processes:
             process.kill()
+        reserved.close()
         os.environ.clear()
         os.environ.update(environment)
 

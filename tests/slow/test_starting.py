@@ -95,7 +95,7 @@ def test_spawned_rank_that_dies_in_its_import_ends_the_program(tmp_path):
     script = changed(SPAWN, tmp_path, LARGE, ("import oneflow as flow\n", f"{dies}import oneflow as flow\n"))
     runs = [Run(sys.executable, script, "--ranks", 3, **BARE, DIES=str(rank)) for rank in range(3)]
     for rank, run in enumerate(ended(runs)):
-        assert run.code == 1 and f"RuntimeError: rank {rank} of 3 died" in run.err, run.err
+        assert run.code == 1 and f"RuntimeError: rank {rank} of 3 died: exit code 1\n" in run.err, run.err
 
 
 @pytest.mark.parametrize("there", [1, 3])
