@@ -183,4 +183,5 @@ def test_program_whose_spawned_rank_raises_kills_the_others(pools, tmp_path):
     line = "    out = model(x)\n"
     assert text.count(line) == 1
     path.write_text(text.replace(line, "    1 / (1 - flow.env.get_rank())\n    time.sleep(1000)\n"))
-    assert pools(1).call(f"{__file__}:end_of_rank_0", path=str(path)) == [("rank 1 of 2 died", -signal.SIGKILL, True)]
+    wanted = ("rank 1 of 2 died: exit code 1", -signal.SIGKILL, True)
+    assert pools(1).call(f"{__file__}:end_of_rank_0", path=str(path)) == [wanted]

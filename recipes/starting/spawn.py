@@ -113,28 +113,28 @@ def reserve_port():
 
 def on_ranks(n, *arguments):
     """Start n ranks, let each multiply, and return what they return."""
-    reserved, processes, pipes, environment = reserve_port(), [], [], dict(os.environ)
-    address, port = reserved.getsockname()
-    try:
-        for rank in range(n):
-            process, pipe = start_rank(rank, n, address, port)
-            processes.append(process)
-            pipes.append(pipe)
-            if rank == 0:
-                wait_until_listening(process, address, port)  # a rank that looks for rank 0 too early sleeps for 10 s
-        receive(processes, pipes)  # all are ready
-        for pipe in pipes:
-            pipe.send(arguments)  # not as args of Process: more than 64 KB would fill its pipe and block the start
-        results = receive(processes, pipes)
-        for process in processes:
-            process.join()
-        return results
-    finally:
-        for process in processes:
-            process.kill()
-        reserved.close()
-        os.environ.clear()
-        os.environ.update(environment)
+    processes, pipes, environment = [], [], dict(os.environ)
+    with reserve_port() as reserved:
+        address, port = reserved.getsockname()
+        try:
+            for rank in range(n):
+                process, pipe = start_rank(rank, n, address, port)
+                processes.append(process)
+                pipes.append(pipe)
+                if rank == 0:
+                    wait_until_listening(process, address, port)  # a rank that comes too early sleeps for 10 s
+            receive(processes, pipes)  # all are ready
+            for pipe in pipes:
+                pipe.send(arguments)  # not as args of Process: more than 64 KB would fill its pipe and block the start
+            results = receive(processes, pipes)
+            for process in processes:
+                process.join()
+            return results
+        finally:
+            for process in processes:
+                process.kill()
+            os.environ.clear()
+            os.environ.update(environment)
 
 
 def run(ranks=2, graph=False, device="cpu", seed=0, batch=None, in_features=5, out_features=8):
