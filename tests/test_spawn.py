@@ -1,6 +1,8 @@
 """How the ranks multiply that spawn.py starts: the program itself sees only what they return."""
 
 import contextlib
+import errno
+import socket
 import sys
 
 import numpy as np
@@ -55,3 +57,29 @@ def passed_on(path, graph):
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_spawned_ranks_get_the_mode(pools, graph):
     assert pools(1).call(f"{__file__}:passed_on", path=str(path_of("spawn")), graph=graph) == [[(graph, "cpu")] * 2]
+
+
+def binds(path):
+    """What happens to others that bind the port of a job of spawn.py, without and with the option that OneFlow sets."""
+    from harness.measure.calls import replaced
+
+    module, found = load(path), []
+
+    def start_rank(rank, n, address, port):
+        for reuse in (0, 1):
+            with socket.socket() as other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse)
+                try:
+                    other.bind(("0.0.0.0", port))
+                    found.append(0)
+                except OSError as error:
+                    found.append(error.errno)
+        raise InterruptedError
+
+    with replaced({(module, "start_rank"): start_rank}), contextlib.suppress(InterruptedError):
+        module.run()
+    return found
+
+
+def test_port_is_kept_for_the_ranks(pools):
+    assert pools(1).call(f"{__file__}:binds", path=str(path_of("spawn"))) == [[errno.EADDRINUSE, 0]]

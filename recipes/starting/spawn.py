@@ -104,7 +104,7 @@ def receive(processes, pipes):
 
 
 def reserve_port():
-    """A socket that keeps a free port for this job. OneFlow binds the port with the same option, and no other can."""
+    """A socket that keeps a free port from other jobs; OneFlow, which sets the same option, may still bind it."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     reserved.bind(("127.0.0.1", 0))
