@@ -33,7 +33,7 @@ def case_of(layout, shapes, optimizer, graph, seed, steps, batch, matmul_scale, 
         values, added = reference_module.trained(drawn, optimizer, graph, seed, steps, batch, matmul_scale, parts)
         return values, added if parts else {}
 
-    values = {name: unknown(*(shapes.get(name.removeprefix("new ").split(" ")[0]) or sizes[name])) for name in layout}
+    values = {name: unknown(*(shapes.get(name.replace("new ", "").split(" ")[0]) or sizes[name])) for name in layout}
     return Case(layout, values, values_of=values_of, **facts)
 
 

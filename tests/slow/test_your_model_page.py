@@ -70,7 +70,7 @@ def losses(folder, n):
 def commands(section):
     """What the commands of a section print, but for the runs themselves."""
     lines = [line for block in blocks_of(section, "bash") for line in block.splitlines()]
-    return [line.removeprefix("./launch.sh ").split() for line in lines if line.startswith("./launch.sh show")]
+    return [line.split()[1:] for line in lines if line.startswith("./launch.sh show")]
 
 
 @pytest.fixture(scope="module")
