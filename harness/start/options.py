@@ -32,6 +32,7 @@ def parser():
     options.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
     options.add_argument("--log-dir", "--log_dir")
     options.add_argument("--timeout", type=float, default=600.0)
+    options.add_argument("--grace", type=float, default=25.0)
     options.add_argument("script", nargs="?")
     options.add_argument("arguments", nargs=argparse.REMAINDER)
     return options
@@ -52,6 +53,8 @@ def checked(arguments):
         raise UsageError(f"{path}: {error}") from None
     if not options.timeout >= 0:
         raise UsageError(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
+    if not options.grace >= 0:
+        raise UsageError(f"--grace must be a number of seconds, 0 or more, got {options.grace:g}")
     if options.master_port and not 1024 <= options.master_port <= 65535:
         raise UsageError(f"--master_port must be from 1024 to 65535, got {options.master_port}")
     fill_in_nodes(options)

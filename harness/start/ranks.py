@@ -157,6 +157,12 @@ class RankProcesses:
         for process in self.processes:
             process.send_signal(signal.SIGUSR1)  # does nothing if the process has ended
 
+    def ask_to_end(self):
+        """Send SIGTERM to each rank, not to what it has started: the workers of a DataLoader must not end before it."""
+        for process in self.processes:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGCONT)  # a stopped process would not notice
+
     def end(self, grace=1.0):
         """End every rank: SIGTERM, `grace` seconds, SIGKILL. Returns when all are gone, and what they started too."""
         if grace:

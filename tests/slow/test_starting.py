@@ -194,6 +194,19 @@ def test_block_of_the_page_on_clusters(tmp_path):
     assert run.code == 0 and all(line in said for line in shown.splitlines()), said
 
 
+def test_script_of_the_page_on_clusters_saves_a_checkpoint_at_sigterm(tmp_path):
+    """All ranks stop after the same step, although they get the signal at different moments."""
+    [code] = [block for block in blocks(CLUSTERS, "python") if "SIGTERM" in block]
+    (tmp_path / "stops.py").write_text(code.replace("    w = w + 1", '    print("step", step, flush=True)\n    w = w + 1'))
+    [command] = [line for line in BY_HAND if line.endswith("stops.py")]
+    arguments = command.partition("./launch.sh ")[2].split()
+    run = Run(LAUNCH, "-n", 3, *arguments, cwd=tmp_path).until("step 3", times=3).signal(signal.SIGTERM)
+    [run] = ended([run])
+    assert (run.code, run.err) == (143, "launch.sh: SIGTERM: every rank is ended\n")
+    [step] = set(re.findall(r"saved step (\d+)", run.out))
+    assert run.out.count("saved step") == 3 and (tmp_path / f"checkpoint_{step}").is_dir(), run.out
+
+
 @pytest.mark.parametrize("how", ["address", "file"])
 def test_ranks_meet(hosts, meetings, how):
     """Rank 0 says where it is when all are there; the others say nothing, and no file is left."""
