@@ -80,7 +80,9 @@ class RankAssignment:
 
     def environment(self, i):
         """The environment of local rank i. Settings of the user's, such as OMP_NUM_THREADS, are kept."""
-        variables = {"OMP_NUM_THREADS": str(len(self.cores[i])), "GLOG_minloglevel": "3", **os.environ}
+        variables = {"OMP_NUM_THREADS": str(len(self.cores[i])), "GLOG_minloglevel": "3"}
+        variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that GPUs have the numbers of nvidia-smi
+        variables.update(os.environ)
         variables.update(MASTER_ADDR=self.address, MASTER_PORT=str(self.port), WORLD_SIZE=str(self.world_size))
         variables.update(RANK=str(self.first + i), HARNESS_PARENT=str(os.getpid()))
         variables.pop("LOCAL_RANK", None)
