@@ -89,6 +89,13 @@ def test_program_that_spawns_sends_large_arguments(tmp_path, command):
     assert run.out == f"{returned}out equals x @ w on a single device\n"
 
 
+def test_program_spawns_a_single_rank():
+    """It listens at no port: OneFlow has nobody to wait for."""
+    [run] = ended([Run(sys.executable, SPAWN, "--ranks", 1, **BARE)])
+    assert run.code == 0, run.err
+    assert run.out == "rank 0 of 1 returned (4, 8) of (4, 8)\nout equals x @ w on a single device\n"
+
+
 def test_spawned_rank_that_dies_in_its_import_ends_the_program(tmp_path):
     """The others wait for it in theirs, and do not read their large arguments. A program for each rank that dies."""
     dies = "if __name__ == '__mp_main__' and os.environ['RANK'] == os.environ['DIES']:\n    os._exit(1)\n"
