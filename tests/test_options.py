@@ -1,6 +1,5 @@
 """What launch.sh makes of its command line, before any rank starts."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -106,7 +105,8 @@ def nvidia_smi(monkeypatch, tmp_path):
 
     def imitate(capabilities, code=0):
         rows = [f"{capability}, GPU-{number}{number}-x" for number, capability in enumerate(capabilities.split())]
-        (tmp_path / "nvidia-smi").write_text("\n".join(["#!/bin/sh", *(f"echo '{row}'" for row in rows), f"exit {code}"]))
+        lines = ["#!/bin/sh", *(f"echo '{row}'" for row in rows), f"exit {code}"]
+        (tmp_path / "nvidia-smi").write_text("\n".join(lines))
         (tmp_path / "nvidia-smi").chmod(0o755)
 
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

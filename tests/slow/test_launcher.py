@@ -184,7 +184,7 @@ def test_stopped_rank_is_ended_too(script, number):
     assert job.err == f"launch.sh: {number.name}: every rank is ended\n"
 
 
-# Rank 0 saves when SIGTERM comes: it waits for the test, or for ever. Rank 1 ends. Both have children, as of a DataLoader.
+# At SIGTERM rank 0 saves: it waits for the test, or for ever. Rank 1 ends. Both have children, as of a DataLoader.
 SAVES = """
 import subprocess
 child = subprocess.Popen(["sleep", "1000"])

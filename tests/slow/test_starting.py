@@ -204,7 +204,8 @@ def test_block_of_the_page_on_clusters(tmp_path):
 def test_script_of_the_page_on_clusters_saves_a_checkpoint_at_sigterm(tmp_path):
     """All ranks stop after the same step, although they get the signal at different moments."""
     [code] = [block for block in blocks(CLUSTERS, "python") if "SIGTERM" in block]
-    (tmp_path / "stops.py").write_text(code.replace("    w = w + 1", '    print("step", step, flush=True)\n    w = w + 1'))
+    code = code.replace("    w = w + 1", '    print("step", step, flush=True)\n    w = w + 1')
+    (tmp_path / "stops.py").write_text(code)
     [command] = [line for line in BY_HAND if line.endswith("stops.py")]
     arguments = command.partition("./launch.sh ")[2].split()
     run = Run(LAUNCH, "-n", 3, *arguments, cwd=tmp_path).until("step 3", times=3).signal(signal.SIGTERM)
