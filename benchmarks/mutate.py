@@ -34,7 +34,10 @@ TESTS = {
     "random_numbers": ["tests/slow/test_data.py", "-k", "manual_seed"],
     "hello_ranks": ["tests/test_cures.py", "-k", "shard_of_another"],
     "rendezvous": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "gets_its_name or launcher_meet"],
-    "spawn": ["tests/test_spawn.py", "tests/test_cures.py", "tests/slow/test_starting.py", "-k", "spawned"],
+    "spawn": [
+        *("tests/test_spawn.py", "tests/test_cures.py", "tests/test_recipes.py", "tests/slow/test_starting.py"),
+        *("-k", "spawned or does_not_work and spawn"),
+    ],
     "checkpoint": ["tests/test_cures.py", "tests/slow/test_state.py", "-k", "checkpoint or resumes"],
     "pytorch_weights": ["tests/test_your_model.py"],
     "gpt": [

@@ -1,6 +1,5 @@
 """What launch.sh makes of its command line, before any rank starts."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ import pytest
 from harness.jobs.run import LAUNCH, Run
 from harness.start.errors import UsageError
 from harness.start.options import NO_SUCH_SCRIPT, checked, parser
+from harness.start.ranks import RankAssignment
 from harness.start.recipe import find, path_of
 from tests.cases import ROOT
 from tests.markdown import CLUSTERS
@@ -99,21 +99,80 @@ def test_script_whose_world_sizes_do_not_fit_is_refused(tmp_path, text, words):
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "gpus, usable", [("8.0", 1), ("9.0\\n9.0", 0), ("8.0\\n12.0", 1), ("5.2\\n5.2", 0), ("8.9\\n7.0", None), (None, 0)]
-)
-def test_cuda_is_refused_where_a_rank_has_no_gpu_that_works(monkeypatch, tmp_path, gpus, usable):
-    """The compute capabilities that nvidia-smi tells, or no nvidia-smi, and how many of the GPUs can be used."""
-    if gpus:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{gpus}\\n'\n")
+@pytest.fixture
+def nvidia_smi(monkeypatch, tmp_path):
+    """A function that imitates an nvidia-smi, of a host with GPUs of these compute capabilities, or removes it."""
+
+    def imitate(capabilities, code=0):
+        rows = [f"{capability}, GPU-{number}{number}-x" for number, capability in enumerate(capabilities.split())]
+        lines = ["#!/bin/sh", *(f"echo '{row}'" for row in rows), f"exit {code}"]
+        (tmp_path / "nvidia-smi").write_text("\n".join(lines))
         (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}" if gpus else str(tmp_path))
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return imitate
+
+
+# The compute capabilities of a host's GPUs, CUDA_VISIBLE_DEVICES, and what two ranks are told.
+NO_OTHER, GPUS = "--device cpu", "CUDA_VISIBLE_DEVICES={} ./launch.sh ..."
+CUDA = [
+    ("8.9 7.0", None, None),
+    ("8.0 6.0 9.0", None, None),
+    ("9.0 8.0 8.0", "2,1", None),
+    ("9.0 8.0 8.0", "1,2,0", None),
+    ("9.0 8.0 8.0", "GPU-2,GPU-11-x", None),
+    ("9.0 9.0", "MIG-1,MIG-2", None),
+    ("8.0", None, ("got 1", NO_OTHER)),
+    ("9.0 9.0", None, ("got 0", NO_OTHER)),
+    ("8.0 12.0", None, ("got 1", NO_OTHER)),
+    ("5.2 5.2", None, ("got 0", NO_OTHER)),
+    ("9.0 8.0 8.0", None, ("got 1", GPUS.format("1,2"))),
+    ("8.0 9.0 8.0 8.0", "3,1,2", ("got 1", GPUS.format("2,3"))),
+    ("8.0 8.0", "", ("got 0", GPUS.format("0,1"))),
+    ("8.0 8.0", "1,-1,0", ("got 1", GPUS.format("0,1"))),
+    ("8.0 8.0", "0,2,1", ("got 1", GPUS.format("0,1"))),
+    ("8.0 8.0", "1,1", ("got 1", GPUS.format("0,1"))),
+    ("8.0 8.0", "GPU-", ("got 0", GPUS.format("0,1"))),
+    ("", None, ("got 0", NO_OTHER)),
+]
+
+
+@pytest.mark.parametrize("capabilities, variable, refused", CUDA)
+def test_cuda_needs_a_visible_gpu_that_works_for_each_rank(monkeypatch, nvidia_smi, capabilities, variable, refused):
+    nvidia_smi(capabilities)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     command = ["-n", "2", DATA, "--device", "cuda"]
-    if usable is None:
+    if not refused:
         assert checked(command).nproc_per_node == 2
-    else:
-        with pytest.raises(UsageError, match=f"capability 6.0 to 8.9, got {usable} for 2: type --device cpu"):
-            checked(command)
+        return
+    with pytest.raises(UsageError) as error:
+        checked(command)
+    usable, hint = refused
+    assert str(error.value) == f"each rank needs a GPU of compute capability 6.0 to 8.9, {usable} for 2: type {hint}"
+
+
+@pytest.mark.parametrize("words", ["--device=cuda", "--graph --device cuda", "--dev cuda", "--d=cuda --graph"])
+def test_cuda_is_refused_without_a_driver_however_it_is_typed(nvidia_smi, words):
+    """argparse takes abbreviations. There is no nvidia-smi, or it prints that it cannot reach the driver."""
+    for imitate in (lambda: None, lambda: nvidia_smi("8.0 8.0", code=9)):
+        imitate()
+        with pytest.raises(UsageError, match="got 0 for 2: type --device cpu"):
+            checked(["-n", "2", DATA, *words.split()])
+
+
+def test_cuda_is_not_refused_where_the_driver_does_not_tell_the_compute_capability(nvidia_smi):
+    nvidia_smi("", code=2)
+    assert checked(["-n", "2", DATA, "--device", "cuda"]).nproc_per_node == 2
+
+
+def test_gpus_have_the_numbers_of_nvidia_smi(monkeypatch):
+    """By default CUDA counts the fastest one first."""
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert RankAssignment(2, port=1).environment(0)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert RankAssignment(2, port=1).environment(0)["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
 
 
 def test_a_typing_error_sets_nothing_up(tmp_path):

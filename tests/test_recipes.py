@@ -57,6 +57,37 @@ def value_of(result, name):
     return result["tensors"][name]["value"] if name in result["tensors"] else result["arrays"][name]
 
 
+# Numbers with which a recipe would fail on the way, abort or hang -> what main says of them.
+NUMBERS = {
+    "ddp --batch 0": "1 or more",
+    "auto_parallel --batch 1": "2 or more, a row for each rank",
+    "zero_optimizer --shard-min-size 0": "1 or more",
+    "async_update --sync-every 0": "1 or more",
+    "mixture_of_experts --capacity 0": "1 or more",
+    "checkpoint --steps 0": "1 or more",
+    "checkpoint --save-every 0": "1 or more",
+    "elastic_training --steps 0": "1 or more",
+    "elastic_training --save-every 0": "1 or more",
+    "spawn --ranks 0": "1 or more",
+    "tensor_parallel_module --data 0": "it must divide the 2 ranks",
+    "tensor_parallel_module --dropout 2": "from 0 to 1",
+    "gpt --tensor 0": "1 or more",
+    "gpt --pipeline 0": "1 or more",
+    "gpt --save-every 0": "1 or more",
+    **{f"gpt --{size} 0": "1 or more" for size in ("num-layers", "hidden-size", "num-heads", "seq-len", "batch-size")},
+    "gpt --micro-batches -1": "1 or more",
+}
+
+
+@pytest.mark.parametrize("line", NUMBERS)
+def test_number_that_does_not_work_is_refused_in_one_line(pools, line):
+    """By each rank, with exit code 2, before it waits for another."""
+    name, *arguments = line.split()
+    for code, out, err in pools(2).call(MAIN, path=str(path_of(name)), arguments=arguments):
+        assert (code, out) == (2, ""), err
+        assert err.splitlines()[-1].endswith(f": error: {' '.join(arguments)}: {NUMBERS[line]}")
+
+
 @pytest.mark.parametrize("name, graph", MODES)
 def test_main_of_a_copy_says_that_it_is_right(pools, name, graph, tmp_path):
     path = shutil.copy(path_of(name), tmp_path)

@@ -87,10 +87,39 @@ class Job:
                 output.close_writing()
                 outcome = self.watch(ranks, output, attempt)
                 self.announce(outcome, ranks, output)
-            output.on_terminal = outcome.cause is Cause.SIGNAL  # what a script says that ends in good order
+                output.on_terminal = outcome.cause is Cause.SIGNAL  # what a script says that ends in good order
+                if outcome.cause is Cause.SIGNAL and outcome.code == 128 + signal.SIGTERM:
+                    self.wait_for_end(ranks, output)
             output.read_rest()
             self.log_end(outcome, output)
             return outcome
+
+    def wait_for_end(self, ranks, output):
+        """After SIGTERM, ranks have --grace seconds to save a checkpoint. A signal of another kind ends the wait.
+
+        Launchers wait for each other too: srun and mpirun may kill the others when the first one exits.
+        """
+        ranks.ask_to_end()
+        deadline, ended = time.monotonic() + self.options.grace, False
+        waiting = {peer.hello["node"] for peer in self.nodes.peers}  # node 0 for all others, these for node 0
+        while set(self.signals) <= {signal.SIGTERM} and time.monotonic() < deadline and (waiting or not ended):
+            output.read(0.02)
+            if not ended and len(ranks.exit_codes()) == self.nproc_per_node:
+                ended = True
+                if not self.nodes.is_leader:  # node 0 is the last, and closes the connection
+                    self.nodes.send(ended=True, node=self.nodes.node_rank)
+            for message in iter(self.nodes.receive, None):
+                if "ended" in message or "lost" in message:
+                    waiting.discard(message["node"])
+        running = sorted(set(range(self.nproc_per_node)) - set(ranks.exit_codes()))
+        if running and time.monotonic() >= deadline:
+            numbers = ", ".join(str(self.first + rank) for rank in running)
+            say(f"--grace, {self.options.grace:g} s, is over, and these ranks are killed: {numbers}")
+        ranks.end(grace=0)
+        output.read_rest()
+        for rank, report in enumerate(output.reports):
+            if report.code:  # such as a checkpoint that could not be saved
+                output.show_error(rank, report.text)
 
     def log_end(self, outcome, output):
         """Append to the logs what ended the script of each rank, and how the job ended."""

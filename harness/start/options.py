@@ -32,6 +32,7 @@ def parser():
     options.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
     options.add_argument("--log-dir", "--log_dir")
     options.add_argument("--timeout", type=float, default=600.0)
+    options.add_argument("--grace", type=float, default=25.0)
     options.add_argument("script", nargs="?")
     options.add_argument("arguments", nargs=argparse.REMAINDER)
     return options
@@ -52,11 +53,14 @@ def checked(arguments):
         raise UsageError(f"{path}: {error}") from None
     if not options.timeout >= 0:
         raise UsageError(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
+    if not options.grace >= 0:
+        raise UsageError(f"--grace must be a number of seconds, 0 or more, got {options.grace:g}")
     if options.master_port and not 1024 <= options.master_port <= 65535:
         raise UsageError(f"--master_port must be from 1024 to 65535, got {options.master_port}")
     fill_in_nodes(options)
     fill_in_ranks(options, sizes)
-    if sizes and re.search(r"(^| )--device[ =]cuda", " ".join(options.arguments)):
+    # argparse takes --dev cuda too
+    if sizes and re.search(r"(^| )--d(e(v(i(ce?)?)?)?)?[ =]cuda", " ".join(options.arguments)):
         check_gpus(options.nproc_per_node)
     return options
 
@@ -109,16 +113,53 @@ def fill_in_ranks(options, sizes):
 
 
 def check_gpus(ranks):
-    """Raises UsageError unless each rank of this host has a GPU that OneFlow 0.9.0 has code for."""
+    """Raises UsageError unless OneFlow 0.9.0 has code for the GPUs of this host's ranks: the first visible ones."""
+    gpus, variable = gpus_of_this_host(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus is None or "MIG-" in (variable or ""):  # the query does not list parts of a GPU
+        return
+    visible = visible_gpus([uuid for _, uuid in gpus], variable)
+    supported = [number for number, (capability, _) in enumerate(gpus) if re.fullmatch(r"[678]\.\d", capability)]
+    usable = [number for number in visible[:ranks] if number in supported]
+    if len(usable) == ranks:
+        return
+    supported.sort(key=lambda number: number not in visible)
+    choice = ",".join(map(str, sorted(supported[:ranks])))
+    hint = f"CUDA_VISIBLE_DEVICES={choice} ./launch.sh ..." if len(supported) >= ranks else "--device cpu"
+    wanted = "each rank needs a GPU of compute capability 6.0 to 8.9"
+    raise UsageError(f"{wanted}, got {len(usable)} for {ranks}: type {hint}")
+
+
+def gpus_of_this_host():
+    """The compute capability and the UUID of each GPU, in the order of the PCI bus; None if the driver is too old."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap,uuid", "--format=csv,noheader"]
     try:
-        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        capabilities = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout.split()
+        answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
-        capabilities = []
-    usable = [capability for capability in capabilities if re.fullmatch(rb"[678]\.\d", capability)]
-    if len(usable) < max(len(capabilities), ranks):
-        wanted = "each rank needs a GPU of compute capability 6.0 to 8.9"
-        raise UsageError(f"{wanted}, got {len(usable)} for {ranks}: type --device cpu")
+        return []
+    if answer.returncode == 2:  # before CUDA 11.6, nvidia-smi does not know compute_cap
+        return None
+    rows = [] if answer.returncode else answer.stdout.splitlines()
+    return [(row.split(",")[0].strip(), row.split(",")[-1].strip()) for row in rows]
+
+
+def visible_gpus(uuids, variable):
+    """The numbers of the GPUs that CUDA shows to a program, in its order.
+
+    uuids: of all GPUs. variable: CUDA_VISIBLE_DEVICES, numbers or beginnings of UUIDs; None if it is not set. CUDA
+    ignores what stands behind an entry that names no GPU.
+    """
+    if variable is None:
+        return list(range(len(uuids)))
+    visible = []
+    for entry in variable.replace(" ", "").split(","):
+        if entry.startswith("GPU-"):
+            numbers = [number for number, uuid in enumerate(uuids) if uuid.startswith(entry)]
+        else:
+            numbers = [number for number in range(len(uuids)) if str(number) == entry]
+        if len(numbers) != 1 or numbers[0] in visible:
+            break
+        visible += numbers
+    return visible
 
 
 def same_on_all_nodes(options):

@@ -80,7 +80,9 @@ class RankAssignment:
 
     def environment(self, i):
         """The environment of local rank i. Settings of the user's, such as OMP_NUM_THREADS, are kept."""
-        variables = {"OMP_NUM_THREADS": str(len(self.cores[i])), "GLOG_minloglevel": "3", **os.environ}
+        variables = {"OMP_NUM_THREADS": str(len(self.cores[i])), "GLOG_minloglevel": "3"}
+        variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that GPUs have the numbers of nvidia-smi
+        variables.update(os.environ)
         variables.update(MASTER_ADDR=self.address, MASTER_PORT=str(self.port), WORLD_SIZE=str(self.world_size))
         variables.update(RANK=str(self.first + i), HARNESS_PARENT=str(os.getpid()))
         variables.pop("LOCAL_RANK", None)
@@ -156,6 +158,12 @@ class RankProcesses:
         """Ask each rank that runs to show, on its standard error, the line at which it is."""
         for process in self.processes:
             process.send_signal(signal.SIGUSR1)  # does nothing if the process has ended
+
+    def ask_to_end(self):
+        """Send SIGTERM to each rank, not to what it has started: the workers of a DataLoader must not end before it."""
+        for process in self.processes:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGCONT)  # a stopped process would not notice
 
     def end(self, grace=1.0):
         """End every rank: SIGTERM, `grace` seconds, SIGKILL. Returns when all are gone, and what they started too."""

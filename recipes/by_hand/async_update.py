@@ -106,6 +106,8 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--sync-every", type=int, default=2, help="steps from one fetch of the slow worker to the next")
     args = parser.parse_args()
+    if args.sync_every < 1:
+        parser.error(f"--sync-every {args.sync_every}: 1 or more")
 
     workers = placements(args.device, flow.env.get_world_size())
     model, losses, staleness = train(workers, steps=args.steps, sync_every=args.sync_every)

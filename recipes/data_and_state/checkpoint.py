@@ -131,6 +131,8 @@ def main():
     parser.add_argument("--checkpoint-dir", help="resume from the newest checkpoint in it, and keep the new ones")
     parser.add_argument("--save-every", type=int, default=2, help="save a checkpoint after every so many steps")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: 1 or more")
     if args.save_every < 1:
         parser.error(f"--save-every {args.save_every}: 1 or more")
 

@@ -77,6 +77,9 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--batch", type=int, help="rows of x: what OneFlow chooses depends on it (default: 8)")
     args = parser.parse_args()
+    n = flow.env.get_world_size()
+    if args.batch is not None and args.batch < n:
+        parser.error(f"--batch {args.batch}: {n} or more, a row for each rank")
 
     model, losses = train(flow.placement.all(args.device), batch=args.batch)
     for name, w in model.named_parameters():

@@ -81,6 +81,8 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--shard-min-size", type=int, default=1, help="elements; OneFlow's own default is 1024")
     args = parser.parse_args()
+    if args.shard_min_size < 1:
+        parser.error(f"--shard-min-size {args.shard_min_size}: 1 or more")
 
     model, losses = train(flow.placement.all(args.device), shard_min_size=args.shard_min_size)
     for name, w in model.named_parameters():

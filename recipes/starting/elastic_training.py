@@ -141,6 +141,8 @@ def main():
     parser.add_argument("--checkpoint-dir", help="where the checkpoints are, to resume from the last one")
     parser.add_argument("--die", type=int, default=0, metavar="STEP", help="kill the last rank after this step, once")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: 1 or more")
     if args.save_every < 1:
         parser.error(f"--save-every {args.save_every}: 1 or more")
 

@@ -121,7 +121,7 @@ def on_ranks(n, *arguments):
                 process, pipe = start_rank(rank, n, address, port)
                 processes.append(process)
                 pipes.append(pipe)
-                if rank == 0:
+                if rank == 0 and n > 1:
                     wait_until_listening(process, address, port)  # a rank that comes too early sleeps for 10 s
             receive(processes, pipes)  # all are ready
             for pipe in pipes:
@@ -155,6 +155,8 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="how many ranks to start")
     args = parser.parse_args()
+    if args.ranks < 1:
+        parser.error(f"--ranks {args.ranks}: 1 or more")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that on_ranks still kills its ranks, in `finally`
 
     x, w, out, shards = run(args.ranks, args.graph, args.device)

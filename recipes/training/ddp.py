@@ -75,6 +75,8 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--batch", type=int, help="rows of all ranks together (default: 4 a rank)")
     args = parser.parse_args()
+    if args.batch is not None and args.batch < 1:
+        parser.error(f"--batch {args.batch}: 1 or more")
 
     model, losses = train(args.device, batch=args.batch)
     for name, w in model.named_parameters():

@@ -395,7 +395,8 @@ def main():
     parser.add_argument("--sequence-parallel", action="store_true", help="split the residual along the tensor axis")
     parser.add_argument("--recompute", choices=["none", "full"], default="none", help="full: blocks again in backward")
     parser.add_argument("--shard-weights", action="store_true", help="split weights along the data axis (FSDP)")
-    for name in ("num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches"):
+    sizes = ["num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches"]
+    for name in sizes:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name))
     parser.add_argument("--clip-grad", type=float, default=0.0, help="clip the gradients to this norm; 0: do not clip")
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
@@ -404,8 +405,9 @@ def main():
     parser.add_argument("--sample-tokens", type=int, default=200, help="characters to write at the end")
     parser.add_argument("--check", action="store_true", help="train on one rank too, and compare the losses")
     args = parser.parse_args()
-    if args.save_every < 1:
-        parser.error(f"--save-every {args.save_every}: 1 or more")
+    for name in [*sizes, "tensor", "pipeline", "save_every"]:
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: 1 or more")
     if args.recompute == "full" and not args.graph:
         parser.error("--recompute full: OneFlow does that in a graph alone; add --graph")
 

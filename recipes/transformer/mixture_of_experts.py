@@ -135,6 +135,8 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--capacity", type=int, default=3, help="slots that each group has at each expert")
     args = parser.parse_args()
+    if args.capacity < 1:
+        parser.error(f"--capacity {args.capacity}: 1 or more")
 
     model, losses, dropped = train(flow.placement.all(args.device), args.graph, capacity=args.capacity)
     for name, w in model.named_parameters():

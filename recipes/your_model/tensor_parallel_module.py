@@ -152,6 +152,8 @@ def main():
     n = flow.env.get_world_size()
     if args.data < 1 or n % args.data:
         parser.error(f"--data {args.data}: it must divide the {n} ranks")
+    if not 0 <= args.dropout <= 1:
+        parser.error(f"--dropout {args.dropout:g}: from 0 to 1")
 
     options = {"optimizer": args.optimizer, "dropout": args.dropout}
     model, losses = train(placements(args.device, n, args.data), args.graph, **options)

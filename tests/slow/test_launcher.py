@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import time
 
 import pytest
 
@@ -173,18 +174,56 @@ def test_ending_the_launcher_ends_every_rank_while_oneflow_waits(script, number)
     assert len(job.alive()) == 3
     ended([job.signal(number)])
     assert job.code == (-9 if number == signal.SIGKILL else 128 + number)
+    assert job.err == ("" if number == signal.SIGKILL else f"launch.sh: {number.name}: every rank is ended\n")
 
 
-def test_stopped_rank_is_ended_too(script):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_rank_is_ended_too(script, number):
     job = Run(LAUNCH, "-n", 2, script("print('ready', flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)"))
-    ended([job.until("ready").signal(signal.SIGINT)])
+    ended([job.until("ready").signal(number)])
+    assert job.err == f"launch.sh: {number.name}: every rank is ended\n"
 
 
-def test_last_words_of_ranks_that_are_asked_to_end_are_shown(script):
-    lines = "import logging\nsignal.signal(signal.SIGTERM, lambda number, frame: logging.warning(f'saved {rank}'))\n"
-    job = Run(LAUNCH, "-n", 2, script(lines + SLEEPS)).until("ready", times=2).signal(signal.SIGTERM).wait()
-    assert job.code == 128 + signal.SIGTERM
-    assert sorted(job.err.splitlines())[:2] == [f"[{rank}] WARNING:root:saved {rank}" for rank in (0, 1)], job.err
+# At SIGTERM rank 0 saves: it waits for the test, or for ever. Rank 1 ends. Both have children, as of a DataLoader.
+SAVES = """
+import subprocess
+child = subprocess.Popen(["sleep", "1000"])
+def save(number, frame):
+    print("saves", flush=True)
+    while not os.path.exists("go"): time.sleep(0.01)
+    print("x" * 200000, "saved", child.poll(), flush=True)
+    sys.exit(WITH)
+if rank == 0: signal.signal(signal.SIGTERM, save)
+"""
+
+
+@pytest.mark.parametrize("text, code", [("0", 0), ("'no space left'", 1)])
+def test_rank_that_saves_a_checkpoint_at_sigterm_has_the_time(script, tmp_path, text, code):
+    """Of any length up to --grace; what it prints is shown, and its child does not end before it does."""
+    path = script(SAVES.replace("WITH", text) + SLEEPS)
+    job = Run(LAUNCH, "-n", 2, "--grace", 1000, path, cwd=tmp_path).until("ready", times=2).signal(signal.SIGTERM)
+    job.until("[0] saves")
+    wait_until(lambda: len(job.ranks()) == 1, "the end of rank 1, which does not save")
+    time.sleep(2)  # ranks of a job that has failed have 1 s
+    (tmp_path / "go").touch()
+    ended([job])
+    assert job.code == 128 + signal.SIGTERM and "x saved None\n" in job.out, job.out[-200:]
+    assert job.err == "launch.sh: SIGTERM: every rank is ended\n" + "[0] no space left\n" * code
+
+
+@pytest.mark.parametrize("grace, number", [(1, None), (1000, signal.SIGINT)])
+def test_wait_for_a_checkpoint_ends_after_grace_or_at_ctrl_c(script, tmp_path, grace, number):
+    path = script(SAVES.replace("WITH", "0") + SLEEPS)
+    job = Run(LAUNCH, "-n", 2, "--grace", grace, path, cwd=tmp_path).until("ready", times=2).signal(signal.SIGTERM)
+    job.until("[0] saves").signal(signal.SIGTERM)  # a scheduler may send it twice
+    [job] = ended([job.signal(number) if number else job])
+    killed = "" if number else "launch.sh: --grace, 1 s, is over, and these ranks are killed: 0\n"
+    assert (job.code, job.err) == (143, f"launch.sh: SIGTERM: every rank is ended\n{killed}")
+
+
+def test_rank_that_fails_leaves_the_others_no_time_for_a_checkpoint(script):
+    lines = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 1: 1 / 0\n"
+    assert launch("-n", 2, "--grace", 1000, script(lines + SLEEPS)).code == 1
 
 
 def test_signal_that_comes_when_all_is_over_does_not_change_the_exit_code(script):

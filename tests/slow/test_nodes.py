@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import time
 
 import pytest
 
@@ -184,6 +185,30 @@ def test_node_that_is_started_twice_is_told_so_while_the_job_runs(script):
     assert [run.code for run in again] == [2, 2] and all(run.process.poll() is None for run in runs)
     runs[0].signal(signal.SIGTERM)
     assert [run.code for run in ended(runs)] == [143, 143]
+
+
+SAVES = """
+def save(number, frame):
+    print("saves", flush=True)
+    while not os.path.exists("go"): time.sleep(0.01)
+    sys.exit("saved")
+if rank == RANK: signal.signal(signal.SIGTERM, save)
+"""
+
+
+@pytest.mark.parametrize("saving, signalled", [(0, 1), (1, 0)])
+def test_nodes_wait_for_a_rank_that_saves_a_checkpoint_at_sigterm(script, tmp_path, saving, signalled):
+    """Whichever launcher gets the signal. All end together: srun may kill the others when the first one exits."""
+    path = script(SAVES.replace("RANK", str(saving)) + SLEEPS)
+    runs = [run.until("ready") for run in start(None, "-n", 1, "--grace", 1000, path, cwd=tmp_path)]
+    runs[signalled].signal(signal.SIGTERM)
+    runs[saving].until("saves")
+    wait_until(lambda: not runs[1 - saving].ranks(), "the end of the rank that does not save")
+    time.sleep(2)  # ranks of a job that has failed have 1 s
+    assert all(run.process.poll() is None for run in runs)
+    (tmp_path / "go").touch()
+    assert [run.code for run in ended(runs)] == [143, 143]
+    assert f"[{saving}] saved" in runs[saving].err, runs[saving].err
 
 
 def test_node_without_a_loopback_interface_is_refused(hosts, script):

@@ -89,6 +89,13 @@ def test_program_that_spawns_sends_large_arguments(tmp_path, command):
     assert run.out == f"{returned}out equals x @ w on a single device\n"
 
 
+def test_program_spawns_a_single_rank():
+    """It listens at no port: OneFlow has nobody to wait for."""
+    [run] = ended([Run(sys.executable, SPAWN, "--ranks", 1, **BARE)])
+    assert run.code == 0, run.err
+    assert run.out == "rank 0 of 1 returned (4, 8) of (4, 8)\nout equals x @ w on a single device\n"
+
+
 def test_spawned_rank_that_dies_in_its_import_ends_the_program(tmp_path):
     """The others wait for it in theirs, and do not read their large arguments. A program for each rank that dies."""
     dies = "if __name__ == '__mp_main__' and os.environ['RANK'] == os.environ['DIES']:\n    os._exit(1)\n"
@@ -192,6 +199,20 @@ def test_block_of_the_page_on_clusters(tmp_path):
     [shown] = [block for block in blocks(CLUSTERS, "text") if "restart 1 of 3" in block]
     said = (run.err + run.out).splitlines()
     assert run.code == 0 and all(line in said for line in shown.splitlines()), said
+
+
+def test_script_of_the_page_on_clusters_saves_a_checkpoint_at_sigterm(tmp_path):
+    """All ranks stop after the same step, although they get the signal at different moments."""
+    [code] = [block for block in blocks(CLUSTERS, "python") if "SIGTERM" in block]
+    code = code.replace("    w = w + 1", '    print("step", step, flush=True)\n    w = w + 1')
+    (tmp_path / "stops.py").write_text(code)
+    [command] = [line for line in BY_HAND if line.endswith("stops.py")]
+    arguments = command.partition("./launch.sh ")[2].split()
+    run = Run(LAUNCH, "-n", 3, *arguments, cwd=tmp_path).until("step 3", times=3).signal(signal.SIGTERM)
+    [run] = ended([run])
+    assert (run.code, run.err) == (143, "launch.sh: SIGTERM: every rank is ended\n")
+    [step] = set(re.findall(r"saved step (\d+)", run.out))
+    assert run.out.count("saved step") == 3 and (tmp_path / f"checkpoint_{step}").is_dir(), run.out
 
 
 @pytest.mark.parametrize("how", ["address", "file"])
