@@ -18,7 +18,7 @@ from tests.cases import ROOT
 PICTURES = ROOT / "docs" / "pictures"
 THEMES = ("", "-dark")  # by the end of a file's name
 SVG = "{http://www.w3.org/2000/svg}"
-FROM_DATA = ("gpt_losses", "performance-")  # how the names of those begin that a command draws from a file of figures
+FROM_DATA = ("gpt_losses",)  # how the names of those begin that a command draws from a file of figures
 NAMES = sorted(
     path.stem
     for path in PICTURES.glob("*.svg")
