@@ -101,9 +101,7 @@ def row_of(name, ranks, seconds):
 
 def strategies():
     """[{"strategy", "ranks", "ratios": {peer: our time / its time}, "mode": the faster of eager and graph}]"""
-    return [
-        strategy_row(name, ranks) for ranks in (2, 4) for name in STRATEGIES if ranks in STRATEGIES[name][-1]
-    ]
+    return [strategy_row(name, ranks) for ranks in (2, 4) for name in STRATEGIES if ranks in STRATEGIES[name][-1]]
 
 
 def strategy_row(name, ranks):
@@ -136,7 +134,10 @@ def gpt(sizes=GPT_SIZES, ranks=(1, 2, 4), turns=2):
         file = f"{folder}/weights.npz"
         save_text_and_weights(file, **sizes)
         return [
-            gpt_row(name, n, file, sizes, turns) for n in ranks for name in GPT_STRATEGIES if n in GPT_STRATEGIES[name][1]
+            gpt_row(name, n, file, sizes, turns)
+            for n in ranks
+            for name in GPT_STRATEGIES
+            if n in GPT_STRATEGIES[name][1]
         ]
 
 
