@@ -64,7 +64,7 @@ def train(ranks, steps=3, batch=None, in_features=256, hidden_size=1024, out_fea
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
     model = MLP(w0, w1, ranks)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
-    training = TrainingGraph(model, optimizer) if graph else None
+    training = TrainingGraph(model, optimizer)
     losses = []
     for _ in range(steps):
         loss = training(x, y)

@@ -68,7 +68,7 @@ def train(ranks, steps=3, shard_min_size=1, batch=None, in_features=None, hidden
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
     model = MLP(w0, w1, ranks)
     optimizer = flow.optim.Adam(model.parameters(), lr=0.1)
-    training = TrainingGraph(model, optimizer, shard_min_size) if graph else None
+    training = TrainingGraph(model, optimizer, shard_min_size)
     losses = []
     for _ in range(steps):
         loss = training(x, y)
