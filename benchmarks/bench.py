@@ -1,115 +1,285 @@
-"""Measure the recipes against PyTorch, JAX, gloo and theory, and write docs/performance.md and its plots.
+"""Measure the recipes beside PyTorch and JAX, and make docs/performance.md.
 
-    ./launch.sh bench [--short] [PART ...]
+    ./launch.sh bench [PART ...]
 
-Each figure that compares comes from one run in which the sides take turns on the same cores; medians, and of ratios the
-median of the turns' ratios. What a part has found on each CPU is kept in docs/performance.json, until what it measures
-changes; the pages are made from that.
+All sides take turns on the same cores. A figure is our time divided by a peer's: the median over the turns. The newest
+run of each part on each CPU is kept in docs/performance.json, and the page is made from that file.
 """
 
 import argparse
+import datetime
+import json
 import os
 import platform
+import re
+import statistics
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import ExitStack
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import details, gpt, moves, page, peers, planned, records, starts, steps, timeline  # noqa: E402
-from harness.pool import PoolError  # noqa: E402
+from benchmarks import peers  # noqa: E402
+from benchmarks.peers import Peer, PeerError  # noqa: E402
+from harness.pool import Pool, PoolError  # noqa: E402
+from harness.report.tables import table  # noqa: E402
+from harness.start.recipe import path_of  # noqa: E402
+from tests.cases import reference_gpt  # noqa: E402
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = {DOCS / "performance.md": page.page, DOCS / "performance-details.md": details.page}
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent / "docs"
+PAGE, RESULTS = DOCS / "performance.md", DOCS / "performance.json"
+OURS = str(HERE / "ours.py")
+PEERS = {"PyTorch": "torch", "JAX": "jax"}
+MODES = ("eager", "graph")
 TURNS = 5
-PARTS = {  # in the order in which they run: name -> function of the number of turns and of one that tells progress
-    "training": steps.training,
-    "limit": steps.limit,
-    "kernels": steps.kernels,
-    "busy": steps.busy,
-    "gpt": gpt.gpt,
-    "plan": planned.plan,
-    "levers": steps.levers,
-    "scaling": steps.scaling,
-    "sizes": steps.sizes,
-    "idle": steps.idle,
-    "timeline": timeline.timeline,
-    "collectives": moves.collectives,
-    "launches": starts.launches,
-    "fresh_clone": starts.fresh_clone,
-    "suite": starts.suite,
+STEPS = 5  # timed in a turn
+START_UP = {"timeout": 300}  # seconds for a call to a pool
+
+WIDE = {"batch": 512, "in_features": 1024, "hidden_size": 4096, "out_features": 1024}
+STRATEGIES = {  # name -> (kind of the peers, recipe, arguments of its train, numbers of ranks)
+    "data parallel": ("data", "train_data_parallel", {"optimizer": "momentum", **WIDE}, (2, 4)),
+    "column-row": ("tensor", "train_model_parallel", WIDE, (2, 4)),
+    "pipeline": ("pipeline", "train_pipeline", {"micro_batches": 8, **WIDE, "hidden_size": 1024}, (2, 4)),
+    "data x tensor": ("hybrid", "train_data_tensor", WIDE, (4,)),
+    "fully sharded, Adam": ("sharded", "fully_sharded", WIDE, (2, 4)),
 }
-SHORT = {  # the same in less than 3 minutes
-    "training": lambda say: steps.training(1, say, short=True),
-    "limit": lambda say: steps.limit(1, say),
-    "collectives": lambda say: moves.collectives(1, say, moves.SIZES[2::4]),
+GPT_SIZES = {"batch_size": 8, "seq_len": 128, "num_layers": 4, "hidden_size": 512, "num_heads": 8}
+GPT_STRATEGIES = {  # name -> (kind of the peers, numbers of ranks)
+    "one rank": ("data", (1,)),
+    "data parallel": ("data", (2, 4)),
+    "tensor parallel": ("tensor", (2, 4)),
+    "fully sharded": ("sharded", (2, 4)),
 }
+GPT_STEPS = STEPS + 2  # the first and the last are not timed
+LOSS_TOLERANCE = 1e-4  # frameworks add float32 numbers in different orders
+COLLECTIVES = {
+    "all-reduce": ("P", "B"),
+    "all-gather": ("S(0)", "B"),
+    "reduce-scatter": ("P", "S(0)"),
+    "all-to-all": ("S(0)", "S(1)"),
+}
+COLLECTIVE_SIZES = {"4 KB": 2**12, "256 KB": 2**18, "4 MB": 2**22, "64 MB": 2**26}  # of the whole tensor
 
 
-def machine():
-    """Where and with what this is measured."""
+def slowest(times_by_rank):
+    """The median time of the rank that takes longest."""
+    return max(statistics.median(times) for times in times_by_rank)
+
+
+def in_turns(turns, sides):
+    """Call each of `sides`, {name: function that returns seconds}, once in a turn; returns {name: list of seconds}.
+
+    The first turn is not counted: it compiles.
+    """
+    for side in sides.values():
+        side()
+    seconds = {name: [] for name in sides}
+    for _ in range(turns):
+        for name, side in sides.items():
+            seconds[name].append(side())
+    return seconds
+
+
+def ratio(ours, others):
+    return statistics.median(mine / other for mine, other in zip(ours, others))
+
+
+def row_of(name, ranks, seconds):
+    """A row of a table: the ratios of the faster mode to each peer."""
+    mode = min(MODES, key=lambda mode: statistics.median(seconds[mode]))
+    ratios = {peer: ratio(seconds[mode], seconds[peer]) for peer in PEERS if peer in seconds}
+    print(f"  {name}, {ranks} ranks: {mode}", ratios, file=sys.stderr, flush=True)
+    return {"strategy": name, "ranks": ranks, "ratios": ratios, "mode": mode}
+
+
+def strategies():
+    """[{"strategy", "ranks", "ratios": {peer: our time / its time}, "mode": the faster of eager and graph}]"""
+    return [strategy_row(name, ranks) for ranks in (2, 4) for name in STRATEGIES if ranks in STRATEGIES[name][-1]]
+
+
+def strategy_row(name, ranks):
+    kind, script, arguments, _ = STRATEGIES[name]
+    sizes = {key: value for key, value in arguments.items() if key != "optimizer"}
+    with ExitStack() as stack:  # new ranks for each row, as graphs are never freed
+        pool = stack.enter_context(Pool(ranks, **START_UP))
+        sides = {}
+        for peer, framework in PEERS.items():
+            if (peer, kind) != ("JAX", "pipeline"):  # JAX has no pipeline of its own
+                process = stack.enter_context(Peer(framework, ranks))
+                sides[peer] = partial(process.step_times, steps=STEPS, kind=kind, **sizes)
+        for mode in MODES:
+            call = partial(pool.call, f"{OURS}:step_times", path=str(path_of(script)), graph=mode == "graph")
+            sides[mode] = partial(call, steps=STEPS + 1, **arguments)
+        seconds = in_turns(TURNS, {side: partial(timed, measure) for side, measure in sides.items()})
+    return row_of(name, ranks, seconds)
+
+
+def timed(measure):
+    return slowest(measure())
+
+
+def gpt(sizes=GPT_SIZES, ranks=(1, 2, 4), turns=2):
+    """The same of gpt.py. All sides begin with the same weights and train on the same text.
+
+    Raises PeerError if losses differ by more than LOSS_TOLERANCE.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/weights.npz"
+        save_text_and_weights(file, **sizes)
+        return [
+            gpt_row(name, n, file, sizes, turns)
+            for n in ranks
+            for name in GPT_STRATEGIES
+            if n in GPT_STRATEGIES[name][1]
+        ]
+
+
+def save_text_and_weights(file, batch_size, seq_len, num_layers, hidden_size, num_heads):
+    """Write what gpt.py begins with and what it trains on in GPT_STEPS steps, for the peers."""
+    _, tokens = reference_gpt.text()
+    vocab_size = reference_gpt.vocab_size_of(num_heads)
+    weights = reference_gpt.new_weights(vocab_size, seq_len, num_layers, hidden_size)
+    batches = [reference_gpt.batch_of(step, tokens, batch_size, seq_len) for step in range(1, GPT_STEPS + 1)]
+    rows = [np.concatenate((ids, targets[:, -1:]), 1) for ids, targets in batches]
+    np.savez(file, rows=rows, **{name: weight.exact.astype(np.float32) for name, weight in weights.items()})
+
+
+def gpt_row(name, ranks, file, sizes, turns):
+    kind, _ = GPT_STRATEGIES[name]
+    layout = {"tensor": ranks} if kind == "tensor" else {"shard_weights": kind == "sharded"}
+    arguments = {"path": str(path_of("gpt")), "steps": GPT_STEPS, **layout, **sizes}
+    losses = {}
+
+    def train(side):
+        if side in PEERS:
+            answers = processes[side].step_times(kind=kind, file=file, heads=sizes["num_heads"])
+        else:
+            answers = pool.call(f"{OURS}:losses_and_times", graph=side == "graph", **arguments)
+        losses[side] = np.mean([answer["losses"][:GPT_STEPS] for answer in answers], 0)
+        if not np.allclose(losses[side], losses["PyTorch"], rtol=0, atol=LOSS_TOLERANCE):
+            words = f"losses of {side} {losses[side].tolist()} are not those of PyTorch {losses['PyTorch'].tolist()}"
+            raise PeerError(f"gpt, {name}, {ranks} ranks: {words}")
+        return slowest(answer["seconds"] for answer in answers)
+
+    with ExitStack() as stack:
+        processes = {peer: stack.enter_context(Peer(framework, ranks)) for peer, framework in PEERS.items()}
+        pool = stack.enter_context(Pool(ranks, **START_UP))
+        seconds = in_turns(turns, {side: partial(train, side) for side in (*PEERS, *MODES)})
+    return row_of(name, ranks, seconds)
+
+
+def collectives():
+    """[{"collective", "ranks", "ratios": {size: our time / gloo's}}]"""
+    rows = []
+    for ranks in (2, 4):
+        with Peer("torch", ranks) as torch, Pool(ranks, **START_UP) as pool:
+            for name, (old, new) in COLLECTIVES.items():
+                ratios = {}
+                for label, size in COLLECTIVE_SIZES.items():
+                    given = {"elements": size // 4, "steps": 6 if size > 2**20 else 30}
+                    ours = partial(pool.call, f"{OURS}:move_times", old=old, new=new, **given)
+                    gloo = partial(torch.step_times, kind="collective", name=name, **given)
+                    seconds = in_turns(TURNS, {"ours": partial(timed, ours), "gloo": partial(timed, gloo)})
+                    ratios[label] = ratio(seconds["ours"], seconds["gloo"])
+                rows.append({"collective": name, "ranks": ranks, "ratios": ratios})
+                print(f"  {name}, {ranks} ranks", ratios, file=sys.stderr, flush=True)
+    return rows
+
+
+def launches():
+    """[{"ranks", "ratio": the time of a trivial job under launch.sh / under torchrun}]"""
+
+    def seconds_of(command):
+        begin = time.perf_counter()
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        if done.returncode:
+            raise PeerError(f"{' '.join(map(str, command))} ended with {done.returncode}: {done.stderr[-300:]}")
+        return time.perf_counter() - begin
+
+    rows = []
+    for ranks in (2, 4):
+        ours = [HERE.parent / "launch.sh", "-n", ranks, HERE / "trivial_oneflow.py"]
+        torchrun = [peers.PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
+        commands = {"launch.sh": ours, "torchrun": [*torchrun, HERE / "trivial_torch.py"]}
+        seconds = in_turns(2 * TURNS, {name: partial(seconds_of, command) for name, command in commands.items()})
+        rows.append({"ranks": ranks, "ratio": ratio(*seconds.values())})
+    return rows
+
+
+PARTS = {"strategies": strategies, "gpt": gpt, "collectives": collectives, "launches": launches}
+
+
+def cpu():
+    """The name of this machine's CPU."""
     with open("/proc/cpuinfo") as lines:
         models = [line.split(": ")[1].strip() for line in lines if line.startswith("model name")]
-    wanted = [line for line in peers.REQUIREMENTS if "==" in line and not line.startswith("#")]
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "model": (models or [platform.machine()])[0],
-        "kernel": platform.release(),
-        "versions": {"oneflow": version("oneflow"), **dict(line.split("==") for line in wanted)},
+    return re.sub(r"\(R\)|\(TM\)| Processor", "", (models or [platform.machine()])[0])
+
+
+def measured(part):
+    """A record of docs/performance.json."""
+    cores = len(os.sched_getaffinity(0))
+    return {"date": str(datetime.date.today()), "cores": cores, "rows": json.loads(json.dumps(PARTS[part]()))}
+
+
+def page(results):
+    """The text of docs/performance.md; results: {part: {CPU: record}}."""
+    ratios = partial(by_cpu, results)
+    tables = {
+        "strategies": ratios("strategies", ["strategy"], list(PEERS), "mode"),
+        "gpt": ratios("gpt", ["strategy"], list(PEERS), "mode"),
+        "collectives": ratios("collectives", ["collective"], list(COLLECTIVE_SIZES)),
+        "launches": ratios("launches", ["job"], ["torchrun"]),
     }
+    template = (HERE / "performance_template.md").read_text()
+    return re.sub(r"<!-- (\w+) -->\n", lambda match: tables[match[1]], template)
 
 
-def say(*words):
-    print(" ", *words, file=sys.stderr, flush=True)
-
-
-def measure(parts):
-    """Yields (name, record) of each of `parts`, name -> function of `say`."""
-    for k, (name, part) in enumerate(parts.items(), 1):
-        print(f"{k}/{len(parts)} {name}", file=sys.stderr, flush=True)
-        yield name, records.measured(name, part, machine(), say)
+def by_cpu(results, part, first, columns, last=None):
+    """A table with a row for each row of `part` on each CPU, and under it the dates."""
+    lines = []
+    for name, record in results[part].items():
+        for number, row in enumerate(record["rows"]):
+            what = row.get("strategy") or row.get("collective") or "start and end"
+            ranks = f", {row['ranks']} ranks" if row["ranks"] > 1 else ""
+            ratios = row.get("ratios") or {"torchrun": row["ratio"]}
+            cells = [f"{ratios[column]:.2f}" if column in ratios else "–" for column in columns]
+            lines.append((number, [what + ranks, name, *cells, *([row[last]] if last else [])]))
+    header = [*first, "CPU", *(f"/ {column}" if column[0].isalpha() else column for column in columns)]
+    rows = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
+    dates = ", ".join(f"{name} on {record['date']}" for name, record in results[part].items())
+    return table([*header, *(["faster mode"] if last else [])], rows) + f"\nMeasured: {dates}.\n"
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="launch.sh bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="less than 3 minutes: a part of it, printed, not written")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
         parser.error(f"{unknown[0]}: no such part; there are {', '.join(PARTS)}")
-    if options.short and options.parts:
-        parser.error("--short has its own parts: leave them out")
     if not peers.PYTHON.exists():
         needs = "bench needs PyTorch and JAX, in an environment of their own; type"
         parser.exit(2, f"launch.sh: {needs}\n  {peers.HOW_TO_MAKE}\n")
     try:
-        if options.short:
-            found = {name: {record["machine"]["model"]: record} for name, record in measure(SHORT)}
-            print(page.page(found), details.page(found), sep="\n")
-            return 0
-        chosen = {name: PARTS[name] for name in PARTS if name in options.parts or not options.parts}
-        for name, record in measure({name: partial(part, TURNS) for name, part in chosen.items()}):
-            kept = records.current(records.added(records.read(), name, record))
-            write({part: kept[part] for part in PARTS if part in kept})
-    except (peers.PeerError, PoolError) as error:
+        for part in options.parts or PARTS:
+            print(part, file=sys.stderr, flush=True)
+            results = json.loads(RESULTS.read_text())
+            results[part] = dict(sorted({**results[part], cpu(): measured(part)}.items()))
+            RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+            PAGE.write_text(page(results))
+    except (PeerError, PoolError) as error:
         print(f"launch.sh: bench: {error}", file=sys.stderr)
         return 1
-    print("wrote", *(path.relative_to(DOCS.parent) for path in PAGES))
+    print(f"wrote {PAGE.relative_to(DOCS.parent)}")
     return 0
-
-
-def write(found):
-    """The kept figures, the pages and the plots."""
-    records.write(found)
-    for path, text in PAGES.items():
-        path.write_text(text(found))
-    plots = [str(peers.PYTHON), str(Path(__file__).with_name("plots.py")), str(records.FOUND), str(DOCS / "pictures")]
-    done = subprocess.run(plots, capture_output=True, text=True)
-    if done.returncode:
-        raise peers.PeerError(f"plots.py: {done.stderr.splitlines()[-1]}")
 
 
 if __name__ == "__main__":

@@ -67,19 +67,6 @@ def training(kind, batch, in_features, hidden_size, out_features):
     return step
 
 
-def matmuls(shapes):
-    """Matmuls of these shapes, (rows, inner, columns), on each device at the same time."""
-    split = NamedSharding(jax.make_mesh((N,), ("ranks",), axis_types=(jax.sharding.AxisType.Auto,)), P("ranks"))
-    pairs = [tuple(jax.device_put(jnp.ones((N, *shape)), split) for shape in (s[:2], s[1:])) for s in shapes]
-    product = jax.jit(lambda x, w: x @ w, out_shardings=split)
-
-    def step():
-        for x, w in pairs:
-            jax.block_until_ready(product(x, w))
-
-    return step
-
-
 def main():
     steps = {}
     for line in sys.stdin:
@@ -89,7 +76,7 @@ def main():
             continue
         count = given.pop("steps")
         if line not in steps:
-            steps[line] = matmuls(given["shapes"]) if given["kind"] == "matmuls" else training(**given)
+            steps[line] = training(**given)
         ends = []
         for _ in range(count):
             steps[line]()

@@ -106,33 +106,6 @@ def pipeline(batch, in_features, hidden_size, out_features, micro_batches):
     return step
 
 
-def matmuls(shapes):
-    """Matmuls of these shapes, (..., rows, inner, columns), one after another, on each rank alone."""
-    pairs = [(torch.ones(*many, m, k), torch.ones(*many, k, n)) for *many, m, k, n in shapes]
-    return lambda: [torch.matmul(x, w) for x, w in pairs]
-
-
-def kernel(kernel, shapes):
-    """One operation on ones of these shapes, on each rank alone."""
-    given = [torch.ones(*shape) for shape in shapes]
-    weight = nn.Parameter(torch.ones(*shapes[0]))
-    weight.grad = torch.ones(*shapes[0])
-    return {
-        "matmul": lambda: torch.mm(*given),
-        "add": lambda: given[0].add_(given[1]),
-        "relu": lambda: torch.relu(given[0]),
-        "mse_loss": lambda: nn.functional.mse_loss(*given),
-        "squares": lambda: ((given[0] - given[1]) ** 2).mean(),
-        "gelu": lambda: nn.functional.gelu(given[0]),
-        "minus": lambda: given[0] - given[1],
-        "expand": lambda: given[0] - given[1].expand(*shapes[0]),
-        "transpose": lambda: given[0].transpose(0, 1).contiguous(),
-        "momentum": torch.optim.SGD([weight], lr=0.1, momentum=0.9).step,
-        "sgd": torch.optim.SGD([weight], lr=0.1).step,
-        "adam": torch.optim.Adam([weight], lr=0.1).step,
-    }[kernel]
-
-
 def collective(name, elements):
     """One collective of gloo on a float32 tensor of so many elements, whole on the side that is whole."""
     whole, part = torch.ones(elements), torch.ones(elements // N)
@@ -145,17 +118,11 @@ def collective(name, elements):
     }[name]
 
 
-def copy(elements):
-    """A copy of so many float32 in memory, what a message on one host costs at least once."""
-    old, new = torch.ones(elements), torch.empty(elements)
-    return lambda: new.copy_(old)
-
-
 def main():
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
-    kinds = (data, tensor, hybrid, pipeline, sharded, matmuls, kernel, collective, copy)
-    kinds, steps = {kind.__name__: kind for kind in kinds}, {}
+    kinds = {kind.__name__: kind for kind in (data, tensor, hybrid, pipeline, sharded, collective)}
+    steps = {}
     for line in sys.stdin:
         given = json.loads(line)
         if "file" in given:

@@ -1,12 +1,16 @@
 """What the tests of the memory chapter call on the ranks of a pool."""
 
+import oneflow as flow
 from oneflow.nn.graph.graph_config import GraphConfig
 
 from harness.measure.calls import replaced, watching
 from harness.measure.entry import call_entry
 from harness.measure.graph import boxings_of
+from harness.measure.observe import observed
+from harness.measure.recorder import Recorder
 from harness.measure.sbp import label_of_proto
 from harness.measure.sent import wait_for
+from harness.measure.training import costs
 from harness.start import recipe
 
 
@@ -39,3 +43,14 @@ def compiled(path, stage=None, **arguments):
         ops[op.name] = (op.user_conf.op_type_name if kind == "user_conf" else kind, sbps)
     moves = sorted((one["old"][0], one["new"][0], one["shape"]) for one in boxings_of(graph) if one["shape"] != (1,))
     return {"ops": ops, "boxings": moves}
+
+
+def kept(path, **arguments):
+    """`costs` of one step of the training recipe at `path`, with Adam in place of SGD. Collective."""
+
+    def adam(parameters, lr, momentum=0.0):
+        return flow.optim.Adam(parameters, lr=lr)
+
+    with replaced({(flow.optim, "SGD"): adam}):
+        tensors, _ = observed(path, Recorder(keeps_initial=False), steps=1, **arguments)
+    return costs(tensors)

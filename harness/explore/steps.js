@@ -6,7 +6,7 @@ const Steps = (() => {
   const MODEL = { layers: 8, hidden: 1680, item: 4 };
   const ROWS = [840, 1680, 3360, 6720]; // of the batch
   const LINKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]; // GB/s
-  // Of a rank. docs/performance-details.md, "How cost grows with size", has what CPU cores reach: somewhat more.
+  // Of a rank. Two CPUs that we measured reach somewhat more on each core.
   const RATES = { flops: 100e9, secondsPerParameter: 1e-9 };
   // Adam in float32, bytes of a parameter: PRECISIONS["fp32"] of harness/plan/formulas.py.
   const BYTES = { weights: 4, gradients: 4, optimizer: 8 };

@@ -7,7 +7,7 @@ const StepWords = {
       "1 to 8 ranks divide evenly; float32, Adam. Each layer has {layer} of weights.",
     rates:
       "All times are by formula; nothing here is measured. A rank computes at {flops} GFLOP/s and updates a " +
-      "parameter in {update} ns, somewhat slower than the CPU cores in docs/performance-details.md. Backward takes twice as long as " +
+      "parameter in {update} ns, somewhat slower than the CPU cores that we measured. Backward takes twice as long as " +
       "forward. No rank computes while it sends, as in the eager recipes.",
     strategy: "Strategy",
     ranks: "Ranks",
@@ -115,7 +115,7 @@ const StepWords = {
   zh: {
     model: "一个较大模型中的 {layers} 个相同的层 relu(x) @ w：输入和输出各 {hidden} 个特征，可由 1 到 8 个 rank 均分；float32，Adam。每层的权重占 {layer}。",
     rates:
-      "所有时长都由公式算出，均非实测。每个 rank 的计算速度为 {flops} GFLOP/s，更新一个参数需要 {update} ns，略慢于 docs/performance-details.md 中的 CPU " +
+      "所有时长都由公式算出，均非实测。每个 rank 的计算速度为 {flops} GFLOP/s，更新一个参数需要 {update} ns，略慢于我们实测的 CPU " +
       "核。反向的时间是前向的两倍。与 eager 模式下的示例一样，rank 在通信时不计算。",
     strategy: "策略",
     ranks: "rank 数",

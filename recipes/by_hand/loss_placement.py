@@ -80,7 +80,7 @@ def train(stages, graph=False, steps=3, batch=None, in_features=4, hidden_size=8
     y = flow.tensor(y, placement=loss_ranks, sbp=flow.sbp.split(0) if loss_ranks == ranks else flow.sbp.broadcast)
     model = MLP(w0, w1, ranks)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

@@ -82,7 +82,7 @@ def train(workers, graph=False, steps=3, batch=None, in_features=4, hidden_size=
     y = rows_of_workers(y, workers)
     model = MLP(w0, w1, server=workers[0])
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

@@ -84,7 +84,7 @@ def train(home, ranks, graph=False, seed=0, steps=3, batch=None, hidden_size=4):
     y = flow.tensor(y, placement=home, sbp=sbp)
     model = NextCharacter(embedding, head, home, ranks)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

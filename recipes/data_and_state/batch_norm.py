@@ -66,7 +66,7 @@ def train(ranks, graph=False, seed=0, steps=3, batch=None, in_features=4, out_fe
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
     model = NormalizedLayer(w, ranks)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

@@ -93,7 +93,7 @@ def train(ranks, graph=False, seed=0, steps=4, weights="rows", checkpoint_dir=No
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
     model = Layer(w, ranks, SBPS[weights])
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     done, state = load_latest(checkpoint_dir) if checkpoint_dir else (0, None)
     if done:

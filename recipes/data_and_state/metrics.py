@@ -76,7 +76,7 @@ def run(ranks, graph=False, seed=0, batch=None, in_features=5, classes=3):
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
     layer = Layer(w, ranks)
-    evaluation = EvaluationGraph(layer)
+    evaluation = EvaluationGraph(layer) if graph else None
     with flow.no_grad():
         samples, means = evaluation(x, y) if graph else evaluate(layer, x, y)
         by_hand = average_by_hand(samples.to_local())

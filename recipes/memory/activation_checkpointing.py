@@ -92,7 +92,7 @@ def train(ranks, graph=False, steps=3, checkpointing=True, batch=None, in_featur
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
     model = MLP(blocks, checkpointing and not graph)  # a graph has its own switch
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
-    training = TrainingGraph(model, optimizer, checkpointing)
+    training = TrainingGraph(model, optimizer, checkpointing) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

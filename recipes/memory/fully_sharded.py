@@ -67,7 +67,7 @@ def train(ranks, graph=False, steps=3, batch=None, in_features=None, hidden_size
     model = MLP(w0, w1, ranks)
     del w0, w1  # from here on each rank holds its rows only
     optimizer = flow.optim.Adam(model.parameters(), lr=0.1)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

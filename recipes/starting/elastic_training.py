@@ -99,7 +99,7 @@ def train(ranks, graph=False, seed=0, steps=4, save_every=2, checkpoint_dir=None
     w = np.random.default_rng(seed).standard_normal((features, features), dtype=np.float32)
     model = Layer(w, ranks)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     done = last_step(checkpoint_dir)
     if done:

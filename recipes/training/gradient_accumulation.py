@@ -77,7 +77,7 @@ def train(ranks, graph=False, steps=3, micro_batches=2, batch=None, in_features=
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
     model = MLP(w0, w1, ranks)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    training = TrainingGraph(model, optimizer, micro_batches)
+    training = TrainingGraph(model, optimizer, micro_batches) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

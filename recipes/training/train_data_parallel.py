@@ -72,7 +72,7 @@ def train(ranks, graph=False, steps=3, optimizer="adam", batch=None, in_features
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
     model = MLP(w0, w1, ranks)
     optimizer = make_optimizer(optimizer, model.parameters())
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

@@ -67,7 +67,7 @@ def train(stages, graph=False, steps=3, batch=8, in_features=4, hidden_size=8, o
     y = flow.tensor(y, placement=stages[1], sbp=flow.sbp.split(0))
     model = MLP(w0, w1, stages)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

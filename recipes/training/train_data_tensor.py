@@ -66,7 +66,7 @@ def train(mesh, graph=False, steps=3, batch=8, in_features=4, hidden_size=8, out
     y = flow.tensor(y, placement=mesh, sbp=(flow.sbp.split(0), flow.sbp.broadcast))
     model = MLP(w0, w1, mesh)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

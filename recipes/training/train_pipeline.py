@@ -71,7 +71,7 @@ def train(stages, graph=False, steps=3, micro_batches=2, batch=8, in_features=4,
     last = len(stages) - 1
     model = flow.nn.Sequential(*[Stage(w, stages[k], last=k == last) for k, w in enumerate(weights)])
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    training = TrainingGraph(model, optimizer, micro_batches)
+    training = TrainingGraph(model, optimizer, micro_batches) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

@@ -194,7 +194,7 @@ def train(ranks, graph=False, method="all_gather", seed=0, steps=3, seq_len=None
     else:
         model = Attention(q, k, v, y, ranks, method)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

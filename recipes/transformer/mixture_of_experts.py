@@ -113,7 +113,7 @@ def train(ranks, graph=False, seed=0, steps=3, group_size=8, hidden_size=4, ffn_
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
     model = MixtureOfExperts(router, w_up, w_down, capacity, ranks)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses, dropped = [], []
     for _ in range(steps):
         if graph:

@@ -96,7 +96,7 @@ def train(ranks, graph=False, seed=0, steps=3, batch=2, seq_len=None, num_heads=
     y = flow.tensor(y, placement=ranks, sbp=flow.sbp.split(0))
     model = Block(ranks, num_heads, head_size, seq_len, rng)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

@@ -100,7 +100,7 @@ def train(mesh, graph=False, seed=0, steps=3, batch=None, seq_len=4, num_heads=N
     y = flow.tensor(y, placement=mesh, sbp=(flow.sbp.split(0), flow.sbp.broadcast))
     model = Block(mesh, num_heads, head_size, seq_len, rng)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

@@ -79,7 +79,7 @@ def train(mesh, graph=False, seed=0, steps=3, tokens=None, vocab_size=61, hidden
     targets = flow.tensor(targets, placement=mesh, sbp=(flow.sbp.split(0), flow.sbp.broadcast))
     model = LanguageModel(table, head, mesh)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

@@ -126,7 +126,7 @@ def train(ranks, graph=False, seed=0, steps=20, optimizer="adam", batch=None, hi
         optimizer = flow.optim.Adam(model.parameters(), lr=0.01)
     else:
         optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

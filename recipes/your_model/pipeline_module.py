@@ -142,7 +142,7 @@ def train(stages, graph=False, seed=0, steps=20, optimizer="momentum", micro_bat
         optimizer = flow.optim.Adam(model.parameters(), lr=0.01)
     else:
         optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    training = TrainingGraph(model, stage_of, stages, optimizer, micro_batches)
+    training = TrainingGraph(model, stage_of, stages, optimizer, micro_batches) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

@@ -203,7 +203,7 @@ def train(ranks, graph=False, weights=None, seed=0, steps=3, batch=8):
     with flow.no_grad():
         logits = model(ids).numpy()
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

@@ -127,7 +127,7 @@ def train(mesh, graph=False, seed=0, steps=20, optimizer="adam", dropout=0.0, ba
         optimizer = flow.optim.Adam(model.parameters(), lr=0.01)
     else:
         optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    training = TrainingGraph(model, optimizer)
+    training = TrainingGraph(model, optimizer) if graph else None
     losses = []
     for _ in range(steps):
         if graph:

@@ -1,0 +1,184 @@
+"""The pictures of the docs: light and dark are alike, no text is cut off, and the numbers are those of a run.
+
+What a picture claims of a run is JSON in its <metadata>: layouts, moves, what each rank sends and keeps in units of the
+tensor. Where it is no longer so, change the picture and its claim by hand, in light and in dark.
+"""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from functools import partial
+
+import numpy as np
+import pytest
+
+from harness.measure.events import layout
+from harness.measure.steps import bytes_of
+from harness.report import atlas
+from harness.report.runs import MEASURE_SCRIPT, with_mode
+from harness.start import recipe
+from tests.cases import ROOT
+
+PICTURES = ROOT / "docs" / "pictures"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = sorted(path.stem for path in PICTURES.glob("*.svg") if not path.stem.endswith("-dark"))
+SVG = "{http://www.w3.org/2000/svg}"
+KEPT = f"{ROOT / 'tests' / 'on_rank_memory.py'}:kept"
+
+
+def picture(name, theme=""):
+    return ElementTree.parse(PICTURES / f"{name}{theme}.svg").getroot()
+
+
+def claim(name):
+    metadata = picture(name).find(f"{SVG}metadata")
+    return json.loads(metadata.text) if name != "gpt_losses" else {}  # this one is made by ./launch.sh meshes
+
+
+CLAIMS = {name: claim(name) for name in NAMES}
+EQUATIONS = [name for name in NAMES if "matmuls" in CLAIMS[name]]
+STRATEGIES = {  # what a rank keeps: name -> {"recipe", "options", "ranks", "kept"}
+    **{name: CLAIMS[name] for name in NAMES if "kept" in CLAIMS[name]},
+    **{row["strategy"]: {**row, "ranks": CLAIMS["memory"]["ranks"]} for row in CLAIMS["memory"]["strategies"]},
+}
+
+
+def texts(root):
+    return ["".join(text.itertext()).strip() for text in root.iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_light_and_dark_differ_in_colours_only(name):
+    light, dark = ((PICTURES / f"{name}{theme}.svg").read_text() for theme in ("", "-dark"))
+    assert light != dark and re.sub("#[0-9a-f]{6}", "", light) == re.sub("#[0-9a-f]{6}", "", dark)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_text_is_cut_off_or_too_small(name):
+    """About: a letter of a narrow font is 0.45 times as wide as high. 11 pixels are read on a phone, 358 wide."""
+    root = picture(name)
+    width, height = float(root.get("width")), float(root.get("height"))
+    for text in root.iter(f"{SVG}text"):
+        size, x, y = (float(text.get(key)) for key in ("font-size", "x", "y"))
+        assert size * min(1, 358 / width) >= 11
+        if not text.get("transform"):
+            long = 0.45 * size * len("".join(text.itertext()))
+            left = x - {"start": 0, "middle": long / 2, "end": long}[text.get("text-anchor")]
+            assert left >= 0 and left + long <= width and 0.7 * size <= y <= height, "".join(text.itertext())
+
+
+def test_every_picture_is_on_a_page_in_light_and_dark():
+    shown = set()
+    for path in PAGES:
+        for light in re.findall(r'<img align="top" alt="[^"]{20,}" src="([^"]+\.svg)">', path.read_text()):
+            assert f'srcset="{light[:-4]}-dark.svg"' in path.read_text() and (path.parent / light).exists()
+            shown.add(light.rpartition("/")[2][:-4])
+    assert shown == set(NAMES)
+
+
+def amounts(claimed):
+    """All numbers of "sent", "sends" and "kept" in a claim, and the sums of what a rank keeps, with two decimals."""
+    if isinstance(claimed, dict):
+        kept = claimed.get("kept", {})
+        sums = [sum(by_kind) for by_kind in zip(*kept.values())]
+        return set().union(*map(amounts, claimed.values()), {f"{number:.2f}" for number in sums})
+    if isinstance(claimed, list):
+        return set().union(*map(amounts, claimed))
+    return {f"{claimed:.2f}"} if isinstance(claimed, (int, float)) else set()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt_losses", "parameter_server")])
+def test_numbers_are_claimed(name):
+    """What stands in parentheses is a formula; parameter_server also adds up what a rank sends."""
+    said = set(re.findall(r"(?<!\()\b\d+\.\d\d\b", " ".join(texts(picture(name)))))
+    assert said <= amounts(CLAIMS[name])
+
+
+def test_partial_sums_add_up_to_the_product():
+    claimed = CLAIMS["partial_sum"]
+    product = np.array(claimed["x"]) @ claimed["w"]
+    assert (np.sum(claimed["partial"], axis=0) == product).all() and (product == claimed["out"]).all()
+
+
+def background_calls(item):
+    """What a test needs: see background.py."""
+    test = item.originalname
+    if test == "test_conversions_send_what_is_claimed":
+        return {("atlas", 2): (2, atlas.measured_on)}
+    if test == "test_equations_are_those_of_a_run":
+        name = item.callspec.params["name"]
+        return {("claim", name, size): script_call(CLAIMS[name], size) for size in ("options", "large")}
+    if test == "test_ranks_keep_what_is_claimed":
+        strategy = item.callspec.params["strategy"]
+        claimed = STRATEGIES[strategy]
+        run = partial(call, KEPT, path=str(recipe.path_of(claimed["recipe"])), **claimed["options"])
+        return {("kept", strategy): (claimed["ranks"], run)}
+    return {}
+
+
+def script_call(claimed, size):
+    path = recipe.path_of(claimed["recipe"])
+    keywords = with_mode(claimed[size], "eager" if "graph" in recipe.entry(path) else "only")
+    return claimed["ranks"], partial(call, MEASURE_SCRIPT, path=str(path), keywords=keywords)
+
+
+def call(function, pool, **arguments):
+    return pool.call(function, **arguments)
+
+
+def near(sent, claimed):
+    """Equal but for OneFlow's own messages, and for the rounding to two decimals."""
+    return abs(sent - claimed) <= 0.02 * claimed + 0.011
+
+
+def is_as_claimed(tensor, claimed):
+    """Whether shape, SBP and ranks are those of the claim, in which a first dimension "s" has any size."""
+    first = ["s"] if claimed["shape"][0] == "s" else list(tensor["shape"][:1])
+    found = [*first, *tensor["shape"][1:]], tensor["sbp"], tensor["ranks"]
+    return found == (claimed["shape"], claimed["sbp"], claimed["ranks"])
+
+
+def place_of(claimed, candidates, begin):
+    """The first event of `candidates`, {number: tensors}, from `begin` on, whose tensors have the claimed layouts."""
+    for number, tensors in candidates.items():
+        if number >= begin and all(map(is_as_claimed, tensors, claimed)):
+            return number
+    raise AssertionError(f"no such step in a run: {claimed}")
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_equations_are_those_of_a_run(measured, name):
+    """Matmuls and moves in order, with the layout of each tensor, and what each rank sends for a move."""
+    claimed, small, large = CLAIMS[name], measured("claim", name, "options"), measured("claim", name, "large")
+    events = small[0]["events"]
+    matmuls = {k: [*e.inputs[:2], *e.outputs] for k, e in enumerate(events) if e.kind == "matmul"}
+    moves = {
+        k: [*e.inputs[:1], *e.outputs]
+        for k, e in enumerate(events)
+        if e.kind == "to_global" and layout(e.inputs[0]) != layout(e.outputs[0])
+    }
+    place = 0
+    for tensors in claimed["matmuls"]:
+        place = place_of(tensors, matmuls, place) + 1
+    place = 0
+    for move in claimed["moves"]:
+        place = place_of([move["old"], move["new"]], moves, place) + 1
+        for rank, sent in enumerate(move["sent"]):
+            event = large[rank]["events"][place - 1]
+            assert near(event.sent / bytes_of(event.inputs[0]), sent), (rank, move)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_keep_what_is_claimed(measured, strategy):
+    results = measured("kept", strategy)
+    for kind, by_rank in STRATEGIES[strategy]["kept"].items():
+        kept = [result["kept"][kind] / result["weights"] for result in results]
+        assert kept[: len(by_rank)] == by_rank, kind
+
+
+def test_conversions_send_what_is_claimed(measured):
+    table = measured("atlas", 2)["conversions", (0, 1), (0, 1), "eager"]
+    claimed = CLAIMS["sbp_conversions"]["sent"]
+    assert set(claimed) == {" -> ".join(pair) for pair in table}
+    for pair, by_rank in table.items():
+        assert all(map(near, by_rank, claimed[" -> ".join(pair)])), pair
