@@ -7,7 +7,6 @@ script is run whole. Its output is not shown.
 import os
 import signal
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table

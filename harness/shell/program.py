@@ -4,7 +4,6 @@ import errno
 import os
 import signal
 import sys
-from pathlib import Path
 
 from rich.console import Console as RichConsole
 

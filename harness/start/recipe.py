@@ -46,7 +46,8 @@ def find_module(name):
     if spec.submodule_search_locations is not None:
         spec = PathFinder.find_spec("__main__", places)
         if spec is None:
-            raise ValueError(f"-m {name}: the package has no __main__.py; name one of its modules, as in -m {name}.train")
+            words = f"the package has no __main__.py; name one of its modules, as in -m {name}.train"
+            raise ValueError(f"-m {name}: {words}")
         name += ".__main__"
     if not (spec.origin or "").endswith(".py"):
         raise ValueError(f"-m {name}: it is not written in Python")
