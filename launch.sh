@@ -32,6 +32,7 @@ options
                       (default: 600; 0: no limit)
   --log-dir DIR       append the output of rank K to DIR/rank_K.log, and show
                       only that of the first rank
+  -m MODULE           in place of SCRIPT: run a module as python -m does
   -h, --help          this text; SCRIPT --help shows the options of a script
 
 Each line of output begins with the number of its rank. The first rank that
@@ -57,6 +58,7 @@ after each statement what moved between the ranks.
   --timeout SECONDS   end a statement after that time, and show where each
                       rank is (default: 60; 0: no limit)
   --echo              show statements that come from a pipe or a file
+  -m MODULE           in place of SCRIPT: a module, as in python -m
 
 Ctrl-C ends a statement and starts new ranks, whose names are gone. Ctrl-D or
 exit() ends the shell. A tutorial: docs/shell.md

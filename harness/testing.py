@@ -3,7 +3,10 @@
 `docs/testing.md` has an example. `./launch.sh test path/to/test_mine.py` runs it, from any folder.
 """
 
+import functools
 import inspect
+import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +14,9 @@ import pytest
 
 from harness.measure.sbp import Layout
 from harness.pool import PoolError, pool_cache
+from harness.start.recipe import ROOT
 
-RETURNED = f"{Path(__file__).parent / 'measure' / 'observe.py'}:returned"
+RETURNED = f"{Path(__file__).with_name('returned.py')}:returned"
 
 
 def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
@@ -21,24 +25,66 @@ def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
     On every rank the function returns {name: (global tensor, SBP, numpy array)}: the tensor, the SBP that it must have
     (on a mesh a tuple of them), and its full value. The test fails if the SBP, the shape, a rank's shard or the value
     differs, and names the tensor and the rank. rtol, atol: as in np.testing.assert_allclose.
+
+    The function's parameters are those of pytest, such as those of pytest.mark.parametrize: the ranks get copies.
     """
 
     def decorate(function):
+        path, known = inspect.getsourcefile(function), inspect.signature(function).parameters.values()
+
         @pytest.mark.parametrize("world_size", world_sizes)
-        def test(pools, world_size):
-            path = inspect.getsourcefile(function)
+        @functools.wraps(function)
+        def test(*of_class, pools, world_size, **arguments):
+            if any(parameter.name == "world_size" for parameter in known):
+                arguments["world_size"] = world_size
+            where = {"path": path_for(function, path), "module": function.__module__, "name": function.__qualname__}
+            values = {name: pickled(name, value) for name, value in arguments.items()}
             try:
-                results = pools(world_size).call(RETURNED, path=path, name=function.__name__)
+                results = pools(world_size).call(RETURNED, **where, arguments=values)
                 problems = list(differences(results, rtol, atol))
             except PoolError as error:
                 problems = [in_own_words(error, path)]
             if problems:
                 pytest.fail("\n".join(problems), pytrace=False)
 
-        test.__name__, test.__doc__, test.on_rank = function.__name__, function.__doc__, function
+        ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("pools", "world_size")]
+        theirs = [parameter for parameter in known if parameter.name != "world_size"]
+        test.__signature__ = inspect.Signature([*theirs, *ours])
+        test.on_rank = function
         return test
 
     return decorate
+
+
+def path_for(function, path):
+    """sys.path for the ranks: what pytest has put there for the file of a test, and no folder of ours."""
+    folder = str(Path(path).parents[function.__module__.count(".")])
+    return [folder, *(place for place in sys.path if place not in (folder, str(ROOT)))]
+
+
+def pickled(name, value):
+    """An argument of a test, for the ranks."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        why = error
+    words = f"on_ranks: {name} cannot be copied to the ranks: {why}"
+    pytest.fail(f"{words}; make it inside the test, from values that can be pickled", pytrace=False)
+
+
+def pytest_load_initial_conftests(early_config):
+    """Where a user has a package harness, imports mean that one; only harness.testing is ours then."""
+    paths = [Path(name.split("::")[0]).resolve() for name in early_config.known_args_namespace.file_or_dir]
+    folders = {folder for path in paths for folder in (path, *path.parents)}
+    if not paths or any(ROOT / room in folders for room in ("tests", "benchmarks")):
+        return  # tests of our own
+    for folder in folders - {ROOT}:
+        if (folder / "harness" / "testing.py").exists():
+            raise pytest.UsageError(f"{folder}/harness/testing.py: rename it, as on_ranks is in a module of this name")
+        if (folder / "harness").is_dir() or (folder / "harness.py").exists():
+            for name in [name for name in sys.modules if name.partition(".")[0] == "harness"]:
+                if name != "harness.testing":
+                    del sys.modules[name]
 
 
 def in_own_words(error, path):

@@ -8,7 +8,7 @@ import pytest
 
 from harness.jobs.run import LAUNCH, Run
 from harness.start.errors import UsageError
-from harness.start.options import NO_SUCH_SCRIPT, checked, parser
+from harness.start.options import NO_SUCH_SCRIPT, checked, parser, same_on_all_nodes
 from harness.start.ranks import RankAssignment
 from harness.start.recipe import find, path_of
 from tests.cases import ROOT
@@ -50,6 +50,24 @@ def test_recipe_is_found_by_its_path_and_by_its_bare_name(name):
     assert find(name).resolve() == path_of("two_d_sbp")
 
 
+def test_module_is_found_without_being_imported(tmp_path, monkeypatch):
+    """In the current folder, also where a module of ours has its name; all behind it belongs to it."""
+    for name in ("harness/train.py", "harness/tool/__main__.py", "namespace/inner/it.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("WORLD_SIZES = (3,)\n")
+    (tmp_path / "harness" / "__init__.py").write_text("raise ValueError")
+    monkeypatch.chdir(tmp_path)
+    for name, module, file in [
+        ("harness.train", "harness.train", "harness/train.py"),
+        ("harness.tool", "harness.tool.__main__", "harness/tool/__main__.py"),
+        ("namespace.inner.it", "namespace.inner.it", "namespace/inner/it.py"),
+    ]:
+        options = checked(["--timeout", "9", "-m", name, "--timeout", "8", "-m", "x"])
+        assert (options.module, options.script, options.nproc_per_node, options.timeout) == (module, file, 3, 9.0)
+        assert options.arguments == ["--timeout", "8", "-m", "x"]
+        assert same_on_all_nodes(options)["script"] == module
+
+
 def test_on_one_host_no_address_is_needed():
     assert checked(["--master_addr", "10.9.9.9", DATA]).master_addr == "127.0.0.1"
 
@@ -65,6 +83,13 @@ BAD_INPUT = {
     "-n 2": "name a Python script, such as recipes/data_parallel.py",
     f"--timeout -1 {DATA}": "--timeout must be a number of seconds, or 0 for no limit, got -1",
     f"--master_port 80 {DATA}": "--master_port must be from 1024 to 65535, got 80",
+    "-n 2 -m": "behind -m type the name of one module, and its arguments: -m package.train --steps 3",
+    "-mharness.plan x": "behind -m type the name of one module",
+    "-m harness.no_such": "-m harness.no_such: no such module in this folder, nor installed; type its name with dots",
+    "-m recipes/data_parallel.py": "-m recipes/data_parallel.py: no such module in this folder",
+    "-m harness.start": "-m harness.start: the package has no __main__.py; name one of its modules, as in -m harness.",
+    "-m numpy.core._multiarray_umath": "it is not written in Python",
+    "-n 5 -m recipes.hybrid_parallel -n 4": "hybrid_parallel.py runs on 4 ranks, not on 5: type -n 4",
     "recipes/data_paralel.py": f"recipes/data_paralel.py: {NO_SUCH_SCRIPT}",
     "recipes": f"recipes: {NO_SUCH_SCRIPT}",
     "launch.sh": "(launch.sh, line ",

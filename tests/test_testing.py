@@ -62,3 +62,97 @@ def test_example_without_its_split_names_tensor_rank_expected_and_found(tmp_path
     [shown] = blocks(PAGE, "text")
     assert job.code == 1 and "3 failed" in job.out
     assert all(line in job.out for line in shown.splitlines()), job.out
+
+
+PARAMETERS = """
+import oneflow as flow
+import pytest
+from harness.testing import on_ranks
+
+S, B = flow.sbp.split(0), flow.sbp.broadcast
+
+class Double(flow.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+def tensor(sbp):
+    return flow.ones(4, 4, placement=flow.placement.all("cpu"), sbp=sbp)
+
+@pytest.mark.parametrize("layer, factor", [(Double, 2), pytest.param(flow.nn.ReLU, 1, id="relu")])
+@on_ranks(1, 2)
+@pytest.mark.parametrize("sbp", [S, B], ids=["split", "broadcast"])
+def test_parameters(layer, factor, sbp, tmp_path, world_size):
+    assert flow.env.get_world_size() == world_size and tmp_path.is_dir()
+    return {"out": (layer()(tensor(sbp)), sbp, tensor(B).numpy() * factor)}
+
+class TestOfClass:
+    @on_ranks(2)
+    @pytest.mark.parametrize("sbp", [S, B])
+    def test_method(self, sbp):
+        return {"out": (tensor(sbp), *self.expected(sbp))}
+
+    def expected(self, sbp):
+        return sbp, tensor(B).numpy()
+
+@on_ranks(2)
+@pytest.mark.skip(reason="of its mark")
+def test_skipped():
+    raise ValueError
+
+@pytest.mark.xfail(strict=True)
+@on_ranks(2)
+def test_fails():
+    return {"out": (tensor(S), B, 1)}
+
+@pytest.mark.parametrize("function", [lambda: 1])
+@on_ranks(2)
+def test_refused(function):
+    return {}
+"""
+
+
+def test_parameters_and_marks_of_pytest(tmp_path):
+    (tmp_path / "test_mine.py").write_text(PARAMETERS)
+    job = Run(LAUNCH, "test", "test_mine.py", cwd=tmp_path).wait()
+    assert "1 failed, 10 passed, 1 skipped, 1 xfailed" in job.out, job.out
+    assert "on_ranks: function cannot be copied to the ranks: Can't pickle <function <lambda>" in job.out, job.out
+
+
+NAMED_LIKE_OURS = """
+import oneflow as flow
+from harness.model import double
+from harness.testing import on_ranks
+from tests.shapes import SHAPE
+from .shapes import SHAPE as again
+
+def test_in_pytest_itself():
+    from harness import model
+    assert SHAPE is again and model.double is double
+
+@on_ranks(2)
+def test_on_ranks():
+    from harness import model
+    assert SHAPE is again and model.double is double
+    x = flow.ones(*SHAPE, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+    return {"out": (double(x), flow.sbp.split(0), 2 * x.numpy())}
+"""
+
+
+@pytest.mark.parametrize("path", ["tests/test_mine.py", "./"])
+def test_packages_that_are_named_like_ours(tmp_path, path):
+    for package in ("harness", "tests"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "harness" / "model.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "tests" / "shapes.py").write_text("SHAPE = (4, 2)\n")
+    (tmp_path / "tests" / "test_mine.py").write_text(NAMED_LIKE_OURS)
+    job = Run(LAUNCH, "test", path, cwd=tmp_path).wait()
+    assert job.code == 0 and "2 passed" in job.out, job.out
+
+
+def test_a_module_that_hides_on_ranks_is_refused(tmp_path):
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness" / "testing.py").touch()
+    (tmp_path / "test_mine.py").touch()
+    job = Run(LAUNCH, "test", "test_mine.py", cwd=tmp_path).wait()
+    assert "harness/testing.py: rename it" in job.err and "Traceback" not in job.err, job.err

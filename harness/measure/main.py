@@ -1,6 +1,5 @@
 """What `main` of a recipe prints on this rank, and what it does."""
 
-import argparse
 import contextlib
 import io
 import sys
@@ -8,11 +7,6 @@ import sys
 from harness.measure.entry import entry_of
 from harness.measure.recorder import Recorder
 from harness.start import recipe
-
-
-def to_standard_error(parser, message, file=None):
-    """What argparse itself does with a message; the wrapper of a rank hands it to the launcher instead."""
-    sys.stderr.write(message)
 
 
 def main_of(path, arguments, matmul_scale=1.0):
@@ -23,7 +17,6 @@ def main_of(path, arguments, matmul_scale=1.0):
     """
     module, out, err = recipe.load(path), io.StringIO(), io.StringIO()
     sys.argv, before = [path, *arguments], sys.argv
-    message, argparse.ArgumentParser._print_message = argparse.ArgumentParser._print_message, to_standard_error
     code, entry = 0, entry_of(module)
 
     def first_entry(*given, **named):
@@ -42,7 +35,7 @@ def main_of(path, arguments, matmul_scale=1.0):
         code = 1
         err.write(str(error))
     finally:
-        sys.argv, argparse.ArgumentParser._print_message = before, message
+        sys.argv = before
     return code, out.getvalue(), err.getvalue()
 
 

@@ -1,15 +1,8 @@
 """What a recipe does on this rank: its tensors and shards, its matmuls, moves, reads, stages and calls of graphs."""
 
-import sys
-from pathlib import Path
-
-import numpy as np
-
-from harness.measure.calls import replaced
 from harness.measure.entry import call_entry, entry_of
 from harness.measure.frames import Frames, arrays_by_name, optimizer_state, parameters_by_name, tensors_by_name
 from harness.measure.recorder import Recorder
-from harness.measure.sbp import label
 from harness.measure.tensors import snapshot
 from harness.start import recipe
 
@@ -58,14 +51,3 @@ def by_name(seen, recorder):
         if gradient is not None:
             tensors[f"{name} grad"] = gradient
     return tensors
-
-
-def returned(path, name):
-    """Call the test `name` of a file, made by harness.testing.on_ranks, on this rank; returns what it returned as data:
-    {name: `snapshot` of the tensor, "wanted_sbp" as `label` writes it, "wanted": array}."""
-    with replaced({(sys, "path"): [str(Path(path).parent), *sys.path]}):  # as pytest does
-        tensors = getattr(recipe.load(path), name).on_rank()
-    return {
-        key: {**snapshot(tensor), "wanted_sbp": label(sbp), "wanted": np.asarray(wanted)}
-        for key, (tensor, sbp, wanted) in tensors.items()
-    }

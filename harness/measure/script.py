@@ -1,6 +1,8 @@
 """Run a script on this rank and record what it did, for `launch.sh show`, `bytes` and the tests of the pictures."""
 
 import argparse
+import importlib
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -12,22 +14,25 @@ from harness.measure.sent import growth, quiet
 from harness.measure.trace import Trace
 from harness.start import recipe
 from harness.start.errors import UsageError
+from harness.start.isolation import Isolation
 
 
-def measure_script(path, keywords=None, argv=()):
+def measure_script(path, keywords=None, argv=(), module=None):
     """Call `train` or `run` of the script at `path` with these keywords; without any, run `python path *argv`.
 
+    module: its name, if it is to be run as `python -m` does.
     Collective. Returns {"tensors": those that were seen, each with its name, "names": {id: name}, "events": those of a
     Trace, "connections": what `quiet` said before and after, "outside": bytes that this rank sent besides}, or
     {"refusal": why} if a rank would hold nothing of a tensor or the script does not know its arguments.
     """
     trace, before = Trace(path=str(path)), quiet()
     try:
-        with replaced({(sys, "path"): [str(Path(path).parent), *sys.path]}), trace.recording():
+        folder = os.getcwd() if module else str(Path(path).parent)
+        with trace.recording(), Isolation([folder, *sys.path[1:]]):
             if keywords is None:
-                run_as_main(path, argv)
+                run_as_main(path, argv, module)
             else:
-                call_entry(recipe.load(path), keywords)
+                call_entry(importlib.import_module(module) if module else recipe.load(path), keywords)
     except UsageError as refusal:
         return {"refusal": str(refusal)}
     after = quiet()
@@ -43,15 +48,21 @@ def measure_script(path, keywords=None, argv=()):
     }
 
 
-def run_as_main(path, argv):
-    """Run a script as `python path *argv` does. Raises UsageError if it does not know these arguments."""
+def run_as_main(path, argv, module=None):
+    """Run a script as `python path *argv` does, or `python -m module *argv`.
+
+    Raises UsageError if it does not know these arguments.
+    """
 
     def refuse(parser, message):
         raise UsageError(f"{Path(path).name}: {message}")
 
     with replaced({(sys, "argv"): [path, *argv], (argparse.ArgumentParser, "error"): refuse}):
         try:
-            runpy.run_path(path, run_name="__main__")
+            if module:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(path, run_name="__main__")
         except SystemExit as stop:
             if stop.code:
                 raise RuntimeError(f"the script called sys.exit({stop.code!r})") from None

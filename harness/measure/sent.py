@@ -13,6 +13,8 @@ import struct
 import termios
 import time
 
+from harness.measure.tensors import tensors_in
+
 BYTES_ACKED = 120  # where it is in Linux' struct tcp_info
 QUIET = 3  # times that the count must be the same in a row
 
@@ -83,8 +85,6 @@ def between_ranks(before, after):
 def wait_for(result):
     """Wait until this rank has its shard of every tensor in `result`: a graph still runs when its call returns."""
     import oneflow as flow
-
-    from harness.measure.tensors import tensors_in
 
     for tensor in tensors_in(result):
         if not tensor.is_global or flow.env.get_rank() in tensor.placement.ranks:

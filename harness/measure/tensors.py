@@ -1,6 +1,7 @@
-"""A tensor as data: its layout, its shape, this rank's shard, its value."""
+"""A tensor as data: its layout, its shape, this rank's shard, its value.
 
-import oneflow as flow
+OneFlow is imported by the functions that need it: sent.py is also used without it.
+"""
 
 from harness.measure.sbp import Layout, label
 
@@ -20,6 +21,8 @@ def is_whole(tensor):
     """Whether every rank holds the whole value, so that reading it moves nothing and needs no other rank."""
     if not tensor.is_global:
         return True
+    import oneflow as flow
+
     return set(label(tensor.sbp).split(", ")) == {"B"} and tensor.placement.ranks.size == flow.env.get_world_size()
 
 
@@ -28,6 +31,8 @@ def snapshot(tensor):
 
     Reading the full value is collective: every rank calls this for the same tensors in the same order.
     """
+    import oneflow as flow
+
     shard = tensor.to_local() if tensor.is_global else tensor
     outside = tensor.is_global and flow.env.get_rank() not in tensor.placement.ranks
     shard = None if outside and not shard.numel() else shard.detach().numpy()
@@ -42,6 +47,8 @@ def snapshot(tensor):
 
 def tensors_in(values):
     """All tensors in nested lists, tuples and dicts."""
+    import oneflow as flow
+
     if isinstance(values, flow.Tensor):
         return [values]
     inner = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()

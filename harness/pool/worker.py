@@ -8,9 +8,17 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = str(Path(__file__).resolve().parents[2])
+if __name__ == "__main__":
+    sys.path[0] = ROOT  # instead of the folder of this file
+else:  # in a process that the script started, the path is the script's
+    sys.path.insert(0, ROOT)
 
 from harness.start import recipe  # noqa: E402
+from harness.start.isolation import Isolation  # noqa: E402
+
+if __name__ != "__main__":  # it only needs the import hook of `recipe`
+    Isolation(sys.path[1:]).swap()
 
 
 def keep_graphs(graph_class):

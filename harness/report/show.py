@@ -7,7 +7,6 @@ script is run whole. Its output is not shown.
 import os
 import signal
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +19,7 @@ from harness.report.runs import MEASURE_SCRIPT
 from harness.start import recipe
 from harness.start.ending import BAD_INPUT, TIME_LIMIT_REACHED
 from harness.start.errors import UsageError
-from harness.start.options import Parser, checked
+from harness.start.options import Parser, checked, file_of
 from harness.start.output import say
 
 
@@ -53,8 +52,8 @@ def measured(options):
     """What measure_script says of the script on each rank. Raises UsageError, PoolError."""
     keywords = keywords_of(options.script, options.arguments)
     with Pool(options.nproc_per_node, options.timeout or 1e9) as pool:
-        path = str(Path(options.script).resolve())
-        results = pool.call(MEASURE_SCRIPT, path=path, keywords=keywords, argv=options.arguments)
+        script = {"path": file_of(options), "module": options.module, "argv": options.arguments}
+        results = pool.call(MEASURE_SCRIPT, keywords=keywords, **script)
     if "refusal" in results[0]:
         raise UsageError(results[0]["refusal"])
     return results

@@ -5,6 +5,7 @@ import __future__
 import ast
 import builtins
 import contextlib
+import importlib
 import io
 import json
 import keyword
@@ -25,8 +26,9 @@ from harness.shell import SHELL, remember
 from harness.shell.statement import Statement
 from harness.start import recipe
 from harness.start.errors import UsageError
+from harness.start.isolation import Isolation
 
-HARNESS = str(recipe.HARNESS)
+HARNESS = f"{recipe.HARNESS}/"
 OF_ONEFLOW = re.compile(r'  File "/home/ci-user/.*\n.*\n')  # frames of its C++ code, in its messages
 SMALL = 64  # elements of a shard whose values are shown
 CHARACTERS, LINES = 100_000, 1_000  # that are shown of what one statement prints
@@ -81,6 +83,7 @@ class Namespace:
         self.statement = None  # the one that runs now, or ran last
         self.output = Output()
         self.watching = contextlib.ExitStack()
+        self.isolation = None  # inside it, statements run
 
 
 HERE = Namespace()
@@ -90,29 +93,32 @@ def ready():
     """Nothing: a call of it only starts the ranks."""
 
 
-def begin(folder, script, arguments):
-    """Make the rank ready, and run the script if there is one; returns what `run` returns."""
+def begin(folder, script, arguments, module=None):
+    """Make the rank ready, and run the script if there is one; returns what `run` returns.
+
+    module: the script's name, if it is to be imported as `python -m` does.
+    """
     sys.stdout = sys.stderr = HERE.output
     sys.displayhook = display
     HERE.watching.enter_context(watching(lambda call: HERE.statement.see(call)))  # as long as the rank lives
-    sys.path[:] = [path for path in sys.path if not path.startswith(HARNESS)]
-    sys.path.insert(0, str(Path(script).parent) if script else "")
+    HERE.isolation = Isolation([str(Path(script).parent) if script and not module else "", *sys.path[1:]])
     HERE.script = script or ""
     sys.argv = [script or "", *arguments]
     sys.dont_write_bytecode = True
     sys.modules["__main__"] = HERE.module
     HERE.output.begin(f"{folder}/{flow.env.get_rank()}")
-    return guarded(lambda: script and load(script))
+    return guarded(lambda: script and load(script, module))
 
 
-def load(script):
+def load(script, module):
     """Run a script, whose __name__ is not "__main__" then, so that its main does not start; keep its names."""
+    name = module or recipe.PREFIX + Path(script).stem
     try:
-        recipe.load(script)
+        importlib.import_module(module) if module else recipe.load(script)
     finally:
-        module = sys.modules.get(f"recipe_{Path(script).stem}", HERE.module)
-        module.__name__ = "__main__"
-        HERE.module = sys.modules["__main__"] = module
+        loaded = sys.modules.get(name, HERE.module)
+        loaded.__name__ = "__main__"
+        HERE.module = sys.modules["__main__"] = loaded
 
 
 def run(folder, source, first):
@@ -140,7 +146,8 @@ def guarded(function):
     """Call a function of the user's, and say how it ended."""
     HERE.statement, error, code = Statement(HERE.script), None, None
     try:
-        function()
+        with HERE.isolation:
+            function()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
         if code and not isinstance(stop.code, int):

@@ -1,11 +1,9 @@
 """`launch.sh shell [-n N] [--timeout S] [--echo] [SCRIPT [ARG ...]]`."""
 
-import argparse
 import errno
 import os
 import signal
 import sys
-from pathlib import Path
 
 from rich.console import Console as RichConsole
 
@@ -13,10 +11,9 @@ from harness.pool import PoolError
 from harness.shell.console import Console, Piped, Terminal
 from harness.shell.screen import Screen
 from harness.shell.session import Session
-from harness.start import recipe
 from harness.start.ending import BAD_INPUT, BROKEN_PIPE
 from harness.start.errors import UsageError
-from harness.start.options import NO_SUCH_SCRIPT, Parser, fill_in_ranks
+from harness.start.options import Parser, add_script, file_of, fill_in_ranks, find_script
 from harness.start.output import say
 
 
@@ -26,21 +23,13 @@ def options_of(arguments):
     parser.add_argument("-n", type=int, dest="nproc_per_node")
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--echo", action="store_true")
-    parser.add_argument("script", nargs="?")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    add_script(parser)
     options = parser.parse_args(arguments)
     options.nnodes, sizes = 1, None
     if not options.timeout >= 0:
         raise UsageError(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
-    if options.script is not None:
-        path = recipe.find(options.script)
-        if path is None:
-            raise UsageError(f"{options.script}: {NO_SUCH_SCRIPT}")
-        options.script = str(path)
-        try:
-            sizes = recipe.world_sizes(path)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise UsageError(f"{path}: {error}") from None
+    if options.script is not None or options.module is not None:
+        sizes = find_script(options)
     fill_in_ranks(options, sizes)
     return options
 
@@ -79,8 +68,9 @@ def shell(options):
     """Read and run statements until the end; returns the exit code."""
     typed = sys.stdin.isatty()
     screen = Screen(Output(highlight=False, soft_wrap=True), options.nproc_per_node)
-    script = options.script and str(Path(options.script).resolve())
-    with Session(options.nproc_per_node, options.timeout, screen, script, options.arguments) as session:
+    script = options.script and file_of(options)
+    what = script, options.arguments, options.module
+    with Session(options.nproc_per_node, options.timeout, screen, *what) as session:
         if not session.start():
             session.renew()
         signal.signal(signal.SIGINT, lambda number, frame: None)  # but at the prompt, and while a statement runs

@@ -41,9 +41,10 @@ class Session:
     exit_code: that of exit(), once all ranks have called it.
     """
 
-    def __init__(self, world_size, timeout, screen, script=None, arguments=()):
+    def __init__(self, world_size, timeout, screen, script=None, arguments=(), module=None):
+        """module: the script's name, if it is to be imported as `python -m` does."""
         self.world_size, self.screen = world_size, screen
-        self.script, self.arguments = script, list(arguments)
+        self.script, self.arguments, self.module = script, list(arguments), module
         self.ranks = Ranks(world_size, min(timeout or NO_LIMIT, NO_LIMIT))
         self.folder = tempfile.TemporaryDirectory(prefix="cookbook-shell-")
         self.interrupted, self.exit_code = False, None
@@ -62,7 +63,7 @@ class Session:
         script = self.script if self.script_works else None
         self.ranks.call(f"{ON_RANK}:ready")
         self.script_works = False  # until it has
-        agreed = self.call("begin", script=script, arguments=self.arguments)
+        agreed = self.call("begin", script=script, arguments=self.arguments, module=self.module)
         self.script_works = agreed and script is not None
         self.exit_code = None  # as with python -i, a script that calls exit() ends only itself
         return agreed

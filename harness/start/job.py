@@ -82,7 +82,8 @@ class Job:
             here = {"nproc_per_node": self.nproc_per_node, "first": self.first}
             assignment = RankAssignment(self.world_size, **here, **start)
             output = stack.enter_context(contextlib.closing(Output(self.nproc_per_node, self.prefix, self.logs)))
-            script = [self.options.script, *self.options.arguments]
+            name = ["-m", self.options.module] if self.options.module else [self.options.script]
+            script = [*name, *self.options.arguments]
             with RankProcesses(script, assignment, **output.writing) as ranks:
                 output.close_writing()
                 outcome = self.watch(ranks, output, attempt)

@@ -33,24 +33,47 @@ def parser():
     options.add_argument("--log-dir", "--log_dir")
     options.add_argument("--timeout", type=float, default=600.0)
     options.add_argument("--grace", type=float, default=25.0)
+    add_script(options)
+    return options
+
+
+def add_script(options):
+    """Let a parser take what is to run: a script, or -m and a module, with arguments."""
+    options.add_argument("-m", nargs=argparse.REMAINDER, dest="module")
     options.add_argument("script", nargs="?")
     options.add_argument("arguments", nargs=argparse.REMAINDER)
-    return options
+
+
+def find_script(options):
+    """Fill in what is to run, which was typed: its file `script`, `arguments`, and `module`, None unless -m was typed.
+
+    Returns its WORLD_SIZES, None if it has none. Raises UsageError.
+    """
+    if options.module is None:
+        path = recipe.find(options.script)
+        if path is None:
+            raise UsageError(f"{options.script}: {NO_SUCH_SCRIPT}")
+    else:
+        if not options.module or options.script is not None:
+            raise UsageError("behind -m type the name of one module, and its arguments: -m package.train --steps 3")
+        name, *options.arguments = options.module
+        try:
+            options.module, path = recipe.find_module(name)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    options.script = str(path)
+    try:
+        return recipe.world_sizes(path)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from None
 
 
 def checked(arguments):
     """The parsed command line, with the script found and what was not typed filled in. Raises UsageError."""
     options = parser().parse_args(arguments)
-    if options.script is None:
+    if options.script is None and options.module is None:
         raise UsageError("name a Python script, such as recipes/data_parallel.py")
-    path = recipe.find(options.script)
-    if path is None:
-        raise UsageError(f"{options.script}: {NO_SUCH_SCRIPT}")
-    options.script = str(path)
-    try:
-        sizes = recipe.world_sizes(path)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise UsageError(f"{path}: {error}") from None
+    sizes = find_script(options)
     if not options.timeout >= 0:
         raise UsageError(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
     if not options.grace >= 0:
@@ -63,6 +86,11 @@ def checked(arguments):
     if sizes and re.search(r"(^| )--d(e(v(i(ce?)?)?)?)?[ =]cuda", " ".join(options.arguments)):
         check_gpus(options.nproc_per_node)
     return options
+
+
+def file_of(options):
+    """The whole path of what is to run, as Python has it in tracebacks."""
+    return os.path.abspath(options.script) if options.module else str(Path(options.script).resolve())
 
 
 def fill_in_nodes(options):
@@ -169,7 +197,7 @@ def same_on_all_nodes(options):
         "--nnodes": options.nnodes,
         "--nproc_per_node": options.nproc_per_node,
         "--master_addr": options.master_addr,
-        "script": script.name,
+        "script": options.module or script.name,
         "version of the script": hashlib.sha256(script.read_bytes()).hexdigest()[:16],
         "arguments": " ".join(options.arguments) or "none",
         "job": options.job,

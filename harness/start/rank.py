@@ -1,5 +1,7 @@
 """What runs inside every rank: `python harness/start/rank.py SCRIPT [ARG ...]` runs SCRIPT as `__main__`.
 
+`-m MODULE` in place of SCRIPT does what `python -m MODULE` does.
+
 OneFlow 0.9.0 leaves a job hanging when one rank raises or exits with an error, so this wrapper ends such a rank at
 once and reports its traceback. It also makes ranks wait for rank 0, and dies with the launcher. It imports neither
 OneFlow nor anything else of the harness.
@@ -68,13 +70,35 @@ def traceback_of(error):
     return "".join(traceback.format_exception(type(error), error, entry)).rstrip()
 
 
-def run(script):
-    """Run a script as `python script` would; returns its exit code and its traceback or argparse's message, if any."""
-    messages = []
-    # All ranks print the same help or error: keep it, so that the launcher can print it once.
-    argparse.ArgumentParser._print_message = lambda parser, message, file=None: messages.append(message)
+def keep_messages():
+    """Returns a list that gets what argparse would print to standard output or error, such as a help or an error.
+
+    All ranks print the same, and the launcher prints it once. What goes elsewhere, such as to a file, goes there.
+    """
+    messages, print_message = [], argparse.ArgumentParser._print_message
+
+    def keep_message(parser, message, file=None):
+        file = sys.stderr if file is None else file
+        if file in (sys.__stdout__, sys.__stderr__):
+            messages.append(message)
+        else:
+            print_message(parser, message, file)
+
+    argparse.ArgumentParser._print_message = keep_message
+    return messages
+
+
+def run(script, module=None):
+    """Run a script as `python script` would, or a module as `python -m module`.
+
+    Returns its exit code and its traceback or argparse's message, if any.
+    """
+    messages = keep_messages()
     try:
-        runpy.run_path(os.path.abspath(script), run_name="__main__")
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(os.path.abspath(script), run_name="__main__")
     except SystemExit as stop:
         ERRORS.append(stop)
         if stop.code and not isinstance(stop.code, int):
@@ -96,10 +120,12 @@ def main():
         stream.reconfigure(line_buffering=True)
     load_blas()
     sys.meta_path.insert(0, WaitForRank0())
-    script = sys.argv[1]
+    script, module = sys.argv[1], None
     sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(os.path.realpath(script))
-    code, text = run(script)
+    if script == "-m":
+        module = sys.argv.pop(1)
+    sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
+    code, text = run(script, module)
     if report >= 0:
         os.write(report, (json.dumps({"code": code, "text": text[-32000:], "time": time.time()}) + "\n").encode())
     elif text:

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 HARNESS = Path(__file__).resolve().parent.parent
@@ -28,6 +29,29 @@ def find(script):
         return Path(script)
     named = [path for path in all_paths() if script in (path.stem, path.name)]
     return Path(os.path.relpath(named[0])) if named else None
+
+
+def find_module(name):
+    """The module that `python -m name` runs, and its file. Nothing is imported. Raises ValueError.
+
+    sys.path[0] is ours: the current folder takes its place.
+    """
+    places, here = [os.getcwd(), *sys.path[1:]], f"{os.getcwd()}/"
+    for part in name.split("."):  # the part alone: for a whole name Python would look for the package's module
+        spec = PathFinder.find_spec(part, places)
+        if spec is None:
+            words = "no such module in this folder, nor installed; type its name with dots, such as package.train"
+            raise ValueError(f"-m {name}: {words}")
+        places = list(spec.submodule_search_locations or ())
+    if spec.submodule_search_locations is not None:
+        spec = PathFinder.find_spec("__main__", places)
+        if spec is None:
+            words = f"the package has no __main__.py; name one of its modules, as in -m {name}.train"
+            raise ValueError(f"-m {name}: {words}")
+        name += ".__main__"
+    if not (spec.origin or "").endswith(".py"):
+        raise ValueError(f"-m {name}: it is not written in Python")
+    return name, Path(os.path.relpath(spec.origin) if spec.origin.startswith(here) else spec.origin)
 
 
 def world_sizes(path):
@@ -83,12 +107,15 @@ def _parsed(path):
     return ast.parse(Path(path).read_bytes(), filename=str(path))
 
 
+PREFIX = "recipe "  # of the names of modules that `load` makes: with the space no import of a user's meets them
+
+
 class FindLoaded:
     """An import hook: processes that a recipe starts find its module under the name that `load` gave it."""
 
     def find_spec(self, name, path=None, target=None):
-        known = os.environ.get(f"HARNESS_{name}")
-        return known and importlib.util.spec_from_file_location(name, known)
+        known = name.startswith(PREFIX) and os.environ.get(f"HARNESS_{name}")
+        return importlib.util.spec_from_file_location(name, known) if known else None
 
 
 sys.meta_path.append(FindLoaded())
@@ -96,7 +123,7 @@ sys.meta_path.append(FindLoaded())
 
 def load(path):
     """Import a recipe from its file, afresh, under a name of its own, and return the module."""
-    name = f"recipe_{Path(path).stem}"
+    name = PREFIX + Path(path).stem
     os.environ[f"HARNESS_{name}"] = str(Path(path).resolve())
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)

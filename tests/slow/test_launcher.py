@@ -58,6 +58,56 @@ def test_script_of_the_user_anywhere_with_its_arguments(script, tmp_path):
     assert sorted(job.out.splitlines()) == [f"[{rank}] {expected}" for rank in range(2)]
 
 
+def test_module_runs_as_by_python_itself(tmp_path):
+    """Its package is imported, relative imports work, and its traceback has the user's lines only."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("x = 'in the package'\n")
+    shown = "print(__name__, __package__, sys.argv, sys.path[0], x, sys.modules['__main__'].x)"
+    path = tmp_path / "package" / "train.py"
+    path.write_text(f"import sys\nfrom . import x\n{shown}\nif sys.argv[1:] == ['raise']: 1 / 0\n")
+    job = launch("-n", 2, "--log-dir", "logs", "-m", "package.train", "-n", "7", cwd=tmp_path)
+    expected = f"__main__ package {[str(path), '-n', '7']} {tmp_path} in the package in the package"
+    assert (job.code, job.err, job.out) == (0, "", f"[0] {expected}\n")
+    begin, written, _ = logs(tmp_path / "logs")["rank_1.log"]
+    assert begin.endswith("one of 2 ranks of package/train.py -n 7") and written == expected
+    job = launch("-n", 1, "--max-restarts", 1, "-m", "package.train", "raise", cwd=tmp_path)
+    lines = [
+        "Traceback (most recent call last):",
+        f'  File "{path}", line 4, in <module>',
+        "    if sys.argv[1:] == ['raise']: 1 / 0",
+        "ZeroDivisionError: division by zero",
+        "launch.sh: rank 0 of 1 failed: exit code 1; every rank is ended",
+    ]
+    assert (job.code, job.err.splitlines()) == (1, [*lines, "launch.sh: restart 1 of 1", *lines])
+
+
+HELP = """
+import argparse, contextlib, io
+
+class Own(argparse.ArgumentParser):
+    def _print_message(self, message, file=None):
+        print(message.strip())
+
+parser = argparse.ArgumentParser("prog", description="my program")
+for show in (parser.print_help, parser.print_usage):
+    file = io.StringIO()
+    show(file=file)
+    assert "usage: prog" in file.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as file:
+        show()
+    assert "usage: prog" in file.getvalue()
+Own("own", usage="mine").print_usage()
+parser.exit(0, "the end\\n")
+"""
+
+
+def test_what_argparse_prints_to_a_file_is_in_the_file(script):
+    """What it prints to standard output or error is shown once, not by each rank."""
+    job = launch("-n", 2, script(HELP))
+    *own, last = job.out.splitlines()
+    assert (job.code, job.err, sorted(own), last) == (0, "", ["[0] usage: mine", "[1] usage: mine"], "the end")
+
+
 def test_threads_that_the_user_has_set_stay(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert RankAssignment(2, port=1).environment(0)["OMP_NUM_THREADS"] == "3"

@@ -80,6 +80,21 @@ def test_help_needs_no_ranks():
     assert done.returncode == 0 and done.stdout.startswith("Type Python statements") and not done.stderr
 
 
+@pytest.mark.parametrize("name", ["train.py", "-m harness.train"])
+def test_script_whose_package_is_named_like_ours(tmp_path, monkeypatch, name):
+    """Its modules stay from one statement to the next."""
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness" / "__init__.py").touch()
+    (tmp_path / "harness" / "model.py").write_text("numbers = []\n")
+    (tmp_path / "train.py").write_text("from harness.model import numbers\n")
+    (tmp_path / "harness" / "train.py").write_text("from .model import numbers\n")
+    monkeypatch.chdir(tmp_path)
+    text = "numbers.append(3)\nfrom harness import model\nmodel.numbers, __name__\nfrom pool import x\n"
+    done = piped(text, "shell", "-n", 2, *name.split())
+    shown = "[all] ([3], '__main__')\n"
+    assert done.stdout.startswith(shown) and "No module named 'pool'" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("arguments", [("-n", "0"), ("-n", "x"), ("--color",), ("nowhere.py",)])
 def test_bad_input_is_one_line(arguments):
     done = piped("1\n", "shell", *arguments)

@@ -332,6 +332,56 @@ def test_what_is_not_there_is_refused(show):
     assert "name a Python script" in show("show", code=2).err
 
 
+NAMES = """
+import multiprocessing
+import oneflow as flow
+import pool, rank, recipe_mine, recipe_script, worker
+from harness.model import double
+from tests.shapes import SHAPE
+
+def in_a_process(number):
+    from harness import model
+    return number + model.NUMBER
+
+def train(ROWS):
+    from harness import model
+    with multiprocessing.get_context("spawn").Pool(1) as processes:
+        assert processes.map(in_a_process, [1]) == [4]
+    x = flow.ones(rows, *SHAPE, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+    out = model.double(x)
+    return out
+
+if __name__ == "__main__":
+    train(4)
+"""
+
+
+@pytest.fixture
+def named_like_ours(tmp_path):
+    """Packages and modules of a user's that have names of ours, in the folder of mine.py."""
+    for package in ("harness", "tests"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "harness" / "model.py").write_text("NUMBER = 3\ndef double(x):\n    return 2 * x\n")
+    (tmp_path / "tests" / "shapes.py").write_text("SHAPE = (2,)\n")
+    for name in ("pool", "rank", "recipe_mine", "recipe_script", "worker"):
+        (tmp_path / f"{name}.py").touch()
+
+
+@pytest.mark.parametrize("rows", ["rows", "rows=4"], ids=["whole", "function"])
+def test_modules_of_the_user_may_have_names_of_ours(show, named_like_ours, rows):
+    for _ in range(2):  # ours are back behind the first
+        found = steps(show("show", "mine.py", script=NAMES.replace("ROWS", rows)).out)
+        assert found[-1] == "out S(0)", found
+
+
+@pytest.mark.parametrize("rows", ["rows", "rows=4"], ids=["whole", "function"])
+def test_module_is_shown_with_its_package(named_like_ours, tmp_path, rows):
+    (tmp_path / "harness" / "train.py").write_text(f"from .model import NUMBER\n{NAMES.replace('ROWS', rows)}")
+    job = launch("show", "-m", "harness.train", cwd=tmp_path)
+    assert job.out.startswith("harness/train.py on 2 ranks\n") and steps(job.out)[-1] == "out S(0)", job.out + job.err
+
+
 @pytest.mark.parametrize(
     "text, words",
     [

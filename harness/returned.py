@@ -1,0 +1,42 @@
+"""What a test that harness.testing.on_ranks made returned on this rank."""
+
+import functools
+import importlib
+import pickle
+from importlib.machinery import PathFinder
+
+import numpy as np
+
+import harness.testing
+from harness.measure.sbp import label
+from harness.measure.tensors import snapshot
+from harness.start.isolation import Isolation
+
+KIT = {"harness.testing": harness.testing}  # what the user's code imports of ours
+
+
+@functools.lru_cache(maxsize=None)
+def isolation(path):
+    """The Isolation for a user's sys.path: one for all tests, so that their modules stay."""
+    package = {} if PathFinder.find_spec("harness", path) else {"harness": harness}
+    return Isolation(list(path), {**package, **KIT})
+
+
+def returned(path, module, name, arguments):
+    """Call the test `name` of a module on this rank; returns what it returned as data:
+    {name: `snapshot` of the tensor, "wanted_sbp" as `label` writes it, "wanted": array}.
+
+    path: for sys.path, as pytest has it. name: with its class, if it has one. arguments: name -> pickled value.
+    """
+    with isolation(tuple(path)):
+        owner = importlib.import_module(module)
+        *classes, function = name.split(".")
+        for one in classes:
+            owner = getattr(owner, one)
+        test = getattr(owner, function).on_rank
+        values = {key: pickle.loads(value) for key, value in arguments.items()}
+        tensors = test(owner(), **values) if classes else test(**values)
+    return {
+        key: {**snapshot(tensor), "wanted_sbp": label(sbp), "wanted": np.asarray(wanted)}
+        for key, (tensor, sbp, wanted) in tensors.items()
+    }
