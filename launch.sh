@@ -107,7 +107,7 @@ if [[ $1 == plan ]]; then
     exec "$python" "$here/harness/plan" "${@:2}"
 fi
 case $1 in # a typing error must not set up 3.9 GB
-    -* | shell | show | bytes | test | docs | bench | faults | meshes | mutate) ;;
+    -* | shell | show | bytes | test | docs | bench | meshes | mutate) ;;
     *)
         name=${1%.py}
         [[ -f $1 ]] || compgen -G "$here/recipes/$name.py" >/dev/null || compgen -G "$here/recipes/*/$name.py" >/dev/null \

@@ -14,7 +14,6 @@ from harness.start.output import say  # noqa: E402
 PROGRAMS = {
     "test": [sys.executable, "-m", "pytest", f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"],
     "bench": [sys.executable, str(ROOT / "benchmarks" / "bench.py")],
-    "faults": [sys.executable, str(ROOT / "benchmarks" / "faults.py")],
     "meshes": [sys.executable, str(ROOT / "benchmarks" / "meshes.py")],
     "mutate": [sys.executable, str(ROOT / "benchmarks" / "mutate.py")],
 }

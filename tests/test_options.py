@@ -14,7 +14,7 @@ from harness.start.recipe import find, path_of
 from tests.cases import ROOT
 from tests.markdown import CLUSTERS
 
-FOR_USERS, FOR_MAINTAINERS = ("list", "show", "bytes", "test"), ("mutate", "docs", "meshes", "faults", "bench")
+FOR_USERS, FOR_MAINTAINERS = ("list", "show", "bytes", "test"), ("mutate", "docs", "meshes", "bench")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ done
 echo ready
 exec sleep infinity
 """
-LISTEN = "0A"  # this state of a socket in /proc/net/tcp
 
 
 def mac(host):
@@ -82,27 +81,13 @@ class Hosts:
         """
         self._run("bridge", "fdb", "replace", mac(receiver), "dev", f"veth{sender}", "master", "static", "sticky")
 
-    def slow(self, host, rate):
-        """Let a host receive no more than a rate in the words of tc, such as 4mbit."""
-        self._run(
-            "tc", "qdisc", "replace", "dev", f"veth{host}", *f"root tbf rate {rate} burst 16kb latency 400ms".split()
-        )
-
     def mend(self):
         """Undo all that was done to the network."""
         for host in range(len(self.addresses)):
             self.link(host, "up")
             self.loopback(host, "up")
-            self._run("tc", "qdisc", "del", "dev", f"veth{host}", "root", may_fail=True)
             for other in range(len(self.addresses)):
                 self._run("bridge", "fdb", "del", mac(other), "dev", f"veth{host}", "master", may_fail=True)
-
-    def listening(self, host):
-        """The TCP ports at which processes of a host listen."""
-        command = [*self.on(host), "cat", "/proc/net/tcp", "/proc/net/tcp6"]
-        lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-        words = [line.split() for line in lines]
-        return [int(word[1].rpartition(":")[2], 16) for word in words if word[3] == LISTEN]
 
     def _run(self, *words, may_fail=False):
         output = subprocess.DEVNULL if may_fail else None

@@ -214,7 +214,7 @@ def test_children_of_ranks_end_too(script, code):
     assert launch("-n", 2, path).code == code  # which waits until nothing is left
 
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL]
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)

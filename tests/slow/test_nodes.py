@@ -11,19 +11,10 @@ import pytest
 from harness.jobs.hosts import NO_HOSTS
 from harness.jobs.run import LAUNCH, Run, free_port, wait_until
 from harness.start.peer import Peer
-from tests.jobs import EQUAL, MET, PLAIN, SLEEPS, ended
+from tests.jobs import EQUAL, MET, PLAIN, SLEEPS, ended, start
 from tests.markdown import BY_HAND
 
 NOWHERE = ("--master_addr", "nowhere.invalid", "--master_port", 29500)
-
-
-def start(hosts, *arguments, only=(0, 1), port=None, where=(0, 1), **more):
-    """The same command as each of these nodes. where: the host of each node; hosts None: all at this host's address."""
-    port, address, runs = port or free_port(), hosts.addresses[0] if hosts else "127.0.0.1", []
-    for node in only:
-        meeting = ["--nnodes", len(where), "--node_rank", node, "--master_addr", address, "--master_port", port]
-        runs.append(Run(*(hosts.on(where[node]) if hosts else []), LAUNCH, *meeting, *arguments, **more))
-    return runs
 
 
 @pytest.mark.parametrize("more", [(), ("--graph",)], ids=["eager", "graph"])

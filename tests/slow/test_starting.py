@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import sys
 
@@ -11,25 +10,12 @@ import pytest
 from harness.jobs.hosts import NO_HOSTS
 from harness.jobs.run import LAUNCH, Run, free_port, wait_until
 from tests.cases import ROOT
-from tests.jobs import ended, repeated
+from tests.jobs import ELASTIC, changed, ended, saved, train, undisturbed
 from tests.markdown import BY_HAND, CLUSTERS, blocks
 
-HELLO, RENDEZVOUS, SPAWN, ELASTIC = (
-    f"recipes/starting/{name}.py" for name in ("hello_ranks", "rendezvous", "spawn", "elastic_training")
-)
+HELLO, RENDEZVOUS, SPAWN = (f"recipes/starting/{name}.py" for name in ("hello_ranks", "rendezvous", "spawn"))
 BARE = {name: None for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")}
 WITH_A_WAY_OUT = ["bash", "-c", 'ip route replace default dev eth0 && exec "$0" "$@"']  # as a host has; ours have none
-
-
-def changed(path, folder, *changes):
-    """A copy of a recipe in which each of these texts is another one."""
-    text = (ROOT / path).read_text()
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    copy = folder / path.rpartition("/")[2]
-    copy.write_text(text)
-    return copy
 
 
 def by_hand(hosts, script, ranks, *arguments, before=(), **variables):
@@ -112,38 +98,6 @@ def test_program_that_is_terminated_leaves_no_rank(there):
     wait_until(lambda: len(run.alive()) > there or run.process.poll() is not None, f"{there} ranks")
     [run] = ended([run.signal(signal.SIGTERM)])
     assert run.code in (0, 1), run.err
-
-
-def saved(folder):
-    """The tensors of each checkpoint in a folder, byte by byte, by step."""
-    steps = [path for path in folder.glob("*") if path.name.isdecimal()]
-    return {int(path.name): sorted(file.read_bytes() for file in path.glob("*/out")) for path in steps}
-
-
-def train(folder, *more, n=2, options=(), script=ELASTIC, code=0):
-    """A job from the checkpoints in a folder; once more, from the same, where OneFlow died of itself."""
-    command = [LAUNCH, "-n", n, *options, script, "--checkpoint-dir", folder, *more]
-    before = folder.with_suffix(".before")
-    if folder.exists():
-        shutil.copytree(folder, before, dirs_exist_ok=True)
-    [run] = ended([Run(*command)])
-    if run.code == 128 + signal.SIGSEGV:
-        repeated.append(" ".join(map(str, command)))
-        shutil.rmtree(folder, ignore_errors=True)
-        if before.exists():
-            before.rename(folder)
-        [run] = ended([Run(*command)])
-    shutil.rmtree(before, ignore_errors=True)
-    assert run.code == code and (code or "equal those of a single device" in run.out), run.err
-    return run
-
-
-def undisturbed(folder, *more):
-    """The checkpoint after step 6 of a job without a death; those before it are gone."""
-    assert "[0] starts with step 1: no checkpoint\n" in train(folder, "--steps", 6, *more).out
-    checkpoints = saved(folder)
-    assert list(checkpoints) == [6] and len(checkpoints[6]) >= 2  # weight and momentum
-    return checkpoints
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,245 @@
+"""Faults of docs/faults.md in jobs of elastic_training.py: how the job ends, and what weights it has when it resumes.
+
+The other faults of that page are in test_launcher.py, test_nodes.py, test_starting.py and test_state.py.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from textwrap import indent
+
+import pytest
+
+from harness.jobs.hosts import NO_HOSTS
+from harness.jobs.run import LAUNCH, Run, wait_until
+from tests.jobs import ELASTIC, PLAIN, SLEEPS, changed, ended, saved, start, train, undisturbed
+
+STEPS = ("--steps", 6)  # checkpoints after steps 2, 4 and 6; only the last one stays
+BEGIN_OF_STEP = "        rng = np.random.default_rng([seed, step])"
+WAITS = """import time
+print("waits", flush=True)
+while not pathlib.Path("{folder}/go").exists():  # the test makes it
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """What an undisturbed job saves after step 6."""
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+def with_fault(folder, fault, steps=(5,)):
+    """A copy of the recipe whose last rank runs these lines at the beginning of each of these steps, once."""
+    mark = f"pathlib.Path('{folder}', f'fault {{step}}')"
+    last = "flow.env.get_rank() == flow.env.get_world_size() - 1"
+    lines = f"if step in {steps} and {last} and not {mark}.exists():\n    {mark}.touch()\n"
+    lines += indent(fault.format(folder=folder), "    ")
+    return changed(ELASTIC, folder, (BEGIN_OF_STEP, f"{indent(lines, ' ' * 8)}\n{BEGIN_OF_STEP}"))
+
+
+def on_two_hosts(hosts, folder, fault, *options, steps=(5,)):
+    script = with_fault(folder, fault, steps)
+    return start(hosts, "-n", 1, *options, script, "--checkpoint-dir", folder / "checkpoints", *STEPS)
+
+
+def assert_resumes(folder, step, weights):
+    """The job, started again, resumes after this step; in the end only its last checkpoint is there."""
+    run = train(folder, *STEPS)
+    assert f"[0] resumes after step {step}, from its checkpoint\n" in run.out
+    assert saved(folder) == weights and os.listdir(folder) == ["6"]
+
+
+FAILURES = {
+    "raises": ("raise ValueError('boom')", "exit code 1"),
+    "exits": ("raise SystemExit(3)", "exit code 3"),
+    "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by signal 11, SIGSEGV"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_rank_that_fails_twice_is_restarted_twice_and_the_weights_are_the_same(hosts, weights, tmp_path, failure):
+    line, why = FAILURES[failure]
+    runs = ended(on_two_hosts(hosts, tmp_path, line, "--max-restarts", 2, steps=(3, 5)))
+    for run in runs:
+        said = [text for text in run.err.splitlines() if text.startswith("launch.sh: ")]
+        failed = rf"launch\.sh: rank 1 of 2 on node 1 \(.*\) failed: {why}; every rank is ended"
+        assert run.code == 0 and re.fullmatch(failed, said[0]) and said[0] == said[2], run.err
+        assert said[1::2] == ["launch.sh: restart 1 of 2", "launch.sh: restart 2 of 2"]
+    begins = re.findall(r"^\[0] (resumes after step \d|starts with step 1)", runs[0].out, flags=re.MULTILINE)
+    assert begins == ["starts with step 1", "resumes after step 2", "resumes after step 4"]
+    assert saved(tmp_path / "checkpoints") == weights
+
+
+def early_jobs(tmp_path_factory):
+    """One that waits for its time limit. Without OneFlow its ranks come long before that to the lines that matter."""
+    script = tmp_path_factory.mktemp("silent") / "mine.py"
+    stops = "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)"
+    script.write_text(f"{PLAIN}{stops}\nif rank == 2: sys.exit(0)\n{SLEEPS}\n")
+    return {"silent": Run(LAUNCH, "-n", 3, "--timeout", 15, script)}
+
+
+def test_at_the_time_limit_a_rank_that_is_stopped_and_one_that_has_ended_are_named(early):
+    [run] = ended([early["silent"]])
+    assert run.code == 124
+    states = ("is running", "is stopped (SIGSTOP, or a debugger)", "has ended")
+    assert all(f"launch.sh: rank {rank} of 3 {state}\n" in run.err for rank, state in enumerate(states)), run.err
+
+
+def send(pids, number):
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def is_stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_job_that_is_stopped_for_a_while_continues(weights, tmp_path):
+    """Its launcher and its ranks are."""
+    folder = tmp_path / "checkpoints"
+    run = Run(LAUNCH, "-n", 2, with_fault(tmp_path, WAITS), "--checkpoint-dir", folder, *STEPS).until("waits")
+    processes = run.alive()
+    send(processes, signal.SIGSTOP)
+    wait_until(lambda: all(map(is_stopped, processes)), "all processes to stop")
+    send(processes, signal.SIGCONT)
+    (tmp_path / "go").touch()
+    assert (ended([run])[0].code, len(processes), saved(folder)) == (0, 3, weights)
+
+
+def kill_launcher(hosts, runs):
+    """Its ranks end with it."""
+    runs[1].signal(signal.SIGKILL)
+
+
+def freeze_host(hosts, runs):
+    """Until the other host has given it up."""
+    processes = runs[1].alive()
+    send(processes, signal.SIGSTOP)
+    runs[0].wait()
+    send(processes, signal.SIGCONT)
+
+
+def cut_link_one_way(hosts, runs):
+    if not hosts.real:
+        runs[0].kill()
+        runs[1].kill()
+        pytest.skip(NO_HOSTS)
+    hosts.cut(0, 1)
+
+
+LOSSES = {kill_launcher: (1, -signal.SIGKILL), freeze_host: (1, 1), cut_link_one_way: (1, 1)}  # -> the exit codes
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_job_ends_when_its_hosts_lose_each_other(hosts, weights, tmp_path, loss):
+    runs = on_two_hosts(hosts, tmp_path, WAITS)
+    runs[1].until("waits")
+    try:
+        loss(hosts, runs)
+        ended(runs)
+    finally:
+        if hosts.real:
+            hosts.mend()
+    for node, (run, code) in enumerate(zip(runs, LOSSES[loss])):
+        assert run.code == code, run.err
+        assert code != 1 or re.search(rf"launch\.sh: node {1 - node} \(.*\) is gone\n", run.err), run.err
+    assert_resumes(tmp_path / "checkpoints", 4, weights)
+
+
+def resends(hosts):
+    """Whether a connection of host 0 sends again what was not received."""
+    table = subprocess.run([*hosts.on(0), "cat", "/proc/net/tcp"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return any(int(line.split()[6], 16) for line in table.splitlines()[1:])
+
+
+def test_link_that_is_back_within_10_seconds_does_no_harm(hosts, weights, tmp_path):
+    if not hosts.real:
+        pytest.skip(NO_HOSTS)
+    runs = on_two_hosts(hosts, tmp_path, WAITS)
+    runs[1].until("waits")
+    hosts.link(1, "down")
+    try:
+        wait_until(lambda: resends(hosts), "a packet that is sent again")
+    finally:
+        hosts.link(1, "up")
+    (tmp_path / "go").touch()
+    assert [run.code for run in ended(runs)] == [0, 0], runs[0].err
+    assert saved(tmp_path / "checkpoints") == weights
+
+
+ON_A_DISK = """
+mount -t tmpfs -o size=$1 none $0/disk
+shift
+"$@"
+code=$?
+cp -r $0/disk $0/checkpoints
+exit $code
+"""
+DISKS = {  # its size, what happens in step 3, and the error
+    "full": ("56k", "pass", "[Errno 28] No space left on device"),  # it has room for one checkpoint
+    "read-only": ("1m", "os.system('mount -o remount,ro {folder}/disk')", "[Errno 30] Read-only file system"),
+}
+
+
+@pytest.mark.parametrize("disk", DISKS)
+def test_disk_without_room_ends_the_job_and_the_last_checkpoint_stays(hosts, weights, tmp_path, disk):
+    if not hosts.real:
+        pytest.skip(NO_HOSTS)
+    size, fault, error = DISKS[disk]
+    (tmp_path / "disk").mkdir()
+    command = [LAUNCH, "-n", 2, with_fault(tmp_path, fault, steps=(3,)), "--checkpoint-dir", tmp_path / "disk", *STEPS]
+    [run] = ended([Run(*hosts.on(0), "bash", "-c", ON_A_DISK, tmp_path, size, *command)])
+    assert run.code == 1 and f"[0] OSError: {error}" in run.err, run.err
+    assert run.err.endswith("launch.sh: rank 0 of 2 failed: exit code 1; every rank is ended\n")
+    assert_resumes(tmp_path / "checkpoints", 2, weights)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A folder with that of step 2."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    train(folder, "--steps", 2)
+    return folder
+
+
+DAMAGES = {  # the file, what becomes of its bytes (None: it is removed), and the error
+    "state cut short": ("pickled_data", lambda data: data[:100], "UnpicklingError: pickle data was truncated"),
+    "meta removed": ("meta", None, "RuntimeError: This variable does not have meta info"),
+    "meta cut short": ("meta", lambda data: data[: data.index(b"_type")], 'has no field named "data"'),
+    "meta overwritten": ("meta", lambda data: b"\xff" * len(data), "'utf-8' codec can't decode byte 0xff"),
+    "weight cut short": ("out", lambda data: data[:-1], "assert os.path.getsize(data_path) == "),
+    "64 numbers changed": ("out", lambda data: b"\x41" * 256 + data[256:], "Not equal to tolerance rtol=1e-05"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_ends_the_job_with_an_error(checkpoint, tmp_path, damage):
+    """Changed numbers only because the recipe compares its losses with those of a single device."""
+    name, change, error = DAMAGES[damage]
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(checkpoint, folder)
+    for path in folder.rglob(name):
+        path.write_bytes(change(path.read_bytes())) if change else path.unlink()
+    run = train(folder, *STEPS, code=1)
+    assert error in run.err, run.err
+
+
+def test_empty_folder_with_the_name_of_a_checkpoint_ends_the_job_with_an_error(tmp_path):
+    (tmp_path / "2").mkdir()
+    assert "[0] AssertionError\n" in train(tmp_path, *STEPS, code=1).err
+
+
+def test_checkpoint_of_another_model_ends_the_job_with_an_error(checkpoint, tmp_path):
+    smaller = changed(ELASTIC, tmp_path, ("features=64", "features=32"))
+    run = train(checkpoint, *STEPS, script=smaller, code=1)
+    assert "RuntimeError: Error(s) in loading state_dict for Layer:\n" in run.err, run.err
+
+
+def test_checkpoint_of_a_graph_is_refused_in_eager_mode(tmp_path):
+    folder = tmp_path / "checkpoints"
+    train(folder, "--steps", 2, "--graph")
+    assert "KeyError: 'optimizer'\n" in train(folder, *STEPS, code=1).err
