@@ -39,7 +39,8 @@ NOTES = """## Good to know
   its own host only the shell prints something: `Killed`.
 - `launch.sh` notices a broken link when the other launcher has sent nothing for 10 s. A shorter break does no harm.
 - A host that dies ends the job, because nothing can be started on it. A scheduler can [start the job
-  again](clusters.md#when-a-host-dies). A host that never comes ends it only at `--timeout`.
+  again](clusters.md#when-a-host-dies). A host that never comes ends it only at `--timeout`, if you
+  set it.
 - On a full or read-only disk the job ends, and the last checkpoint stays: the recipe removes it when the next one is
   complete.
 - The recipe keeps one checkpoint. If it is damaged, the job ends with the error of `flow.load`; remove it, and the job

@@ -12,6 +12,7 @@ from benchmarks.peers import PYTHON, PeerError
 from benchmarks.steps import compared
 
 HERE = Path(__file__).resolve().parent
+LIMIT = 600  # seconds after which a launch that hangs ends
 STALL = 8.0  # a rank that looks for rank 0 too early sleeps for 10
 
 
@@ -37,7 +38,7 @@ def launches(turns, say, alone=50):
     "stalls"}; the job adds up one number on each rank."""
     rows = []
     for n in (2, 4):
-        ours = [HERE.parent / "launch.sh", "-n", n, HERE / "trivial_oneflow.py"]
+        ours = [HERE.parent / "launch.sh", "-n", n, "--timeout", LIMIT, HERE / "trivial_oneflow.py"]
         torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n]
         pair = {"launch.sh": timed(ours), "torchrun": timed([*torchrun, HERE / "trivial_torch.py"])}
         rows.append({"ranks": n, **compared(2 * turns, pair)})
@@ -74,7 +75,7 @@ def fresh_clone(_, say):
 
         run(["git", "clone", "--quiet", HERE.parent, f"{folder}/clone"])
         ended("clone")
-        command = ["./launch.sh", "recipes/data_parallel.py"]
+        command = ["./launch.sh", "--timeout", str(LIMIT), "recipes/data_parallel.py"]
         cache = {**os.environ, "UV_CACHE_DIR": f"{folder}/cache"}
         together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": cache}
         with subprocess.Popen(command, cwd=f"{folder}/clone", **together) as job:

@@ -31,7 +31,8 @@ def parser():
     options.add_argument("--master_port", "--master-port", type=int, default=0)
     options.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
     options.add_argument("--log-dir", "--log_dir")
-    options.add_argument("--timeout", type=float, default=600.0)
+    options.add_argument("--timeout", type=float)
+    options.add_argument("--silent", type=float, default=300.0)
     options.add_argument("script", nargs="?")
     options.add_argument("arguments", nargs=argparse.REMAINDER)
     return options
@@ -50,8 +51,10 @@ def checked(arguments):
         sizes = recipe.world_sizes(path)
     except (OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"{path}: {error}") from None
-    if not options.timeout >= 0:
+    if options.timeout is not None and not options.timeout >= 0:
         raise UsageError(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
+    if not options.silent >= 0:
+        raise UsageError(f"--silent must be a number of seconds, or 0 for never, got {options.silent:g}")
     if options.master_port and not 1024 <= options.master_port <= 65535:
         raise UsageError(f"--master_port must be from 1024 to 65535, got {options.master_port}")
     fill_in_nodes(options)
