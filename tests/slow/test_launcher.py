@@ -225,7 +225,7 @@ NEVER_ANSWERED = "launch.sh: every rank has run to its end, but a collective was
 ONE_LESS = {  # what rank 0 alone calls, or once more than rank 1 -> what is said of it, behind "flow.comm."
     "flow.comm.all_reduce(x)": "all_reduce at mine.py:6 was called 1 time by rank 0; 0 times by rank 1",
     "flow.comm.barrier()": "barrier at mine.py:6 was called 1 time by rank 0; 0 times by rank 1",
-    "flow.comm.recv(1, out=x)": "send to rank 0 was called 0 times by rank 1; "
+    "y = flow.comm.recv(1, (4,), flow.float32, 'cpu')": "send to rank 0 was called 0 times by rank 1; "
     "flow.comm.recv from rank 1 1 time at mine.py:6 by rank 0",
     "y = t.to_global(sbp=flow.sbp.broadcast)": None,  # only calls of flow.comm are counted
 }
