@@ -67,7 +67,12 @@ class CountCalls:
     """An import hook: counts the calls of each function of flow.comm on this rank, by the line that calls it."""
 
     def __init__(self):
-        self.counts = {}  # (function, other rank of send and recv, "file.py:line") -> number of calls that returned
+        self.counts = {}  # (function, other rank of send and recv, file, line) -> number of calls that returned
+
+    def report(self):
+        """[[function, other rank, "file.py:line", number of calls], ...]"""
+        counts = self.counts.items()
+        return [[*call, f"{os.path.basename(file)}:{line}", times] for (*call, file, line), times in counts]
 
     def find_spec(self, name, path=None, target=None):
         if name != "oneflow":
@@ -99,7 +104,7 @@ class CountCalls:
                 frame = frame.f_back
             if keyword:
                 other = int(arguments[place] if len(arguments) > place else keywords[keyword])
-            key = name, other, f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            key = name, other, frame.f_code.co_filename, frame.f_lineno
             self.counts[key] = self.counts.get(key, 0) + 1
             return result
 
@@ -159,8 +164,7 @@ def main():
     if report >= 0:
 
         def send_report():
-            calls = [[*key, times] for key, times in count.counts.items()]
-            said = {"code": code, "text": text[-32000:], "time": time.time(), "calls": calls}
+            said = {"code": code, "text": text[-32000:], "time": time.time(), "calls": count.report()}
             os.write(report, (json.dumps(said) + "\n").encode())
 
         # A script that ends well has run to its end when its threads have; OneFlow's own handler comes after this one.
