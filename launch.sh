@@ -29,7 +29,7 @@ options
   -n N                number of ranks (default: the first of the script's
                       WORLD_SIZES, or 2 if it has none)
   --timeout SECONDS   end the job after that time, and show where each rank is
-                      (default: 600; 0: no limit)
+                      (default: no limit)
   --log-dir DIR       append the output of rank K to DIR/rank_K.log, and show
                       only that of the first rank
   -m MODULE           in place of SCRIPT: run a module as python -m does

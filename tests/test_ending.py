@@ -1,11 +1,13 @@
-"""How a job ends, decided from the outcomes of its nodes and the time, without any process."""
+"""How a job ends, what is silence, and which calls had no answer: decided without any process."""
 
 import json
+import os
 import signal
 from dataclasses import asdict
 
 import pytest
 
+from harness.start import unanswered
 from harness.start.ending import (
     VERDICT_DELAY,
     Cause,
@@ -17,7 +19,8 @@ from harness.start.ending import (
     outcome_from,
     with_restart,
 )
-from harness.start.output import Report
+from harness.start.output import Output, Report
+from harness.start.silence import Silence
 
 LEADER_OF_1 = {"nodes": 1, "is_leader": True, "connected": 0}
 LEADER_OF_2 = {"nodes": 2, "is_leader": True, "connected": 1}
@@ -100,3 +103,64 @@ def test_exit_code_for_the_shell(code, shell_code):
 
 def test_outcome_arrives_at_another_node_as_it_was_sent():
     assert outcome_from(json.loads(json.dumps(asdict(ABORTED_1)))) == ABORTED_1
+
+
+def test_each_silence_that_is_shown_is_shown_once_and_twice_as_long_as_the_last():
+    silence = Silence(300)
+    shown = [(now, silence.to_show(printed, now)) for printed, now in [(0, 299), (0, 300), (0, 9999), (10000, 10599)]]
+    assert shown == [(299, None), (300, 300), (9999, None), (10599, None)]
+    assert (silence.to_show(10000, 10600), silence.to_show(20000, 21199)) == (600, None)
+    assert Silence(0).to_show(0, 1e9) is None
+
+
+STACK = [b"Stack (most recent call first):\n", b'  File "mine.py", line 5 in <module>\n', b"  <no Python frame>\n"]
+WRITES = {  # what a rank writes, in pieces, and whether it ends the silence
+    "a line": ([b"step 1\n"], True),
+    "part of a line": ([b"."], True),
+    "a progress bar": ([b"1 of 2\r"], True),
+    "a traceback of Python": ([b"Traceback (most recent call last):\n", *STACK[1:2]], True),
+    "a stack that launch.sh asked for": (STACK, False),
+    "the same in pieces": ([b"Stack (most recent call first):\n  File ", b'"mine.py"', b", line 5 in f\n"], False),
+}
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("what", WRITES)
+def test_stacks_that_the_launcher_asks_for_do_not_end_a_silence(what, stream):
+    pieces, ends = WRITES[what]
+    output = Output(1, lambda rank: b"", [])
+    begin = output.printed = -1.0
+    for piece in pieces:
+        os.write(output.writing[stream][0], piece)
+        output.read(1)
+    output.close_writing()
+    output.close()
+    assert (output.printed != begin) == ends
+
+
+CALLS = {  # what each rank has called -> what is said of it
+    "nothing": ({0: [], 1: []}, []),
+    "all are answered": ({0: [["barrier", None, "a.py:3", 2]], 1: [["barrier", None, "a.py:3", 2]]}, []),
+    "answered in another line": ({0: [["barrier", None, "a.py:3", 2]], 1: [["barrier", None, "a.py:5", 2]]}, []),
+    "one rank leaves a loop earlier": (
+        {rank: [["all_reduce", None, "a.py:7", 9 + (rank != 3)], ["barrier", None, "a.py:9", 1]] for rank in range(4)},
+        ["flow.comm.all_reduce at a.py:7 was called 10 times by ranks 0, 1, 2; 9 times by rank 3"],
+    ),
+    "one line of two": (
+        {4: [["reduce", None, "a.py:3", 1], ["reduce", None, "a.py:5", 2]], 5: [["reduce", None, "a.py:5", 2]]},
+        ["flow.comm.reduce at a.py:3 was called 1 time by rank 4; 0 times by rank 5"],
+    ),
+    "sends and receives": ({0: [["send", 1, "a.py:3", 2]], 1: [["recv", 0, "a.py:5", 2]]}, []),
+    "a rank of another node": ({0: [["send", 2, "a.py:3", 2]], 1: []}, []),
+    "a send without a receive": (
+        {0: [["send", 1, "a.py:3", 2]], 1: [["recv", 0, "a.py:5", 1]]},
+        ["flow.comm.send to rank 1 was called 2 times at a.py:3 by rank 0; "
+         "flow.comm.recv from rank 0 1 time at a.py:5 by rank 1"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_calls_that_were_never_answered(what):
+    calls, said = CALLS[what]
+    assert list(unanswered.lines(calls)) == said

@@ -82,6 +82,7 @@ BAD_INPUT = {
     f"--nproc 2 {DATA}": "unrecognized arguments: --nproc; see ./launch.sh --help",
     "-n 2": "name a Python script, such as recipes/data_parallel.py",
     f"--timeout -1 {DATA}": "--timeout must be a number of seconds, or 0 for no limit, got -1",
+    f"--silent -1 {DATA}": "--silent must be a number of seconds, or 0 for never, got -1",
     f"--master_port 80 {DATA}": "--master_port must be from 1024 to 65535, got 80",
     "-n 2 -m": "behind -m type the name of one module, and its arguments: -m package.train --steps 3",
     "-mharness.plan x": "behind -m type the name of one module",
@@ -98,6 +99,10 @@ BAD_INPUT = {
     f"--nnodes 2 {HYBRID}": "--nnodes needs node 0's address, the same on each node: --master_addr HOST --master_port",
     f"--nnodes 3 --master_addr 127.0.0.1 --master_port 29500 {HYBRID}": "on 4 ranks, not on 3 (1 on each of 3 nodes)",
 }
+
+
+def test_job_has_no_time_limit_by_default():
+    assert checked([DATA]).timeout is None
 
 
 @pytest.mark.parametrize("line", BAD_INPUT)

@@ -15,6 +15,8 @@ from harness.start.recipe import ROOT
 
 LAUNCH = str(ROOT / "launch.sh")
 LONG = 300  # seconds for what takes few: only what hangs, or is left behind, takes longer
+LIMIT = 2 * LONG  # of launch.sh, so that a job ends too when the process that waits for it has been killed
+NO_JOB = ("list", "show", "bytes", "shell", "plan", "test", "docs", "bench", "faults", "meshes", "mutate", "--help")
 MARK = "COOKBOOK_TEST_JOB"
 NO_LIBIBVERBS = "libibverbs not available, ibv_fork_init skipped"
 WAITS = re.compile(r"^launch\.sh: waiting for .*\n", flags=re.MULTILINE)
@@ -51,8 +53,12 @@ class Run:
         self.cwd = Path(cwd)
         environment = {**CLEAN, MARK: self.mark, **variables}
         self.read = {"stdout": b"", "stderr": b""}  # by until()
+        command = [str(part) for part in command]
+        where = command.index(LAUNCH) + 1 if LAUNCH in command else len(command)
+        if command[where:] and command[where] not in NO_JOB:
+            command[where:where] = ["--timeout", str(LIMIT)]  # if there is another one, the last counts
         self.process = subprocess.Popen(
-            [str(part) for part in command],
+            command,
             cwd=cwd,
             env={name: value for name, value in environment.items() if value is not None},
             stdin=subprocess.DEVNULL,

@@ -220,7 +220,7 @@ def command(layout, case):
 
 
 def run_of_gpt(layout, case):
-    """The command that trains a layout, without launch.sh's time limit."""
+    """The command that trains a layout."""
     model, cluster = case.model, case.cluster
     data, tensor, pipeline = layout.mesh
     hosts = f"--nnodes {cluster.hosts} --node_rank K --master_addr HOST0 " if cluster.hosts > 1 else ""
@@ -228,7 +228,7 @@ def run_of_gpt(layout, case):
     options = ["--sequence-parallel"] * layout.sequence_parallel + ["--shard-weights"] * layout.shard_weights
     options += ["--recompute full"] * (layout.recompute == "full")
     parts = [
-        f"./launch.sh {hosts}-n {cluster.ranks_per_host} --timeout 0 gpt{device}",
+        f"./launch.sh {hosts}-n {cluster.ranks_per_host} gpt{device}",
         " ".join([f"--graph --data {data} --tensor {tensor} --pipeline {pipeline}", *options]),
         f"--num-layers {model.num_layers} --hidden-size {model.hidden_size} --num-heads {model.num_heads}"
         f" --seq-len {model.seq_len}",

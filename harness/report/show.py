@@ -22,6 +22,8 @@ from harness.start.errors import UsageError
 from harness.start.options import Parser, checked, file_of
 from harness.start.output import say
 
+TIMEOUT = 600.0  # seconds, by default: nobody sees whether a script that hangs still prints
+
 
 def keywords_of(script, arguments):
     """The keyword arguments for a script's `run`, from the command line; None if the script must be run whole.
@@ -51,7 +53,8 @@ def keywords_of(script, arguments):
 def measured(options):
     """What measure_script says of the script on each rank. Raises UsageError, PoolError."""
     keywords = keywords_of(options.script, options.arguments)
-    with Pool(options.nproc_per_node, options.timeout or 1e9) as pool:
+    timeout = TIMEOUT if options.timeout is None else options.timeout or 1e9
+    with Pool(options.nproc_per_node, timeout) as pool:
         script = {"path": file_of(options), "module": options.module, "argv": options.arguments}
         results = pool.call(MEASURE_SCRIPT, keywords=keywords, **script)
     if "refusal" in results[0]:

@@ -7,13 +7,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from harness.start import ending
+from harness.start import ending, unanswered
 from harness.start.ending import Cause, Outcome, Received
 from harness.start.errors import UsageError
 from harness.start.nodes import Nodes
 from harness.start.options import checked, same_on_all_nodes
 from harness.start.output import Output, encoded, say, write
 from harness.start.ranks import RankAssignment, RankProcesses, check_loopback, is_consequence, reserve_port
+from harness.start.silence import HOW_TO_END, Silence
 
 
 class Job:
@@ -28,6 +29,7 @@ class Job:
         self.dump_requested = False  # by SIGUSR1
         self.logs = []  # a file for each rank of this node
         self.deadline = time.monotonic() + (options.timeout or float("inf"))
+        self.silence = Silence(options.silent)
 
     def run(self):
         end_signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
@@ -75,7 +77,7 @@ class Job:
             else:
                 wanted = self.options.master_port if self.nodes.nnodes == 1 else 0
                 port = stack.enter_context(reserve_port(wanted)).getsockname()[1]
-            start = self.nodes.begin(port, self.deadline, lambda: self.signals)
+            start = self.nodes.begin(port, self.deadline, self.options.silent, lambda: self.signals)
             if start is None:
                 say(f"{signal.Signals(self.signals[0]).name}: nothing was started")
                 return Outcome(128 + self.signals[0], Cause.SIGNAL, self.nodes.node_rank)
@@ -136,13 +138,21 @@ class Job:
 
     def watch(self, ranks, output, attempt):
         """Wait for the end of the job, on this node or another; returns the Outcome that all nodes agree on."""
-        here, received = None, []
+        here, received, told = None, [], 0.0
         while True:
             output.read(0.02)
             if self.dump_requested:
                 self.dump_requested = False
-                ranks.dump_tracebacks()
+                ranks.dump_tracebacks(signal.SIGUSR1)
             now = time.monotonic()
+            if self.nodes.is_leader:
+                silent = self.silence.to_show(output.printed, now)
+                if silent:
+                    self.nodes.send(silent=silent, attempt=attempt)
+                    self.show_silence(silent, ranks, output)
+            elif output.printed > told and now > told + 1:
+                told = now
+                self.nodes.send(printed=True, attempt=attempt)
             if here is None:
                 here = self.outcome_here(ranks, output)
                 if here:
@@ -154,6 +164,10 @@ class Job:
                     received.append(Received(lost, now))
                 elif message.get("attempt") != attempt:  # of an earlier one
                     continue
+                elif "printed" in message:  # on another node
+                    output.printed = now
+                elif "silent" in message:
+                    self.show_silence(message["silent"], ranks, output)
                 elif "verdict" in message:
                     return ending.outcome_from(message["verdict"])
                 else:
@@ -205,7 +219,7 @@ class Job:
             for rank in range(self.nproc_per_node):
                 output.show_error(rank)
         if outcome.cause is Cause.TIME_LIMIT:
-            self.show_ranks(outcome, ranks, output)
+            self.show_ranks(outcome.text, ranks, output)
         elif outcome.cause is Cause.ARGUMENTS:
             write(sys.stderr, encoded(outcome.text) + b"\n")
         elif outcome.code and not (outcome.cause is Cause.READER and here):
@@ -215,9 +229,16 @@ class Job:
         if outcome.restart:
             say(f"restart {outcome.restart} of {self.options.max_restarts}")
 
-    def show_ranks(self, outcome, ranks, output):
-        """Show where each rank is when the time limit is reached."""
-        say(f"{outcome.text}: this is where each rank is")
+    def show_silence(self, seconds, ranks, output):
+        """Show where each rank is when none has printed for so long."""
+        text = f"no rank has printed for {seconds:g} s"
+        self.log(text)
+        self.show_ranks(text, ranks, output)
+        say(f"the job continues; {HOW_TO_END}")
+
+    def show_ranks(self, why, ranks, output):
+        """Show where each rank of this node is."""
+        say(f"{why}: this is where each rank is")
         ranks.dump_tracebacks()
         end = time.monotonic() + 1
         while time.monotonic() < end:
@@ -227,6 +248,11 @@ class Job:
             if state == "is running" and report.code is not None:
                 state = "has run to its end"
             say(f"rank {self.first + rank} of {self.world_size} {state}")
+        if all(report.code == 0 for report in output.reports) and len(ranks.exit_codes()) < self.nproc_per_node:
+            others = ", or the ranks of another node still run" if self.nodes.nnodes > 1 else ""
+            say(f"every rank{self.where} has run to its end, but a collective was never answered{others}")
+            for line in unanswered.lines({self.first + k: report.calls for k, report in enumerate(output.reports)}):
+                say(line)
 
 
 def main(arguments):

@@ -66,17 +66,18 @@ class Nodes:
                 return {"lost": str(peer), "node": peer.hello["node"]}
         return None
 
-    def begin(self, port, deadline, stopped):
+    def begin(self, port, deadline, silent, stopped):
         """Begin an attempt together with all nodes; returns arguments of RankAssignment, or None if it is stopped.
 
-        port: of rank 0, on node 0. deadline: of the wait for other nodes, by time.monotonic(). stopped: a function that
-        says whether to wait no longer. Raises UsageError.
+        port: of rank 0, on node 0. deadline: of the wait for other nodes, by time.monotonic(). silent: seconds after
+        which to say once more for whom it waits. stopped: a function that says whether to wait no longer. Raises
+        UsageError.
         """
         if not self.is_leader:
-            return self.start if wait_for(Joining(self), deadline, stopped) else None
+            return self.start if wait_for(Joining(self), deadline, silent, stopped) else None
         if self.nnodes > 1 and self.start is None:
             self.gathering = Gathering(self)
-            if not wait_for(self.gathering, deadline, stopped):
+            if not wait_for(self.gathering, deadline, silent, stopped):
                 return None
             self._check_hosts()
         self._send_start(port)

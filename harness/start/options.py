@@ -31,7 +31,8 @@ def parser():
     options.add_argument("--master_port", "--master-port", type=int, default=0)
     options.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
     options.add_argument("--log-dir", "--log_dir")
-    options.add_argument("--timeout", type=float, default=600.0)
+    options.add_argument("--timeout", type=float)
+    options.add_argument("--silent", type=float, default=300.0)
     options.add_argument("--grace", type=float, default=25.0)
     add_script(options)
     return options
@@ -74,8 +75,10 @@ def checked(arguments):
     if options.script is None and options.module is None:
         raise UsageError("name a Python script, such as recipes/data_parallel.py")
     sizes = find_script(options)
-    if not options.timeout >= 0:
+    if options.timeout is not None and not options.timeout >= 0:
         raise UsageError(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
+    if not options.silent >= 0:
+        raise UsageError(f"--silent must be a number of seconds, or 0 for never, got {options.silent:g}")
     if not options.grace >= 0:
         raise UsageError(f"--grace must be a number of seconds, 0 or more, got {options.grace:g}")
     if options.master_port and not 1024 <= options.master_port <= 65535:

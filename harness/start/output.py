@@ -8,11 +8,13 @@ import os
 import re
 import selectors
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Optional
 
 # How glog begins an error that ends the process.
 FATAL = re.compile(rb"F\d{8} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\] ")
+TRACE = re.compile(rb"Stack \(most |  File |  \.\.\.|  <no Python frame>")  # how lines of faulthandler begin
 NOISE = (b"libibverbs not available",)  # OneFlow warns of it on every host without InfiniBand
 PIPE_SIZE = 65536  # bytes that a pipe of Linux holds
 
@@ -44,6 +46,7 @@ class Report:
     code: Optional[int] = None
     text: str = ""  # a traceback, or what argparse printed
     time: float = float("inf")
+    calls: list = field(default_factory=list)  # of flow.comm: see CountCalls in rank.py
 
 
 class Lines:
@@ -79,6 +82,7 @@ class Output:
         self.fatal = [[] for _ in range(count)]  # lines from a fatal error on: it may only follow from another rank's
         self.closed = False  # whether the reader of our standard output or error has closed it
         self.on_terminal = True
+        self.printed = time.monotonic()  # when a rank wrote last, apart from the stacks that the launcher asks for
         self.selector = selectors.DefaultSelector()
         self.pipes, self.writing = [], {}
         for kind, handle in (("stdout", self._stdout), ("stderr", self._stderr), ("pipes", self._report)):
@@ -133,6 +137,8 @@ class Output:
     def _lines(self, rank, lines, data):
         """The lines that are complete now, also written into the logs."""
         complete = lines.add(data)
+        if not all(TRACE.match(line) for line in [*complete, lines.rest] if line):
+            self.printed = time.monotonic()
         if self.logs:
             self.logs[rank].write(b"".join(complete))
         return complete

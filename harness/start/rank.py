@@ -3,14 +3,17 @@
 `-m MODULE` in place of SCRIPT does what `python -m MODULE` does.
 
 OneFlow 0.9.0 leaves a job hanging when one rank raises or exits with an error, so this wrapper ends such a rank at
-once and reports its traceback. It also makes ranks wait for rank 0, and dies with the launcher. It imports neither
-OneFlow nor anything else of the harness.
+once and reports its traceback. It also makes ranks wait for rank 0, counts calls of flow.comm, and dies with the
+launcher. It imports neither OneFlow nor anything else of the harness.
 """
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
+import importlib.util
 import json
 import os
 import runpy
@@ -62,11 +65,65 @@ class WaitForRank0:
         return None
 
 
+class CountCalls:
+    """An import hook: counts the calls of each function of flow.comm on this rank, by the line that calls it."""
+
+    def __init__(self):
+        self.counts = {}  # (function, other rank of send and recv, file, line) -> number of calls that returned
+
+    def report(self):
+        """[[function, other rank, "file.py:line", number of calls], ...]"""
+        counts = self.counts.items()
+        return [[*call, f"{os.path.basename(file)}:{line}", times] for (*call, file, line), times in counts]
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "oneflow":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec and spec.loader:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), self.wrap(module))
+        return spec
+
+    def wrap(self, oneflow):
+        comm = getattr(oneflow, "comm", None)
+        for name, function in list(vars(comm).items()) if comm else ():
+            if callable(function):
+                setattr(comm, name, self.counting(function, name, os.path.dirname(oneflow.__file__)))
+
+    def counting(self, function, name, package):
+        """A function that calls this one, and counts. package: the folder of OneFlow."""
+        place, keyword = {"send": (1, "dst"), "recv": (0, "src")}.get(name, (0, None))
+
+        @functools.wraps(function)
+        def call(*arguments, **keywords):
+            result = function(*arguments, **keywords)
+            frame, other = sys._getframe(1), None
+            if frame.f_globals.get("__name__") == "oneflow.comm.comm_ops":  # there scatter calls send and recv
+                return result
+            while frame.f_back and frame.f_code.co_filename.startswith(package):  # SyncBatchNorm calls all_reduce
+                frame = frame.f_back
+            if keyword:
+                other = int(arguments[place] if len(arguments) > place else keywords[keyword])
+            key = name, other, frame.f_code.co_filename, frame.f_lineno
+            self.counts[key] = self.counts.get(key, 0) + 1
+            return result
+
+        return call
+
+
 def traceback_of(error):
     """The traceback as Python prints it, without the frames of this wrapper."""
     entry = error.__traceback__
     while entry and entry.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         entry = entry.tb_next
+    last = entry
+    while last and last.tb_next:  # in the middle are those of CountCalls
+        if last.tb_next.tb_frame.f_code.co_filename == __file__:
+            last.tb_next = last.tb_next.tb_next
+        else:
+            last = last.tb_next
     return "".join(traceback.format_exception(type(error), error, entry)).rstrip()
 
 
@@ -113,13 +170,17 @@ def run(script, module=None):
 
 def main():
     die_with_parent()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # shows the line at which this rank is
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the launcher has blocked it: it would have killed us
+    # These show the line at which this rank is. The launcher sends SIGUSR1 only if it gets one itself: the script may
+    # have a handler of its own, such as one that saves a checkpoint and exits.
+    for signum in (signal.SIGUSR1, signal.SIGRTMAX):
+        faulthandler.register(signum, all_threads=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})  # the launcher has blocked it: it would have killed us
     report = int(os.environ.pop("HARNESS_REPORT", "-1"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     load_blas()
-    sys.meta_path.insert(0, WaitForRank0())
+    count = CountCalls()
+    sys.meta_path[:0] = [WaitForRank0(), count] if report >= 0 else [WaitForRank0()]
     script, module = sys.argv[1], None
     sys.argv = sys.argv[1:]
     if script == "-m":
@@ -127,7 +188,13 @@ def main():
     sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
     code, text = run(script, module)
     if report >= 0:
-        os.write(report, (json.dumps({"code": code, "text": text[-32000:], "time": time.time()}) + "\n").encode())
+
+        def send_report():
+            said = {"code": code, "text": text[-32000:], "time": time.time(), "calls": count.report()}
+            os.write(report, (json.dumps(said) + "\n").encode())
+
+        # A script that ends well has run to its end when its threads have; OneFlow's own handler comes after this one.
+        send_report() if code else atexit.register(send_report)
     elif text:
         print(text, file=sys.stderr)
     if code:

@@ -17,6 +17,7 @@ from harness.start.cores import available
 from harness.start.errors import UsageError
 
 RANK = str(Path(__file__).with_name("rank.py"))
+TRACE_SIGNALS = {signal.SIGUSR1, signal.SIGRTMAX}  # by which a rank shows its line; see rank.py
 
 
 def reserve_port(port=0):
@@ -42,7 +43,7 @@ def reserve_port(port=0):
 
 
 def check_loopback():
-    """Raises UsageError if processes of this host cannot connect to each other: ranks would wait until --timeout."""
+    """Raises UsageError if processes of this host cannot connect to each other: ranks would wait in vain."""
     with socket.socket() as unused, socket.socket() as probe:
         unused.bind(("0.0.0.0", 0))
         probe.settimeout(5)
@@ -113,7 +114,7 @@ class RankProcesses:
         bind: whether to bind each rank to its cores.
         """
         self.processes, self.job = [], uuid.uuid4().hex
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # a rank lets it through when it can handle it
+        signal.pthread_sigmask(signal.SIG_BLOCK, TRACE_SIGNALS)  # a rank lets them through when it can handle them
         try:
             for rank in range(assignment.nproc_per_node):
                 own = {"HARNESS_JOB": self.job, name: str(pipes[rank])}
@@ -133,7 +134,7 @@ class RankProcesses:
             self.end(grace=0)
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, TRACE_SIGNALS)
 
     def __enter__(self):
         return self
@@ -154,10 +155,10 @@ class RankProcesses:
             stopped = stat.read().rpartition(")")[2].split()[0] in "Tt"
         return "is stopped (SIGSTOP, or a debugger)" if stopped else "is running"
 
-    def dump_tracebacks(self):
+    def dump_tracebacks(self, signum=signal.SIGRTMAX):
         """Ask each rank that runs to show, on its standard error, the line at which it is."""
         for process in self.processes:
-            process.send_signal(signal.SIGUSR1)  # does nothing if the process has ended
+            process.send_signal(signum)  # does nothing if the process has ended
 
     def ask_to_end(self):
         """Send SIGTERM to each rank, not to what it has started: the workers of a DataLoader must not end before it."""

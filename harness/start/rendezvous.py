@@ -12,23 +12,27 @@ import time
 from harness.start.errors import UsageError
 from harness.start.output import say
 from harness.start.peer import Peer
+from harness.start.silence import HOW_TO_END
 
 NOTICE_DELAY = 2.0  # seconds after which a launcher says for which nodes it waits
 PAUSE = 0.02  # seconds between two steps
 
 
-def wait_for(meeting, deadline, stopped):
-    """Wait until all are there; False if `stopped()` is true before. Raises UsageError after the deadline."""
-    notice = time.monotonic() + NOTICE_DELAY
+def wait_for(meeting, deadline, silent, stopped):
+    """Wait until all are there; False if `stopped()` is true before. Raises UsageError after the deadline.
+
+    silent: seconds after which to say once more for whom it waits, with what to check; 0: never.
+    """
+    begin, check = time.monotonic(), "check that launch.sh runs there and can reach this host"
+    later = silent or float("inf")
+    notices = [(NOTICE_DELAY, "waiting for {}"), (later, f"still waiting for {{}}; {check}; {HOW_TO_END}")]
     while not meeting.step():
         if stopped():
             return False
         if time.monotonic() > deadline:
-            check = "check that launch.sh runs there and can reach this host"
             raise UsageError(f"{meeting.missing()} did not come within --timeout; {check}")
-        if time.monotonic() > notice:
-            notice = float("inf")
-            say(f"waiting for {meeting.missing()}")
+        if notices and time.monotonic() > begin + notices[0][0]:
+            say(notices.pop(0)[1].format(meeting.missing()))
         time.sleep(PAUSE)
     return True
 
@@ -62,7 +66,7 @@ class Gathering:
         return len(self.nodes.peers) == self.nodes.nnodes - 1
 
     def turn_away(self):
-        """While the job runs, refuse launchers that come: one that was started twice would wait until --timeout."""
+        """While the job runs, refuse launchers that come: one that was started twice would wait in vain."""
         for peer, hello in self._hellos():
             self._take_in(peer, hello, self._refusal(hello) or "the job at this port runs already")
 

@@ -161,7 +161,7 @@ def attempt(block, folder, longer):
     output, port = folder / "output", str(free_port())
     if block.how == "shell":
         code = re.sub(rf"\b{PORT}\b", port, block.code)
-        code = re.sub(r"(\bsleep|--timeout) (\d+)", lambda found: f"{found[1]} {int(found[2]) * longer}", code)
+        code = re.sub(r"(\bsleep|--timeout|--silent) (\d+)", lambda found: f"{found[1]} {int(found[2]) * longer}", code)
         code = re.sub(r"\./launch\.sh\b", LAUNCH, code).replace("recipes/", f"{ROOT}/recipes/")
         command = ["bash", "-c", code]
     else:
@@ -181,7 +181,8 @@ def attempt(block, folder, longer):
     job.process.communicate()
     assert job.all_gone()
     text = plain(output.read_text(errors="replace"), folder, port)
-    return code, re.sub(r"(?<=time limit of )\d+", lambda found: str(int(found[0]) // longer), text), seconds
+    text = re.sub(r"(?<=time limit of )\d+|(?<=has printed for )\d+", lambda found: str(int(found[0]) // longer), text)
+    return code, text, seconds
 
 
 def complaints(block, code, text, seconds):

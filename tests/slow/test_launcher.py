@@ -296,6 +296,56 @@ def test_rank_that_writes_without_end_is_ended_by_the_time_limit(script):
     assert "rank 1 of 2 is running" in job.out, job.out
 
 
+def test_silent_job_is_shown_where_it_is_and_continues(script, tmp_path):
+    """Its own handler of SIGUSR1, such as one that saves a checkpoint and exits, is not called."""
+    own = "signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(9))\nprint('ready', flush=True)\n"
+    path = script(f"{own}{UNTIL_GO}\nprint('done')")
+    job = Run(LAUNCH, "-n", 2, "--silent", 1, path, cwd=tmp_path).until("ready", times=2)
+    job.until(f'File "{path}", line 5 in <module>', times=2, stream="stderr")
+    job.until("launch.sh: the job continues; to end it, press Ctrl-C, ", stream="stderr")
+    (tmp_path / "go").touch()
+    ended([job])
+    assert (job.code, sorted(job.out.splitlines())) == (0, [f"[{k}] {w}" for k in (0, 1) for w in ("done", "ready")])
+    seconds = re.findall(r"^launch.sh: no rank has printed for (\d+) s: ", job.err, flags=re.MULTILINE)
+    assert seconds in (["1"], ["1", "2"])  # of the start, on a busy machine, and of the script
+
+
+NEVER_ANSWERED = "launch.sh: every rank has run to its end, but a collective was never answered"
+ONE_LESS = {  # what rank 0 alone calls, or once more than rank 1 -> what is said of it, behind "flow.comm."
+    "flow.comm.all_reduce(x)": "all_reduce at mine.py:6 was called 1 time by rank 0; 0 times by rank 1",
+    "flow.comm.barrier()": "barrier at mine.py:6 was called 1 time by rank 0; 0 times by rank 1",
+    "y = flow.comm.recv(1, (4,), flow.float32, 'cpu')": "send to rank 0 was called 0 times by rank 1; "
+    "flow.comm.recv from rank 1 1 time at mine.py:6 by rank 0",
+    "y = t.to_global(sbp=flow.sbp.broadcast)": None,  # only calls of flow.comm are counted
+}
+
+
+@pytest.mark.parametrize("call", ONE_LESS)
+def test_collective_that_one_rank_calls_more_than_the_other(script, call):
+    t = "flow.ones(4, placement=flow.placement.all('cpu'), sbp=flow.sbp.split(0))"
+    head = f"{MET}x, t = flow.ones(4), {t}\n"
+    path = script(f"if rank == 0: {call}\nprint('end', flush=True)", head)
+    job = Run(LAUNCH, "-n", 2, "--silent", 2, path).until("end", times=2)
+    job.until(NEVER_ANSWERED, stream="stderr")
+    ended([job.signal(signal.SIGINT)])
+    said = [line for line in job.err.splitlines() if line.startswith("launch.sh: flow.comm.")]
+    assert said == ([f"launch.sh: flow.comm.{ONE_LESS[call]}"] if ONE_LESS[call] else []), job.err
+
+
+def test_rank_whose_thread_runs_has_not_run_to_its_end(script):
+    path = script("import threading\nthreading.Thread(target=time.sleep, args=(1000,)).start()\nprint('ready')")
+    job = launch("-n", 1, "--timeout", 4, path)
+    assert job.out == "ready\n" and "launch.sh: rank 0 of 1 is running" in job.err, job.err
+    assert NEVER_ANSWERED not in job.err
+
+
+def test_collective_that_refuses_its_argument_shows_the_lines_of_the_user_and_of_oneflow(script):
+    path = script("if rank == 1: flow.comm.all_reduce(7)\nflow.comm.barrier()", MET)
+    job = launch("-n", 2, path)
+    assert f'[1]   File "{path}", line 5, in <module>' in job.err and "in all_reduce" in job.err, job.err
+    assert "rank.py" not in job.err
+
+
 def test_port_of_another_job_is_refused(script):
     port = free_port()
     first = Run(LAUNCH, "-n", 2, "--master_port", port, script(SLEEPS)).until("ready")

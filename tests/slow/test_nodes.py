@@ -145,6 +145,35 @@ def test_node_that_comes_late(hosts, script):
     assert (second.code, second.err, second.waited.count("\n")) == (0, "", 1)
 
 
+def test_node_that_comes_after_the_silence(script):
+    """No limit ends the wait, and the launcher says once more for whom it waits, and what to check."""
+    port, path = free_port(), script("print('met')")
+    [second] = start(None, "-n", 1, "--silent", 3, path, only=[1], port=port)
+    second.until("launch.sh: still waiting for node 0 at ", stream="stderr")
+    [first] = start(None, "-n", 1, path, only=[0], port=port)
+    ended([first, second])
+    assert (first.code, first.out, second.code, second.out) == (0, "[0] met\n", 0, "[1] met\n")
+    assert second.err.count("\n") == 1 and "; check that launch.sh runs there" in second.err
+    assert second.err.endswith("; to end it, press Ctrl-C, or start it with --timeout SECONDS\n")
+
+
+def test_silent_job_is_shown_on_every_node(script):
+    runs = start(None, "-n", 1, "--silent", 2, script(SLEEPS))
+    for rank, run in enumerate(runs):
+        run.until("launch.sh: no rank has printed for ", stream="stderr")
+        run.until(f"launch.sh: rank {rank} of 2 is running", stream="stderr")
+    runs[1].signal(signal.SIGINT)
+    assert [run.code for run in ended(runs)] == [130, 130]
+
+
+def test_what_ranks_of_another_node_print_ends_the_silence(script):
+    """As in most training scripts, where one rank prints the loss."""
+    lines = "for i in range(150 if rank else 1): print(i, flush=True); time.sleep(0.1)\n"
+    runs = start(None, "-n", 1, "--silent", 10, script(f"{lines}if not rank: time.sleep(15)"))
+    for rank, run in enumerate(ended(runs)):
+        assert (run.code, run.err) == (0, "") and f"[{rank}] 0\n" in run.out
+
+
 def test_launchers_of_two_jobs_do_not_mix(script, tmp_path):
     """Some of an earlier try that still wait, or of another job at this port: the job goes on without them."""
     port, path = free_port(), script("print('met')")
@@ -165,7 +194,7 @@ def test_launchers_of_two_jobs_do_not_mix(script, tmp_path):
 
 
 def test_node_that_is_started_twice_is_told_so_while_the_job_runs(script):
-    """It would wait in vain until --timeout; and a second job at this port would take in launchers of the first."""
+    """It would wait in vain; and a second job at this port would take in launchers of the first."""
     port, path = free_port(), script(SLEEPS)
     runs = start(None, "-n", 1, path, port=port)
     runs[0].until("ready")
@@ -203,7 +232,7 @@ def test_nodes_wait_for_a_rank_that_saves_a_checkpoint_at_sigterm(script, tmp_pa
 
 
 def test_node_without_a_loopback_interface_is_refused(hosts, script):
-    """Its ranks would wait for each other until --timeout."""
+    """Its ranks would wait for each other in vain."""
     if not hosts.real:
         pytest.skip(NO_HOSTS)
     hosts.loopback(1, "down")
