@@ -44,22 +44,23 @@ def saving(path, **arguments):
     return done
 
 
-SMALL = {
+TINY = {"batch_size": 2, "seq_len": 4, "num_layers": 1, "hidden_size": 8, "num_heads": 2}
+SAVING_TWICE = {
     "checkpoint": {},
     "elastic_training": {},
-    "gpt": {"steps": 2, "save_every": 1, "batch_size": 2, "seq_len": 4, "num_layers": 1, "hidden_size": 8, "num_heads": 2},
+    "gpt": {"steps": 2, "save_every": 1, **TINY},
 }
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SAVING_TWICE)
 def test_checkpoint_is_on_disk_before_it_gets_its_name_and_so_is_the_name_before_another_goes(
     pools, tmp_path, name, graph
 ):
     """Else a host that loses power may come back with the name and without the data, or with no checkpoint at all."""
     (tmp_path / "unfinished").mkdir()  # a crash may leave one
     (tmp_path / "unfinished" / "left").touch()
-    arguments = {"path": str(path_of(name)), "checkpoint_dir": str(tmp_path), "graph": graph, **SMALL[name]}
+    arguments = {"path": str(path_of(name)), "checkpoint_dir": str(tmp_path), "graph": graph, **SAVING_TWICE[name]}
     done, other = pools(2).call(f"{__file__}:saving", **arguments)
     on_disk, times = {}, 0
     for what, sizes in [*done, ("ended", {})]:
