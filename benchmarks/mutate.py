@@ -61,7 +61,6 @@ MESHES = "|".join(map(re.escape, ("[[0, 1], [2, 3]]", "[[0, 3], [1, 2]]", MESH_2
 ALL = rf"(list\(range\((n|world_size|{re.escape(WORLD)})\)\)|{MESHES})"
 SORTED = "OneFlow sorts the ranks of a placement"
 SAME = "it is B already, and to_global keeps an SBP that it is not told to change"
-WRITER_READS = "rank 0, which alone writes the checkpoint, alone reads it"
 ONE_HALF = "main is run on two ranks, whose half is one"
 REPLACED = "the layout puts a class of its own in place of the layer's, with another forward"
 # What is found in a recipe's name and the change -> why nothing changes; a survivor with a reason is no failure.
@@ -79,9 +78,7 @@ EQUIVALENT = {
     rf"spawn.py: .* -> flow.matmul\(x, {re.escape(WHOLE)}\(self.w\)\)$": "the weight is B already",
     r"spawn.py: rank == 0 -> (True|False)$": "it only says how long a rank waits for rank 0",
     r"elastic_training.py: .* - 1 -> True$": "the job ends when one rank dies, and when all do",
-    r"(checkpoint|elastic_training|gpt).py: flow.comm.barrier\(\) -> pass$": WRITER_READS,
     r"checkpoint.py: flow.placement\(args.device, list\(range\(max.*\[(:1|-1:)\]\)$": ONE_HALF,
-    r"hello_ranks.py: flow.comm.barrier\(\) -> pass$": "it only orders what the ranks print",
     r"os.close\(\w+\) -> pass$": "a few files stay open until the end",
     r"data_loading.py: flow\.tensor\(own, .*::-1\]\.copy\(\)": "the numbers of the samples are sorted afterwards",
     r"spawn.py: theirs.close\(\) -> pass$": "CPython closes it when start_rank returns",

@@ -94,29 +94,6 @@ def losses(path, **arguments):
     return [float(loss) for loss in call_entry(recipe.load(path), arguments)[1]]
 
 
-def saving(path, **arguments):
-    """Train gpt.py; in order what is put on disk, {path: size}, and what gets its name, with the sizes of its files."""
-    fsync, replace, events = os.fsync, os.replace, []
-
-    def sizes(place):
-        """Of a file its bytes, of a folder how many files are in it."""
-        inside = [place, *place.rglob("*")]
-        return {str(one): len(list(one.iterdir())) if one.is_dir() else one.stat().st_size for one in inside}
-
-    def recording_fsync(descriptor):
-        place = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        events.append(("on disk", {str(place): sizes(place)[str(place)]}))
-        fsync(descriptor)
-
-    def recording_replace(source, target):
-        events.append(("named", sizes(pathlib.Path(source))))
-        replace(source, target)
-
-    with replaced({(os, "fsync"): recording_fsync, (os, "replace"): recording_replace}):
-        call_entry(recipe.load(path), arguments)
-    return events
-
-
 def die(path, moment, step, **arguments):
     """Run gpt.py; rank 0 dies in this step: before it saves, with not all files written, or before it is named."""
     module = recipe.load(path)

@@ -73,12 +73,13 @@ def saved(path, weights, target, fails=False):
 
 
 def order_of_saving(path, target):
-    """What this rank does with the file while it saves: (what, bytes that the file has by then) in order."""
+    """What this rank puts on disk, names and waits for while it saves, in order, each with its size by then."""
     module, done = recipe.load(path), []
     fsync, replace, barrier = os.fsync, os.replace, flow.comm.barrier
 
     def recording_fsync(descriptor):
-        done.append(("on disk", os.fstat(descriptor).st_size))
+        place = os.readlink(f"/proc/self/fd/{descriptor}")
+        done.append((place, len(os.listdir(place)) if os.path.isdir(place) else os.path.getsize(place)))
         fsync(descriptor)
 
     def recording_replace(source, name):

@@ -44,22 +44,34 @@ def saving(path, **arguments):
     return done
 
 
+TINY = {"batch_size": 2, "seq_len": 4, "num_layers": 1, "hidden_size": 8, "num_heads": 2}
+SAVING_TWICE = {
+    "checkpoint": {},
+    "elastic_training": {},
+    "gpt": {"steps": 2, "save_every": 1, **TINY},
+}
+
+
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("name", ["checkpoint", "elastic_training"])
-def test_checkpoint_is_on_disk_before_it_gets_its_name(pools, tmp_path, name, graph):
-    """Else a host that loses power may come back with the name and without the data."""
+@pytest.mark.parametrize("name", SAVING_TWICE)
+def test_checkpoint_is_on_disk_before_it_gets_its_name_and_so_is_the_name_before_another_goes(
+    pools, tmp_path, name, graph
+):
+    """Else a host that loses power may come back with the name and without the data, or with no checkpoint at all."""
     (tmp_path / "unfinished").mkdir()  # a crash may leave one
     (tmp_path / "unfinished" / "left").touch()
-    arguments = {"path": str(path_of(name)), "checkpoint_dir": str(tmp_path), "graph": graph}
+    arguments = {"path": str(path_of(name)), "checkpoint_dir": str(tmp_path), "graph": graph, **SAVING_TWICE[name]}
     done, other = pools(2).call(f"{__file__}:saving", **arguments)
     on_disk, times = {}, 0
-    for what, sizes in done:
+    for what, sizes in [*done, ("ended", {})]:
         if what == "named":
             assert sizes.items() <= on_disk.items() and f"{tmp_path}/unfinished/left" not in sizes
             on_disk, times = {}, times + 1
         elif what == "on disk":
             on_disk.update(sizes)
-    assert times > 0 and other == []  # rank 0 alone clears, writes and names
+        elif times:  # cleared, or ended
+            assert str(tmp_path) in on_disk, "the folder with the new name"
+    assert times == 2 and other == []  # rank 0 alone clears, writes and names
 
 
 def resumed(path, checkpoint_dir, graph):

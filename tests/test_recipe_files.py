@@ -30,6 +30,18 @@ def docstring(name):
     return ast.get_docstring(ast.parse(source(name)))
 
 
+def functions(name):
+    """The text of each function at the top level of a recipe, by its name."""
+    nodes = [node for node in ast.parse(source(name)).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_source_segment(source(name), node) for node in nodes}
+
+
+@pytest.mark.parametrize("function, times", [("save", 3), ("fsync", 4)])
+def test_recipes_have_one_way_to_save(function, times):
+    texts = [functions(name)[function] for name in RECIPE_NAMES if function in functions(name)]
+    assert len(texts) == times and len(set(texts)) == 1
+
+
 def drawing(name):
     """The rows of the table in a docstring: (tensor, shape, one cell for each rank and the SBP)."""
     for line in docstring(name).splitlines():

@@ -51,7 +51,8 @@ def run(ranks, graph=False, seed=0, rows=None, columns=None):
     rng = np.random.default_rng(seed)
     parts = rng.integers(-9, 10, (n, rows, columns)).astype(np.float32)  # small integers, so nothing rounds
 
-    x = {sbp: flow.tensor(parts.sum(axis=0), placement=ranks, sbp=SBPS[sbp]) for sbp in ("B", "S(0)", "S(1)")}
+    total = parts[ranks.ranks].sum(axis=0)
+    x = {sbp: flow.tensor(total, placement=ranks, sbp=SBPS[sbp]) for sbp in ("B", "S(0)", "S(1)")}
     part = flow.tensor(parts[rank], device=ranks.type)  # local: each rank has its own
     x["P"] = part.to_global(placement=ranks, sbp=flow.sbp.partial_sum)
     module = Conversions()

@@ -53,32 +53,42 @@ class TrainingGraph(flow.nn.Graph):
 
 def split_rows(array, ranks):
     """A global tensor, S(0), from each rank's own rows; flow.tensor would send the whole array, to compare copies."""
-    rank, parts = flow.env.get_rank(), np.array_split(array, ranks.ranks.size)
-    rows = parts[rank] if rank in ranks.ranks else array[:0]
+    rank, members = flow.env.get_rank(), ranks.ranks.tolist()
+    rows = np.array_split(array, len(members))[members.index(rank)] if rank in members else array[:0]
     return flow.tensor(rows, device=ranks.type).to_global(placement=ranks, sbp=flow.sbp.split(0))
 
 
 def save(state, checkpoint_dir, step):
-    """Save a checkpoint, named by its step, in place of the one before. All ranks call it."""
+    """Save a checkpoint, named by its step; OSError if there is one of that name. All ranks call it."""
     unfinished = pathlib.Path(checkpoint_dir, "unfinished")
     if flow.env.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # a crash may have left one
     flow.save(state, unfinished, global_dst_rank=0)  # gathers each tensor on rank 0, which alone writes
     if flow.env.get_rank() == 0:
         for path in [*unfinished.rglob("*"), unfinished]:
-            file = os.open(path, os.O_RDONLY)
-            os.fsync(file)  # everything is on disk before it gets its name
-            os.close(file)
+            fsync(path)  # everything is on disk before it gets its name
         os.replace(unfinished, unfinished.with_name(str(step)))
-        for older in checkpoints(checkpoint_dir)[:-1]:
-            shutil.rmtree(f"{checkpoint_dir}/{older}")
-    flow.comm.barrier()  # no rank continues before it is there
+        fsync(checkpoint_dir)  # the name is on disk before an older checkpoint may be removed
+
+
+def fsync(path):
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def checkpoints(checkpoint_dir):
     """The steps of the checkpoints that are there, without an unfinished one."""
     names = [path.name for path in pathlib.Path(checkpoint_dir).glob("*")]
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def remove_older(checkpoint_dir):
+    """Remove all checkpoints but the last."""
+    if flow.env.get_rank() == 0:
+        for older in checkpoints(checkpoint_dir)[:-1]:
+            shutil.rmtree(f"{checkpoint_dir}/{older}")
 
 
 def last_step(checkpoint_dir):
@@ -129,6 +139,7 @@ def train(ranks, graph=False, seed=0, steps=4, save_every=2, checkpoint_dir=None
             else:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             save({**state, "losses": losses}, checkpoint_dir, step)
+            remove_older(checkpoint_dir)
     return model, losses
 
 
@@ -153,6 +164,7 @@ def main():
         print(f"resumes after step {done}, from its checkpoint" if done else "starts with step 1: no checkpoint")
     if args.die and not done:  # once: not in the job that resumes
         train(ranks, args.graph, steps=args.die, **options)
+        flow.comm.barrier()  # rank 0 may still be saving this step, and launch.sh ends it when a rank dies
         if rank == flow.env.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 

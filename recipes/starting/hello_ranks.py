@@ -66,11 +66,8 @@ def main():
     _, local_rank, host = everyone[rank].tolist()
     hosts = list(dict.fromkeys(everyone[:, 2].tolist()))  # each once, in the order of their first ranks
     address, device = socket.inet_ntoa(host.to_bytes(4, "big")), mine.to_local().device
-    for turn in range(n):
-        if turn == rank:
-            where = f"local rank {local_rank} on host {hosts.index(host)} ({socket.gethostname()}, {address})"
-            print(f"rank {rank} of {n}: {where}, {device}, started by process {os.getppid()}", flush=True)
-        flow.comm.barrier()
+    where = f"local rank {local_rank} on host {hosts.index(host)} ({socket.gethostname()}, {address})"
+    print(f"rank {rank} of {n}: {where}, {device}, started by process {os.getppid()}", flush=True)
     np.testing.assert_array_equal(everyone[:, 0], np.arange(n))
     if rank == 0:
         print(f"all {n} ranks are there, once each; number of hosts: {len(hosts)}")

@@ -148,7 +148,7 @@ class RingAttention(flow.nn.Module):
     def __init__(self, q, k, v, y, ranks):
         super().__init__()
         self.blocks = flow.nn.ModuleList()
-        for rank, rows in enumerate(np.array_split(np.arange(len(q)), ranks.ranks.size)):
+        for rank, rows in zip(ranks.ranks.tolist(), np.array_split(np.arange(len(q)), ranks.ranks.size)):
             own = flow.placement(ranks.type, [rank])
             mask = causal_mask(len(rows), own, flow.sbp.broadcast)
             self.blocks.append(QKV(q[rows], k[rows], v[rows], y[rows], mask, own, flow.sbp.broadcast))

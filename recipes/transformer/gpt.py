@@ -310,18 +310,23 @@ def load_training_state(state, model, optimizer, graph):
 
 
 def save(state, checkpoint_dir, step):
-    """Put a checkpoint into the folder, named by its step. All ranks call it."""
+    """Save a checkpoint, named by its step; OSError if there is one of that name. All ranks call it."""
     unfinished = pathlib.Path(checkpoint_dir, "unfinished")
     if flow.env.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # a crash may have left one
     flow.save(state, unfinished, global_dst_rank=0)  # gathers each tensor on rank 0, which alone writes
     if flow.env.get_rank() == 0:
         for path in [*unfinished.rglob("*"), unfinished]:
-            file = os.open(path, os.O_RDONLY)
-            os.fsync(file)  # everything is on the disk before it gets its name
-            os.close(file)
+            fsync(path)  # everything is on disk before it gets its name
         os.replace(unfinished, unfinished.with_name(str(step)))
-    flow.comm.barrier()  # no rank goes on before it is there
+        fsync(checkpoint_dir)  # the name is on disk before an older checkpoint may be removed
+
+
+def fsync(path):
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def newest_checkpoint(checkpoint_dir):

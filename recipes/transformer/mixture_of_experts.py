@@ -51,9 +51,12 @@ class MixtureOfExperts(flow.nn.Module):
         return out, chosen.sum() - dispatch_mask.sum()
 
     def route(self, tokens):
-        """(group, token, expert): the probability of each expert, and 1 for the most likely one, 0 for all others."""
+        """(group, token, expert): the probability of each expert, and 1 for the most likely one, 0 for all others.
+
+        Of experts that are equally likely the first is chosen.
+        """
         probs = flow.matmul(tokens, self.router).softmax(dim=-1)
-        chosen = (probs == probs.amax(dim=-1, keepdim=True)).to(probs.dtype)
+        chosen = flow.nn.functional.one_hot(probs.argmax(dim=-1), probs.shape[-1]).to(probs.dtype)
         return probs, chosen
 
     def assign_slots(self, chosen):

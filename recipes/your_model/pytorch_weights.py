@@ -128,7 +128,8 @@ def check_names_and_shapes(model, arrays):
 def load(model, arrays, ranks):
     """Lay a model out tensor parallel, with the values of arrays by name; each rank reads its slices alone."""
     check_names_and_shapes(model, arrays)
-    n, rank = ranks.ranks.size, flow.env.get_rank()
+    rank, members = flow.env.get_rank(), ranks.ranks.tolist()
+    k = members.index(rank) if rank in members else 0  # a rank outside the placement gives a slice that is not used
     for layer_name, layer in list(model.named_modules()):
         for name, _ in list(layer.named_parameters(recurse=False)):
             whole = arrays[f"{layer_name}.{name}"]
@@ -136,8 +137,7 @@ def load(model, arrays, ranks):
             if dim is None:
                 own, sbp = whole, B
             else:
-                k = rank if rank < n else 0  # a rank outside the placement gives a slice that is not used
-                own, sbp = np.array_split(whole, n, axis=dim)[k], S(dim)
+                own, sbp = np.array_split(whole, len(members), axis=dim)[k], S(dim)
             local = flow.tensor(to_float32(own))
             setattr(layer, name, nn.Parameter(local.to_global(placement=ranks, sbp=sbp)))
         layer.__class__ = KINDS.get(layer_name.split(".")[-1], type(layer))
@@ -163,12 +163,18 @@ def save_safetensors(model, path):
         for w in model.parameters():
             whole = w.detach().to_global(placement=rank_0, sbp=B)  # all ranks call it
             file.write(whole.to_local().numpy().tobytes())
-        if is_writer:
-            file.flush()
-            os.fsync(file.fileno())  # everything is on disk before the file gets its name
     if is_writer:
+        fsync(unfinished)  # everything is on disk before the file gets its name
         os.replace(unfinished, path)
-    flow.comm.barrier()  # no rank continues before it is there
+        fsync(unfinished.parent)  # and so is the name
+    flow.comm.barrier()  # before another rank reads the file, as `train` does
+
+
+def fsync(path):
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 class TrainingGraph(nn.Graph):

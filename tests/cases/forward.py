@@ -79,8 +79,8 @@ def hybrid_parallel(n, graph=False, **sizes):
 
 
 @case_of_recipe({"uneven": UNEVEN_TENSOR})
-def sbp_conversions(n, graph=False, **sizes):
-    ranks = list(range(n))
+def sbp_conversions(n, graph=False, ranks=None, **sizes):
+    ranks = ranks or list(range(n))
     case = cross_placement(n, source=ranks, target=ranks, **sizes)
     _, parts, rows, columns, first = reference.conversions(ranks, world_size=n, **sizes)
     case.parts.update({"P -> P": parts, "B -> P": first})

@@ -107,12 +107,15 @@ def context_parallel(seed=0, steps=1, seq_len=8, num_heads=4, head_size=4, matmu
     return {**w, "y": y, "mask": causal(seq_len), **reference.descend(w, forward, steps)[0]}
 
 
-def mixture_of_experts(n, seed=0, steps=1, group_size=8, hidden_size=4, ffn_size=8, capacity=3, matmul_scale=1.0):
+def mixture_of_experts(
+    n, seed=0, steps=1, group_size=8, hidden_size=4, ffn_size=8, capacity=3, matmul_scale=1.0, router_scale=1.0
+):
     """Steps of SGD on mean((out - y)^2), of n experts and as many groups of tokens; and how many tokens are dropped."""
     rng = np.random.default_rng(seed)
     x, y = (drawn(rng, n * group_size, hidden_size) for _ in range(2))
     shapes = {"router": (hidden_size, n), "w_up": (n, hidden_size, ffn_size), "w_down": (n, ffn_size, hidden_size)}
     w = {name: drawn(rng, *shape) for name, shape in shapes.items()}
+    w["router"] = router_scale * w["router"]
     w.update({"norm.weight": Value(np.ones(hidden_size)), "norm.bias": Value(np.zeros(hidden_size))})
     dropped = []
 
@@ -121,7 +124,7 @@ def mixture_of_experts(n, seed=0, steps=1, group_size=8, hidden_size=4, ffn_size
         probs = softmax(matmul_scale * (tokens @ w["router"]))
         expert, rows = probs.exact.argmax(axis=1), np.arange(n * group_size)
         best = np.sort(probs.exact, axis=1)
-        assert n == 1 or (best[:, -1] - best[:, -2] > 1e-4).all(), "rounding must not choose the expert"
+        assert not router_scale or n == 1 or (best[:, -1] - best[:, -2] > 1e-4).all(), "rounding must not choose"
         dispatch_mask = np.zeros((n, group_size, n, capacity))
         for group, token in np.ndindex(n, group_size):
             own = expert[group * group_size : (group + 1) * group_size]

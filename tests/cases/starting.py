@@ -44,9 +44,9 @@ def spawn(n, graph=False, ranks=2, **sizes):
 
 
 @case_of_recipe({"uneven": {"batch": 7, "features": 9, "seed": 1}})
-def elastic_training(n, graph=False, seed=0, steps=4, batch=8, features=64, matmul_scale=1.0):
+def elastic_training(n, graph=False, seed=0, steps=4, batch=8, features=64, matmul_scale=1.0, ranks=None):
     """Data parallel on a batch of its own in each step, drawn from the seed and the step's number."""
-    ranks, w = list(range(n)), reference.drawn(np.random.default_rng(seed), features, features)
+    ranks, w = ranks or list(range(n)), reference.drawn(np.random.default_rng(seed), features, features)
     weights, losses, update = {"w": w}, [], reference.Optimizer("momentum", 0.01)
     for step in range(1, steps + 1):
         rng = np.random.default_rng([seed, step])

@@ -117,23 +117,6 @@ def test_training_resumes_from_the_newest_checkpoint(pools, tmp_path):
     Checks.equal(pools(1).call(f"{HERE}:losses", steps=12, **arguments), [[]], "losses where nothing is left to train")
 
 
-def test_checkpoint_is_on_disk_before_it_gets_its_name(pools, tmp_path):
-    """Else a host that loses power may come back with the name and without the data."""
-    (tmp_path / "unfinished").mkdir()  # a crash may leave one
-    (tmp_path / "unfinished" / "left").touch()
-    arguments = {"path": GPT, "checkpoint_dir": str(tmp_path), "steps": 1, **TINY}
-    events, other = pools(2).call(f"{HERE}:saving", **arguments)
-    on_disk, named = {}, 0
-    for what, sizes in events:
-        if what == "named":
-            assert len(sizes) > 3 * 9 and sizes.items() <= on_disk.items(), "files that are not on disk when named"
-            assert f"{tmp_path}/unfinished/left" not in sizes
-            on_disk, named = {}, named + 1
-        else:
-            on_disk.update(sizes)
-    assert (named, other) == (1, [])
-
-
 @pytest.mark.parametrize(
     "moment, graph", [("in training", False), ("not all files", False), ("not named", False), ("not named", True)]
 )

@@ -119,25 +119,36 @@ def test_weights_after_a_death_are_those_of_an_undisturbed_run_bit_by_bit(reques
 
 
 # Checkpoints are written and read in the same way in either mode, so eager mode is enough from here on.
-LINES_OF_SAVE = (
-    "            file = os.open(",
-    "        os.replace(",
-    "        for older in",
-    "            shutil.rmtree(f",
-)
+LINES_OF_SAVE = {  # -> the step from whose checkpoint the job resumes
+    "            fsync(path)": 2,
+    "        os.replace(": 2,
+    "        fsync(checkpoint_dir)": 4,
+    "        for older in": 4,
+    "            shutil.rmtree(f": 4,
+}
 
 
 @pytest.mark.parametrize("place", LINES_OF_SAVE)
 def test_death_while_a_checkpoint_is_written_loses_none(eager, tmp_path, place):
     """Rank 0 is killed once, just before this line, while it saves step 4."""
     folder, indent = tmp_path / "checkpoints", " " * (len(place) - len(place.lstrip()))
-    killed = "pathlib.Path(checkpoint_dir, 'killed')"
-    once = f"step == 4 and not {killed}.exists() and ({killed}.touch(), os.kill(os.getpid(), 9))"
+    killed, before = "pathlib.Path(checkpoint_dir, 'killed')", "2 in checkpoints(checkpoint_dir)"
+    begin = LINES_OF_SAVE[place]
+    now = f"{before} and 4 in checkpoints(checkpoint_dir)" if begin == 4 else before
+    once = f"{now} and not {killed}.exists() and ({killed}.touch(), os.kill(os.getpid(), 9))"
     script = changed(ELASTIC, tmp_path, (place, f"{indent}{once}\n{place}"))
     run = train(folder, "--steps", 6, script=script, options=("--max-restarts", 1))
-    begin = 2 if "open" in place or "replace" in place else 4
     assert "killed by signal 9" in run.err and f"[0] resumes after step {begin}, from its checkpoint\n" in run.out
     assert saved(folder) == eager
+
+
+def test_death_after_a_step_that_is_saved_loses_no_checkpoint(eager, tmp_path):
+    """Where rank 0 is slow to name it."""
+    slow = ("        os.replace(", "        __import__('time').sleep(3)\n        os.replace(")
+    script = changed(ELASTIC, tmp_path, slow)
+    run = train(tmp_path / "saved", "--steps", 6, "--die", 2, script=script, options=("--max-restarts", 1))
+    assert "killed by signal 9" in run.err and "[0] resumes after step 2, from its checkpoint\n" in run.out
+    assert saved(tmp_path / "saved") == eager
 
 
 def test_training_resumes_on_fewer_ranks_and_on_more(tmp_path):

@@ -91,10 +91,15 @@ def test_crash_while_saving_leaves_the_old_checkpoint_whole(pools, tmp_path, mom
     same_bits(resumed, train_on(pools(2), tmp_path / "undisturbed", graph=graph, steps=8))
 
 
-def test_checkpoint_is_there_for_all_ranks_with_nothing_of_an_unfinished_one(pools, tmp_path):
+def test_checkpoint_has_nothing_of_an_unfinished_one(pools, tmp_path):
     (tmp_path / "unfinished" / "global_tensor_of_a_crash").mkdir(parents=True)
-    assert pools(2).call(f"{HERE}:after_saving", path=CHECKPOINT, folder=str(tmp_path)) == [(True, [])] * 2
+    assert pools(2).call(f"{HERE}:after_saving", path=CHECKPOINT, folder=str(tmp_path)) == [[]] * 2
     assert os.listdir(tmp_path) == ["3"] and "global_tensor_of_a_crash" not in os.listdir(tmp_path / "3")
+
+
+def test_checkpoint_stays_when_another_of_its_name_is_saved(pools, tmp_path):
+    found = pools(2).call(f"{HERE}:saved_again", path=CHECKPOINT, folder=str(tmp_path))
+    assert found == [("3", 3, 8.0), (None, 3, 8.0)]
 
 
 def test_ranks_wait_for_ever_if_the_first_alone_finds_the_checkpoint_broken(pools, tmp_path):

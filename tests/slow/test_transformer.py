@@ -5,9 +5,10 @@ import pytest
 
 from harness.pool import Pool, PoolError
 from harness.report.runs import PER_STEP, training_sizes
-from harness.start.recipe import path_of
+from harness.start.recipe import load, path_of
 from tests.cases import CASES, GRAPH_ONLY
-from tests.cases.ladder import Checks, check_recipe
+from tests.cases import reference_transformer as reference
+from tests.cases.ladder import Checks, assert_close, check_recipe
 
 WHERE = "flow.where(self.mask == 0, scores, flow.full_like(scores, -1e9))"
 LOSS = "flow._C.sparse_softmax_cross_entropy(logits + self.unused, targets)"
@@ -63,6 +64,33 @@ def test_indexing_a_table_by_split_ids_is_refused_by_the_ladder(pools, tmp_path,
         check_recipe(
             pools(4), without(tmp_path, "vocab_parallel", GATHER, "self.table[ids]"), "vocab_parallel", graph, "even"
         )
+
+
+def with_equal_logits(path, graph):
+    """On a rank: the numbers of a step of mixture_of_experts.py, and its new weights, where no expert is likelier."""
+    from harness.measure.entry import call_entry
+
+    module = load(path)
+
+    class Model(module.MixtureOfExperts):
+        def __init__(self, router, *more):
+            super().__init__(0 * router, *more)
+
+    module.MixtureOfExperts = Model
+    model, losses, dropped = call_entry(module, {"graph": graph, "steps": 1})
+    weights = {f"new {name}": w.numpy() for name, w in model.named_parameters()}
+    return {**weights, "losses": np.array(losses), "dropped": np.array(dropped)}
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_token_goes_to_one_expert_where_several_are_equally_likely(pools, n, graph):
+    values = reference.mixture_of_experts(n, router_scale=0.0)
+    assert values["dropped"].exact.tolist() == [n * (8 - 3)]  # all choose the first, which has 3 slots for 8 tokens
+    path = str(path_of("mixture_of_experts"))
+    for seen in pools(n).call(f"{__file__}:with_equal_logits", path=path, graph=graph):
+        for name, found in seen.items():
+            assert_close(found, values[name], name)
 
 
 def rounding():
