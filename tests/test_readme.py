@@ -213,6 +213,8 @@ def test_page_links_back_and_on(path):
     top = path.read_text().split("\n")[2]
     home = "(README.zh-CN.md)" if path in ENGLISH_OF and path != CHINESE else "(../README.md)"
     assert home in top and ("(README.md)" in top or path.name.startswith("README")), top
+    for name in re.findall(r"(?:^| · )\[中文]\(([^)]+)\)", top):
+        assert ENGLISH_OF[(DOCS / name).resolve()] == path, "not this page in Chinese"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -371,3 +371,12 @@ def test_index_has_every_entry():
     assert {(page, anchor) for _, page, anchor in linked} == set(entries)
     for name, page, anchor in linked:
         assert name in entries[page, anchor]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["t.norm()", "linalg.norm", "vector_norm", "clipping", "stack", "RoPE", "amax", "logsumexp", "NaN"]
+    + ["PReLU", "LSTM", "AssertionError", "x.device == device", "parallel description", "same input placement"],
+)
+def test_index_is_found_by_what_a_user_searches(words):
+    assert words in INDEX.read_text()
