@@ -117,7 +117,9 @@ def test_largest_stage_sets_memory_and_pace(tied, slowest):
 
 def test_a_stage_with_more_layers_sends_more():
     equal, unequal = (
-        cost.cost(dataclasses.replace(MODEL, num_layers=layers, vocab_size=96), cost.Layout(2, 2, 2, 1), 2, cluster_of())
+        cost.cost(
+            dataclasses.replace(MODEL, num_layers=layers, vocab_size=96), cost.Layout(2, 2, 2, 1), 2, cluster_of()
+        )
         for layers in (4, 3)
     )
     for axis in ("data", "tensor"):

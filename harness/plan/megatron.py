@@ -45,7 +45,9 @@ def case_of_row(row):
 
 
 def costs(row):
-    """Those of the layouts that fit and that Megatron-LM had then: equal stages, no sequence parallelism or sharded weights."""
+    """Those of the layouts that fit and that Megatron-LM had then: equal stages, without sequence parallelism or sharded
+    weights.
+    """
     case = case_of_row(row)
     found = []
     for layout in cost.layouts(case.model, case.batch_size, case.cluster.ranks, case.recompute):
