@@ -45,8 +45,9 @@ def case_of_row(row):
 
 
 def costs(row):
-    """Those of the layouts that fit and that Megatron-LM had then: equal stages, without sequence parallelism or sharded
-    weights.
+    """Those of the layouts that fit and that Megatron-LM had then.
+
+    They have equal stages, no sequence parallelism and no sharded weights.
     """
     case = case_of_row(row)
     found = []
