@@ -64,13 +64,12 @@ def stack(strategy, layers, hidden, rows):
     return model, flow.tensor(x, placement=model[0].ranks, sbp=x_sbp, requires_grad=True)
 
 
-def forward_and_backward(model, x, gather_again, micro_batches):
+def forward_and_backward(model, x, micro_batches):
     """As in GPipe: forward of all micro-batches, then backward."""
     outs = []
     for part in x.chunk(micro_batches):
         for layer in model:
-            # a checkpoint does forward of a layer once more in backward, and so gathers its weight again
-            part = flow.utils.checkpoint.checkpoint(layer, part) if gather_again else layer(part)
+            part = layer(part)
         outs.append(part)
     for out in outs:
         out.backward(flow.ones_like(out))
@@ -83,7 +82,7 @@ def sent(strategy, layers, hidden, rows, micro_batches=1):
 
     def step():
         optimizer.zero_grad(set_to_none=True)
-        forward_and_backward(model, x, strategy == "sharded", micro_batches)
+        forward_and_backward(model, x, micro_batches)
         optimizer.step()
 
     step()  # what is done only once is not of a step
@@ -91,16 +90,16 @@ def sent(strategy, layers, hidden, rows, micro_batches=1):
 
 
 def kept(strategy, layers, hidden, rows, micro_batches=1):
-    """The bytes on this rank of what autograd keeps for backward, without weights; each tensor once."""
+    """The bytes on this rank of what autograd keeps for backward: (inputs, weights); each tensor once."""
     model, x = stack(strategy, layers, hidden, rows)
-    sizes = {}
+    inputs, weights = {}, {}
 
     def keep(tensor):
-        if tuple(tensor.shape) != (hidden, hidden):
-            content = tensor.detach().to_local().numpy().tobytes()
-            sizes[hash(content)] = len(content)
+        content = tensor.detach().to_local().numpy().tobytes()
+        sizes = weights if tuple(tensor.shape) == (hidden, hidden) else inputs
+        sizes[hash(content)] = len(content)
         return tensor
 
     with flow.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        forward_and_backward(model, x, False, micro_batches)
-    return sum(sizes.values())
+        forward_and_backward(model, x, micro_batches)
+    return sum(inputs.values()), sum(weights.values())

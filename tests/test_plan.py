@@ -76,6 +76,7 @@ def test_activations_of_a_layer_are_those_of_table_2_of_korthikanti(h, a, s, b, 
     assert found(sequence_parallel=True) == pytest.approx(s * b * h / t * (34 + scores))
     assert found(sequence_parallel=True, recompute="selective") == pytest.approx(34 * s * b * h / t)
     assert found(recompute="full") == pytest.approx(2 * s * b * h)
+    assert found(sequence_parallel=True, recompute="full") == pytest.approx(2 * s * b * h / t)
 
 
 def test_idle_share_is_that_of_gpipe():
@@ -86,8 +87,63 @@ def test_idle_share_is_that_of_gpipe():
     assert time["idle"] / (time["idle"] + pace) == pytest.approx(3 / 11)
 
 
-def cluster_of(hosts=1, ranks=8, precision="amp", **changes):
-    return devices.Cluster(hosts, ranks, A100._replace(**changes), precision, devices.EFFICIENCY)
+def cluster_of(hosts=1, ranks=8, precision="amp", device=A100, **changes):
+    return devices.Cluster(hosts, ranks, device._replace(**changes), precision, devices.EFFICIENCY)
+
+
+@pytest.mark.parametrize("num_layers, stages", [(126, 16), (70, 12), (24, 8), (3, 2), (5, 5)])
+def test_layers_of_stages_are_those_of_gpt_py(num_layers, stages):
+    placed = [i * stages // num_layers for i in range(num_layers)]
+    model = dataclasses.replace(MODEL, num_layers=num_layers)
+    assert formulas.layers_of_stages(model, stages) == [placed.count(stage) for stage in range(stages)]
+
+
+@pytest.mark.parametrize("tied, slowest", [(False, 2), (True, 2), (True, 3)])
+def test_largest_stage_sets_memory_and_pace(tied, slowest):
+    """Three layers on two stages: the pace is that of 2 layers, or of a layer and a head that is larger."""
+    vocab_size = {2: 96, 3: 200_000}[slowest]
+    model = dataclasses.replace(MODEL, num_layers=3, vocab_size=vocab_size, tied=tied)
+    cluster = cluster_of(ranks=2)
+    found = cost.cost(model, cost.Layout(1, 1, 2, 1), 1, cluster)
+    layer, head = formulas.layer_flops(model, model.seq_len), formulas.head_flops(model, model.seq_len)
+    assert found.layers == [2, 1]
+    assert found.time["matmuls"] == pytest.approx({2: 2 * layer, 3: layer + head}[slowest] / cluster.flops)
+    weights = formulas.weights(model, 2)
+    if slowest == 2:
+        state = sum(found.memory[part] for part in ("weights", "gradients", "optimizer"))
+        assert state == 16 * sum(sum(weights[part]) for part in ("layers", "table", "positions"))
+        assert found.memory["activations"] == 2 * formulas.activations(model, model.seq_len, 1, "amp")
+
+
+def test_a_stage_with_more_layers_sends_more():
+    equal, unequal = (
+        cost.cost(
+            dataclasses.replace(MODEL, num_layers=layers, vocab_size=96), cost.Layout(2, 2, 2, 1), 2, cluster_of()
+        )
+        for layers in (4, 3)
+    )
+    for axis in ("data", "tensor"):
+        assert unequal.sent[axis] == pytest.approx(equal.sent[axis], rel=0.05)
+        assert unequal.time[axis] == pytest.approx(equal.time[axis], rel=0.05)
+
+
+LLAMA_405B = Model(
+    126, 16384, 128, 8192, 128256, kv_heads=8, mlp_size=53248, gated=True, learned_positions=False, tied=False
+)
+BLOOM = Model(70, 14336, 112, 2048, 250880, biases=True, dropout=False, learned_positions=False)
+
+
+@pytest.mark.parametrize("hosts, mesh", [(1024, (64, 8, 16)), (2048, (128, 8, 16))])
+def test_llama_of_405_billion_fits_as_it_was_trained(hosts, mesh):
+    """arXiv:2407.21783, table 4."""
+    fit, _ = cost.ranked(LLAMA_405B, 2048, cluster_of(hosts, device=devices.DEVICES["h100"]))
+    assert fit[0].layout.mesh == mesh and set(fit[0].layers) == {7, 8}
+
+
+def test_bloom_fits_as_it_was_trained():
+    """On 384 A100 of 80 GB: arXiv:2211.05100, section 3.4."""
+    fit, _ = cost.ranked(BLOOM, 2048, cluster_of(48))
+    assert any(one.layout.mesh == (8, 4, 12) and set(one.layers) == {5, 6} for one in fit)
 
 
 def test_one_rank_moves_nothing():
@@ -193,7 +249,7 @@ def test_printed_command_runs_gpt_py(pools):
     """With fewer steps, as many ranks as it says."""
     options = ["--num-layers", "2", "--hidden-size", "16", "--num-heads", "2", "--seq-len", "8", "--vocab-size", "96"]
     options += ["--global-batch-size", "4", "--gpus-per-host", "2", "--device", "cpu"]
-    *_, command = plan.lines(plan.parser().parse_args(options))
+    *_, command = plan.answer(plan.parser().parse_args(options))[0]
     front, arguments = command.replace("\\\n", "").split(" gpt ")
     assert front.split() == ["./launch.sh", "-n", "2"]
     main = f"{ROOT / 'harness' / 'measure' / 'main.py'}:main_of"
@@ -256,14 +312,48 @@ def test_what_is_said_of_a_layout_in_float32(memory, recompute, says):
 def test_it_explains_a_mesh_that_is_slower_and_one_that_does_not_fit(capsys):
     assert plan.main([*words(), "--why", "1", "16", "1"]) == 0
     assert "This one, 1 x 16 x 1" in capsys.readouterr().out
-    assert plan.main([*words(memory=3), "--why", "1", "1", "2", "--hosts", "1", "--gpus-per-host", "2"]) == 0
+    assert plan.main([*words(memory=3), "--why", "1", "1", "2", "--hosts", "1", "--gpus-per-host", "2"]) == 1
     assert "1 x 1 x 2 does not fit" in capsys.readouterr().out
 
 
 def test_where_nothing_fits_it_says_by_how_much_and_what_would_do(capsys):
-    assert plan.main(words(num_layers=96, hidden_size=12288, num_heads=96)) == 0
+    too_large = words(num_layers=96, hidden_size=12288, num_heads=96)
+    assert plan.main(too_large) == 1
     said = capsys.readouterr().out
     assert "Nothing fits" in said and "So would 16 hosts of 8" in said and "Devices of " in said
+    assert plan.main([*too_large, "--json"]) == 1
+
+
+def test_it_says_how_many_layers_unequal_stages_have(capsys):
+    assert plan.main([*words(num_layers=70), "--why", "1", "4", "4"]) == 0
+    assert "a stage has 18 or 17 layers" in capsys.readouterr().out
+    assert plan.main(words(num_layers=3, global_batch_size=1, gpus_per_host=1)) == 0
+    said = capsys.readouterr().out
+    assert "2 or 1 layer " in said and "a stage has" not in said
+
+
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_no_command_where_oneflow_has_no_code(capsys, device):
+    assert plan.main(words(device=device)) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "No command: OneFlow 0.9.0 has no code for these GPUs, of compute capability 9.0."
+
+
+def test_bandwidth_of_memory_given_by_numbers_is_used(capsys):
+    by_numbers = {"memory": 40, "tflops": 312, "bandwidth_inside": 300, "bandwidth_between": 200}
+    said = []
+    for rates in ({"device": "a100-40"}, {"device": None, **by_numbers, "bandwidth_memory": 1555}):
+        assert plan.main(words(**rates)) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
+def test_clock_of_a_cpu_that_linux_does_not_tell_must_be_given(capsys, monkeypatch):
+    unknown = devices.this_machine()[1]._replace(flops={})
+    monkeypatch.setattr(devices, "this_machine", lambda: (2, unknown))
+    assert plan.main(words(device="cpu")) == 2
+    assert "does not say how fast its clock is; give --tflops too" in capsys.readouterr().err
+    assert plan.main(words(device="cpu", tflops=1, memory=80)) == 0
 
 
 def test_json_has_every_layout(capsys):
@@ -279,7 +369,12 @@ BAD = {  # arguments -> what the line says
     "no layout": (words(global_batch_size=1, num_heads=1, num_layers=1), "data x tensor x pipeline must be 16"),
     "a mesh that is none": ([*words(), "--why", "3", "1", "1"], "3 x 1 x 1 is 3, and there are 16 devices"),
     "no such device": (words(device="b200"), "invalid choice: 'b200'"),
-    "no device": (words(device=None), "name a --device, or give --memory, --tflops, --bandwidth-inside"),
+    "no device": (words(device=None), "name a --device, or give --memory, --tflops, --bandwidth-memory, --bandwidth-i"),
+    "no bandwidth of memory": (
+        words(device=None, memory=80, tflops=989, bandwidth_inside=450, bandwidth_between=400),
+        "name a --device, or give --bandwidth-memory too",
+    ),
+    "more stages than layers": ([*words(num_layers=3), "--why", "4", "1", "4"], "4 stages are more than the 3 layers"),
     "zero": (words(hosts=0), "0 is no whole number"),
     "no memory": (words(memory="-3"), "-3 is not above 0 and at most 10000"),
     "mixed precision on a CPU": ([*words(device="cpu"), "--precision", "amp"], "--device cpu has no amp"),
@@ -329,6 +424,7 @@ def test_parameters_of_published_models(tmp_path, config, count):
         ({**LLAMA_7B, "model_type": "bert"}, "model_type is 'bert'; plan knows"),
         ({**LLAMA_7B, "num_local_experts": 8}, "a mixture of experts"),
         ({"model_type": "llama"}, "num_hidden_layers, hidden_size, num_attention_heads"),
+        ({**LLAMA_7B, "intermediate_size": None}, "must be whole numbers, but are not: intermediate_size"),
         ([], "not a model's config.json"),
     ],
 )

@@ -65,7 +65,7 @@ const Steps = (() => {
   };
 
   // The collectives of a step: [{when, name, of, whole, among, axis, every}].
-  // when: before or after "forward" or "backward" of a layer; whole: bytes of the tensor among the `among` ranks of an
+  // when: before or after "forward", or after "backward", of a layer; whole: bytes of the tensor among the `among` ranks of an
   // axis of the mesh; every: 2 where only one layer of each pair of a column-parallel and a row-parallel layer has it.
   function movesOf(state) {
     const { strategy } = state;
@@ -73,18 +73,20 @@ const Steps = (() => {
     const { layer, activation } = sizes(state);
     const gather = { name: "all-gather", of: "weights", whole: layer, among: data, axis: null, every: 1 };
     const reduce = { name: "all-reduce", whole: activation / data, among: tensor, axis: null, every: 2 };
+    // a gathered weight stays until backward: recipes/memory/fully_sharded.py
+    const sharded = [
+      { ...gather, when: "before forward" },
+      { ...gather, when: "after backward", name: "reduce-scatter", of: "gradients" },
+    ];
     const moves = {
       data: [{ ...reduce, when: "after backward", of: "gradients", whole: layer, among: data, every: 1 }],
       tensor: [
         { ...reduce, when: "after forward", of: "activations" },
         { ...reduce, when: "after backward", of: "activation gradients" },
       ],
-      zero: [
-        { ...gather, when: "before forward" },
-        { ...gather, when: "after backward", name: "reduce-scatter", of: "gradients" },
-      ],
+      sharded,
+      zero: sharded,
     };
-    moves.sharded = [moves.zero[0], { ...gather, when: "before backward" }, moves.zero[1]];
     moves.data_tensor = [
       ...moves.tensor.map((move) => ({ ...move, axis: 1 })), // first what the layer before waits for
       { ...moves.data[0], whole: layer / tensor, axis: 0 },
@@ -144,8 +146,8 @@ const Steps = (() => {
       gradients: (BYTES.gradients * parameters) / split,
       optimizer: (BYTES.optimizer * parameters) / (strategy === "zero" ? ranks : split),
       activations: (MODEL.layers * inputs) / (data * pipeline),
-      // the weights and gradients of one whole layer, while it computes
-      gathered: strategy === "sharded" && ranks > 1 ? 2 * layer : 0,
+      // when backward begins: the whole weights of all layers, and the whole gradient of one
+      gathered: strategy === "sharded" && ranks > 1 ? weights + layer : 0,
     };
   }
 
@@ -200,7 +202,6 @@ const Steps = (() => {
       move("after forward", k);
     }
     for (let k = MODEL.layers - 1; k >= 0; k -= 1) {
-      move("before backward", k);
       lane.add("backward", 2 * seconds, { layer: k + 1 });
       move("after backward", k);
     }

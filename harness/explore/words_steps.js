@@ -36,8 +36,8 @@ const StepWords = {
       "activations run along axis 1, those of gradients along axis 0.",
     "about sharded":
       "Each rank has 1/n of every weight, gradient and moment. An all-gather brings a layer together before its " +
-      "forward and again before its backward; a reduce-scatter splits the gradient. (The recipe keeps gathered " +
-      "weights until backward, and so gathers once.)",
+      "forward, and it stays until its backward, as in FSDP with reshard_after_forward=False; a reduce-scatter " +
+      "splits the gradient.",
     "about zero":
       "Data parallel, but each rank has Adam's moments of 1/n of each weight, and updates that part. The new " +
       "weights are gathered before their next forward: stage 1 of ZeRO.",
@@ -70,14 +70,15 @@ const StepWords = {
     gradients: "gradients",
     optimizer: "Adam's moments",
     activations: "activations",
-    gathered: "a gathered layer",
+    gathered: "gathered weights",
     "activation gradients": "activations' gradients",
     axis: " along axis {axis}",
     memory: "Memory of each rank",
     "memory of":
       "The most that each part takes in a step. Each layer keeps its input for backward. A rank " +
       "holds {part} of what a single rank would.",
-    "memory gathered": " A gathered layer: its whole weight and gradient, while it computes.",
+    "memory gathered":
+      " Gathered weights: those of all layers when backward begins, and the whole gradient of one layer.",
     sum: "sum",
     part: "part",
     "a rank": "a rank",
@@ -88,7 +89,6 @@ const StepWords = {
     "way after forward": "after forward",
     "way before forward": "before forward",
     "way after backward": "after backward",
-    "way before backward": "before backward",
     "sends nothing": "Nothing: there is a single rank.",
     "sends by rank":
       "A rank between two others sends both; the first sends activations only, the last gradients only.",
@@ -135,8 +135,10 @@ const StepWords = {
     "about pipeline":
       "每个 rank 持有 {layers} 层中的 {stage} 层。batch 分成多个 micro-batch，各个 rank 因此可以同时工作：这是 GPipe，与 graph 中相同。",
     "about data_tensor": "{data} x {tensor} 的设备网格：轴 0 切分 batch，轴 1 切分权重。激活值的 all-reduce 沿轴 1，梯度的沿轴 0。",
-    "about sharded": "每个 rank 只持有每个权重、梯度和动量的 1/n。每层在前向之前、反向之前各用一次 all-gather 收集权重；reduce-scatter 切分梯度。",
-    "about zero": "与数据并行相同，但每个 rank 只持有每个权重的 1/n 所对应的 Adam 动量，并只更新这一部分。新的权重在下一次前向之前收集：这是 ZeRO 的第 1 阶段。",
+    "about sharded":
+      "每个 rank 只持有每个权重、梯度、一阶矩和二阶矩的 1/n。每层在前向之前用 all-gather 收集权重，保留到反向用完为止，相当于 FSDP 设置 " +
+      "reshard_after_forward=False；reduce-scatter 切分梯度。",
+    "about zero": "与数据并行相同，但每个 rank 只持有每个权重的 1/n 所对应的 Adam 一阶矩和二阶矩，并只更新这一部分。新的权重在下一次前向之前收集：这是 ZeRO 的第 1 阶段。",
     summary: "一步需要 {seconds}，速度是单个 rank 的 {times} 倍。{parts}",
     "summary of one": "单个 rank 一步需要 {seconds}。{parts}",
     "summary shares": "各 rank 的时间中，计算占 {compute}，通信占 {move}，更新占 {update}，空闲占 {idle}。",
@@ -161,14 +163,14 @@ const StepWords = {
     "all ranks": "每个 rank",
     weights: "权重",
     gradients: "梯度",
-    optimizer: "Adam 的动量",
+    optimizer: "Adam 的一阶矩和二阶矩",
     activations: "激活值",
-    gathered: "收集到的一层",
+    gathered: "收集来的权重",
     "activation gradients": "激活值的梯度",
     axis: "（沿轴 {axis}）",
     memory: "每个 rank 的内存",
     "memory of": "各部分在一步中的最大值。激活值：每层为反向保存自己的输入。每个 rank 持有的是单个 rank 时的 {part}。",
-    "memory gathered": "收集到的一层：计算该层时，它完整的权重和梯度。",
+    "memory gathered": "收集来的权重：反向开始时，所有层的完整权重，以及一层的完整梯度。",
     sum: "合计",
     part: "部分",
     "a rank": "每个 rank",
@@ -179,7 +181,6 @@ const StepWords = {
     "way after forward": "前向之后",
     "way before forward": "前向之前",
     "way after backward": "反向之后",
-    "way before backward": "反向之前",
     "sends nothing": "无：只有一个 rank。",
     "sends by rank": "两侧都有相邻 rank 的 rank 两者都发送；第一个只发送激活值，最后一个只发送梯度。",
     "idle of": "空闲",

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from harness.plan import cost, devices, formulas, model, report  # noqa: E402
 from harness.plan.case import Case  # noqa: E402
 
-BAD_INPUT = 2
+NOTHING_FITS, BAD_INPUT = 1, 2
 SIZES = {  # -> what --help says of it
     "num_layers": None,
     "hidden_size": None,
@@ -32,17 +32,24 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser():
-    it = Parser(prog="launch.sh plan", description="Which layout fits a model onto devices, and which is the fastest?")
+    it = Parser(
+        prog="launch.sh plan",
+        description="Which layout fits a model onto devices, and which is the fastest?",
+        epilog="Exit code: 0, or 1 if no layout fits (with --why: not this mesh), or 2 after bad input.",
+    )
     it.add_argument("--config", metavar="FILE", help="config.json of a GPT- or Llama-like model, in place of the sizes")
     for name in SIZES:
         it.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N", help=SIZES[name])
     it.add_argument("--global-batch-size", type=positive, metavar="N", required=True, help="sequences of a step")
-    it.add_argument("--hosts", type=positive, default=1, metavar="N")
+    it.add_argument("--hosts", type=positive, default=1, metavar="N", help="default: 1")
     it.add_argument("--gpus-per-host", type=positive, metavar="N", help="default: 8; of a CPU: its cores")
-    it.add_argument("--device", type=str.lower, choices=[*devices.DEVICES, "cpu"], help="cpu: that of this machine")
+    cpu = "cpu: that of this machine; its three bandwidths are assumed to be {:g}, {:g} and {:g} GB/s"
+    cpu = cpu.format(*devices.CPU_BANDWIDTHS)
+    it.add_argument("--device", type=str.lower, choices=[*devices.DEVICES, "cpu"], help=cpu)
     memory, tflops, bandwidth = (amount(largest) for largest in LARGEST.values())
     it.add_argument("--memory", type=memory, metavar="GB", help="of a device, in place of the table's")
     it.add_argument("--tflops", type=tflops, metavar="T", help="peak of a device")
+    it.add_argument("--bandwidth-memory", type=bandwidth, metavar="GB/S", help="of a device's own memory")
     it.add_argument("--bandwidth-inside", type=bandwidth, metavar="GB/S", help="that a device sends inside its host")
     it.add_argument("--bandwidth-between", type=bandwidth, metavar="GB/S", help="that a host sends to others")
     it.add_argument("--precision", choices=list(formulas.PRECISIONS), help="default: amp, on a CPU fp32")
@@ -99,18 +106,22 @@ def cluster_of(options):
     elif options.device:
         device = devices.DEVICES[options.device]
     else:
-        needed = ["memory", "tflops", "bandwidth_inside"] + ["bandwidth_between"] * (options.hosts > 1)
+        needed = ["memory", "tflops", "bandwidth_memory", "bandwidth_inside"]
+        needed += ["bandwidth_between"] * (options.hosts > 1)
         missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(options, name)]
         if missing:
             raise ValueError(f"name a --device, or give {', '.join(missing)} too")
-        device = devices.Device(0, {}, 0, 0, 1000 * devices.GB, "options")
+        device = devices.Device(0, {}, 0, 0, 0, "options")
     precision = options.precision or ("fp32" if options.device == "cpu" else "amp")
     flops = {precision: options.tflops * devices.TERA} if options.tflops else device.flops
+    if not flops:
+        raise ValueError("--device cpu: /proc/cpuinfo does not say how fast its clock is; give --tflops too")
     if precision not in flops:
         raise ValueError(f"--device {options.device} has no {precision}; use --precision {next(iter(flops))}")
     device = device._replace(
         flops=flops,
         memory=options.memory * devices.GB if options.memory else device.memory,
+        hbm=options.bandwidth_memory * devices.GB if options.bandwidth_memory else device.hbm,
         inside=options.bandwidth_inside * devices.GB if options.bandwidth_inside else device.inside,
         between=options.bandwidth_between * devices.GB if options.bandwidth_between else device.between,
     )
@@ -126,8 +137,8 @@ def none_divides(case):
     """Why no layout divides the sizes."""
     cluster, sizes = case.cluster, case.model
     return (
-        f"no such layout: data x tensor x pipeline must be {cluster.ranks}, data must divide the {case.batch_size}"
-        f" sequences of a step, tensor the {heads_of(sizes)}, pipeline the {sizes.num_layers} layers"
+        f"no such layout: data x tensor x pipeline must be {cluster.ranks}; data must divide the {case.batch_size}"
+        f" sequences of a step, tensor the {heads_of(sizes)}; pipeline may be at most {sizes.num_layers}, the layers"
     )
 
 
@@ -144,7 +155,7 @@ def what_does_not_divide(mesh, case):
     divided = {
         f"{data} replicas do not divide the {case.batch_size} sequences of a step": case.batch_size % data,
         f"{tensor} tensor ranks do not divide the {heads_of(sizes)}": (sizes.kv_heads or sizes.num_heads) % tensor,
-        f"{pipeline} stages do not divide the {sizes.num_layers} layers": sizes.num_layers % pipeline,
+        f"{pipeline} stages are more than the {sizes.num_layers} layers": pipeline > sizes.num_layers,
     }
     return "; ".join(words for words, rest in divided.items() if rest)
 
@@ -153,35 +164,35 @@ def as_json(one, fits):
     return {**dataclasses.asdict(one), "bytes": one.bytes, "seconds": one.seconds, "fits": fits}
 
 
-def lines(options):
-    """The lines to print; ValueError if the options make no plan."""
+def answer(options):
+    """(the lines to print, whether anything fits); ValueError if the options make no plan."""
     case = case_of(options)
     fit, refused = cost.ranked(case.model, case.batch_size, case.cluster, case.recompute)
     if not fit and not refused:
         raise ValueError(none_divides(case))
     if options.json:
-        yield json.dumps([*(as_json(one, True) for one in fit), *(as_json(one, False) for one in refused)])
-    elif options.why:
+        rows = [*(as_json(one, True) for one in fit), *(as_json(one, False) for one in refused)]
+        return [json.dumps(rows)], bool(fit)
+    if options.why:
         mesh = tuple(options.why)
         if not any(one.layout.mesh == mesh for one in (*fit, *refused)):
             raise ValueError(f"--why {' '.join(map(str, mesh))}: {what_does_not_divide(mesh, case)}")
-        yield from report.why(mesh, fit, refused, case)
-    elif fit:
-        yield from report.plan(fit, refused, case)
-    else:
-        yield from report.nothing_fits(refused, case)
+        return report.why(mesh, fit, refused, case), any(one.layout.mesh == mesh for one in fit)
+    if fit:
+        return report.plan(fit, refused, case), True
+    return report.nothing_fits(refused, case), False
 
 
 def main(arguments=None):
-    it = parser()
-    options = it.parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
-        for line in lines(options):
-            print(line if options.json else report.wrapped(line))
+        lines, fits = answer(options)
     except ValueError as error:
         print(f"launch.sh plan: {error}", file=sys.stderr)
         return BAD_INPUT
-    return 0
+    for line in lines:
+        print(line if options.json else report.wrapped(line))
+    return 0 if fits else NOTHING_FITS
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ class Cost:
     """Of one Layout."""
 
     layout: Layout
+    layers: list  # of each stage
     memory: dict  # part -> bytes, of the rank that needs most
-    sent: dict  # axis -> bytes that a rank sends in a step
+    sent: dict  # axis -> bytes that a rank sends in a step; along data and tensor, one of the stage with most layers
     links: dict  # axis -> "inside a host" or "between hosts"
     time: dict  # part -> seconds of a step
 
@@ -62,7 +63,7 @@ def memory(model, layout, batch_size, precision):
     layer = formulas.activations(model, tokens, tensor, recompute=layout.recompute, **how)
     working = formulas.activations(model, tokens, tensor, **how) if layout.recompute == "full" else 0
     kept = formulas.state(model, layout.mesh, precision, layout.shard_weights)
-    elements = formulas.stages(model, pipeline)
+    elements, layers = formulas.stages(model, pipeline), formulas.layers_of_stages(model, pipeline)
     weight, gradient, optimizer, _ = formulas.PRECISIONS[precision]
     found = []
     for stage in range(pipeline):
@@ -71,7 +72,7 @@ def memory(model, layout, batch_size, precision):
             "weights": kept[stage] * weight / (weight + gradient + optimizer),
             "gradients": kept[stage] * gradient / (weight + gradient + optimizer),
             "optimizer": kept[stage] * optimizer / (weight + gradient + optimizer),
-            "activations": in_flight * model.num_layers // pipeline * layer + working,
+            "activations": in_flight * layers[stage] * layer + working,
         }
         if layout.shard_weights or precision == "fp32":  # gpt.py frees its copies after backward, not after forward
             parts["copies of weights"] = weight * formulas.elements_on_a_rank(elements[stage], tensor)
@@ -84,14 +85,17 @@ def memory(model, layout, batch_size, precision):
 def cost(model, layout, batch_size, cluster):
     """The Cost of a layout. Nothing overlaps: a rank computes, or it sends.
 
-    The slowest stage sets the pace: the last one, which has the head. It does each micro-batch, and waits for
-    pipeline - 1 of them.
+    The slowest stage sets the pace: the first one, which has most layers, or the last one, which has the head. It does
+    each micro-batch, and waits for pipeline - 1 of them.
     """
     data, tensor, pipeline = layout.mesh
     weight, gradient, optimizer, item = formulas.PRECISIONS[cluster.precision]
     micro_batches = layout.micro_batches(batch_size)
     totals = formulas.moved(model, layout.mesh, batch_size, layout.options, item, micro_batches)
     sent = {axis: total / cluster.ranks for axis, total in totals.items()}
+    layers = formulas.layers_of_stages(model, pipeline)
+    for axis in ("data", "tensor"):
+        sent[axis] *= max(layers) * pipeline / model.num_layers
     groups = {"data": (tensor, data), "tensor": (1, tensor), "pipeline": (data * tensor, pipeline)}
     rates, links = {}, {}
     for axis, (stride, members) in groups.items():
@@ -99,9 +103,11 @@ def cost(model, layout, batch_size, cluster):
         links[axis] = "between hosts" if leaves else "inside a host"
 
     tokens = layout.micro_batch * model.seq_len
-    layers = model.num_layers // pipeline * formulas.layer_flops(model, tokens, layout.recompute)
-    compute = (layers + formulas.head_flops(model, tokens)) / tensor / cluster.flops
-    reduce = sent["tensor"] / rates["tensor"] / micro_batches
+    flops = [count * formulas.layer_flops(model, tokens, layout.recompute) for count in layers]
+    flops[-1] += formulas.head_flops(model, tokens)
+    most_reduced = sent["tensor"] / rates["tensor"] / micro_batches
+    seconds = [(flops[k] / tensor / cluster.flops, most_reduced * layers[k] / max(layers)) for k in range(pipeline)]
+    compute, reduce = max(seconds, key=sum)
     # a stage sends the residual on and its gradient back; the first one also the tied table
     table = model.vocab_size * model.hidden_size if model.tied else 0
     hop = 2 * item * (tokens * model.hidden_size + table) / tensor / rates["pipeline"] if pipeline > 1 else 0
@@ -119,7 +125,7 @@ def cost(model, layout, batch_size, cluster):
         # reads weight, gradient and optimizer state, and writes all but the gradient
         "update": (2 * (weight + optimizer) + gradient) * held / sharded_by / cluster.device.hbm,
     }
-    return Cost(layout, memory(model, layout, batch_size, cluster.precision), sent, links, time)
+    return Cost(layout, layers, memory(model, layout, batch_size, cluster.precision), sent, links, time)
 
 
 def divisors(number):
@@ -127,14 +133,17 @@ def divisors(number):
 
 
 def layouts(model, batch_size, ranks, recompute=formulas.RECOMPUTE):
-    """Yields every Layout that divides the model, the batch and the ranks, as gpt.py checks it."""
+    """Yields every Layout that divides the model, the batch and the ranks, as gpt.py checks it.
+
+    Only stages need not be equal: there may be as many as layers.
+    """
     kv_heads = model.kv_heads or model.num_heads
     for tensor in divisors(model.num_heads):
         if ranks % tensor or kv_heads % tensor:
             continue
-        for pipeline in divisors(model.num_layers):
-            data, rest = divmod(ranks // tensor, pipeline)
-            if rest or batch_size % data:
+        for pipeline in divisors(ranks // tensor):
+            data = ranks // tensor // pipeline
+            if pipeline > model.num_layers or batch_size % data:
                 continue
             for micro_batch in divisors(batch_size // data):
                 for sequence_parallel in (False, True) if tensor > 1 and model.seq_len % tensor == 0 else (False,):

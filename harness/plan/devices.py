@@ -4,27 +4,32 @@ import os
 from collections import namedtuple
 
 # memory: bytes of a device; flops: a second, by precision, dense; inside: bytes a second that a device sends to others
-# of its host; between: that a whole host sends to other hosts, where its usual system says so; hbm: of its own memory
-Device = namedtuple("Device", "memory flops inside between hbm source")
+# of its host; between: that a whole host sends to other hosts, where its usual system says so; hbm: of its own memory;
+# capability: the compute capability of a GPU, None where it is not known
+Device = namedtuple("Device", "memory flops inside between hbm source capability", defaults=(None,))
 GB, TERA = 1e9, 1e12
+NEWEST_CAPABILITY = 8.9  # that OneFlow 0.9.0 has code for
 
 
-def gpu(memory, amp, fp32, inside, between, hbm, source):
+def gpu(memory, amp, fp32, inside, between, hbm, capability, source):
     """A Device; sizes in GB, rates in TFLOP/s and GB/s."""
     flops = {"amp": amp * TERA, "fp32": fp32 * TERA}
-    return Device(memory * GB, flops, inside * GB, between * GB, hbm * GB, source)
+    return Device(memory * GB, flops, inside * GB, between * GB, hbm * GB, source, capability)
 
 
 DEVICES = {
-    "v100": gpu(32, 125, 15.7, 150, 50, 900, "NVIDIA V100 and DGX-1 data sheets"),
-    "a100-40": gpu(40, 312, 19.5, 300, 200, 1555, "NVIDIA A100 and DGX A100 data sheets"),
-    "a100-80": gpu(80, 312, 19.5, 300, 200, 2039, "NVIDIA A100 and DGX A100 data sheets"),
-    "rtx3090": gpu(24, 71, 35.6, 32, 1.25, 936, "NVIDIA GA102 white paper; PCIe 4.0; 10 Gbit/s Ethernet"),
-    "rtx4090": gpu(24, 165, 82.6, 32, 1.25, 1008, "NVIDIA Ada white paper; PCIe 4.0; 10 Gbit/s Ethernet"),
-    "a10": gpu(24, 125, 31.2, 32, 3.125, 600, "NVIDIA A10 data sheet; PCIe 4.0; 25 Gbit/s Ethernet"),
+    "v100": gpu(32, 125, 15.7, 150, 50, 900, 7.0, "NVIDIA V100 and DGX-1 data sheets"),
+    "a100-40": gpu(40, 312, 19.5, 300, 200, 1555, 8.0, "NVIDIA A100 and DGX A100 data sheets"),
+    "a100-80": gpu(80, 312, 19.5, 300, 200, 2039, 8.0, "NVIDIA A100 and DGX A100 data sheets"),
+    "h100": gpu(80, 989, 67, 450, 400, 3350, 9.0, "NVIDIA H100 (SXM) and DGX H100 data sheets"),
+    "h200": gpu(141, 989, 67, 450, 400, 4800, 9.0, "NVIDIA H200 (SXM) and DGX H200 data sheets"),
+    "rtx3090": gpu(24, 71, 35.6, 32, 1.25, 936, 8.6, "NVIDIA GA102 white paper; PCIe 4.0; 10 Gbit/s Ethernet"),
+    "rtx4090": gpu(24, 165, 82.6, 32, 1.25, 1008, 8.9, "NVIDIA Ada white paper; PCIe 4.0; 10 Gbit/s Ethernet"),
+    "a10": gpu(24, 125, 31.2, 32, 3.125, 600, 8.6, "NVIDIA A10 data sheet; PCIe 4.0; 25 Gbit/s Ethernet"),
 }
 # The part of the peak that matmuls and all between them reach while nothing waits: see docs/choosing.md.
 EFFICIENCY = 0.55
+CPU_BANDWIDTHS = (10, 4, 1.25)  # memory, inside, between, in GB/s: assumed, as Linux does not tell them
 KEPT_FREE = 0.08  # of a device's memory, for CUDA's context, buffers of collectives and fragmentation
 
 
@@ -67,6 +72,6 @@ def this_machine():
     with open("/proc/meminfo") as file:
         memory = int(file.readline().split()[1]) * 1024
     numbers = 16 if "avx512f" in facts.get("flags", "") else 8  # float32 in a vector
-    hertz = float(facts.get("cpu MHz", 2000)) * 1e6
-    flops = hertz * numbers * 2 * 2
-    return cores, Device(memory / cores, {"fp32": flops}, 4 * GB, 1.25 * GB, 10 * GB, "/proc/cpuinfo, /proc/meminfo")
+    flops = {"fp32": float(facts["cpu MHz"]) * 1e6 * numbers * 2 * 2} if "cpu MHz" in facts else {}
+    hbm, inside, between = (rate * GB for rate in CPU_BANDWIDTHS)
+    return cores, Device(memory / cores, flops, inside, between, hbm, "/proc/cpuinfo, /proc/meminfo")

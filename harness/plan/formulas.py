@@ -43,13 +43,19 @@ def parameters(model):
     return sum(split + whole for split, whole in weights(model).values())
 
 
+def layers_of_stages(model, pipeline):
+    """[number of layers of each stage]: layer i is on stage i * pipeline // num_layers, as in gpt.py."""
+    first = [-(-stage * model.num_layers // pipeline) for stage in range(pipeline + 1)]  # rounded up
+    return [end - start for start, end in zip(first, first[1:])]
+
+
 def stages(model, pipeline):
     """[(split, whole)]: the elements of the weights of each stage; the embedding is in the first, the head the last."""
     found = [["layers"] for _ in range(pipeline)]
     found[0] += ["table", "positions"]
     found[-1] += ["norm", "head"]
-    parts = weights(model, model.num_layers // pipeline)
-    return [tuple(sum(parts[name][i] for name in stage) for i in (0, 1)) for stage in found]
+    parts = [weights(model, num_layers) for num_layers in layers_of_stages(model, pipeline)]
+    return [tuple(sum(part[name][i] for name in stage) for i in (0, 1)) for part, stage in zip(parts, found)]
 
 
 def elements_on_a_rank(stage, tensor, sharded_by=1):
@@ -172,10 +178,10 @@ def saved_in_gpt_py(_):
 def activations(model, tokens, tensor, precision="fp32", sequence_parallel=False, recompute="none"):
     """The bytes that a layer keeps for backward on a rank, of `tokens` of a micro-batch: sequences times seq_len.
 
-    selective: the scores are computed again; full: all but the layer's input is.
+    selective: the scores are computed again; full: all but the layer's input is, which sequence parallelism splits.
     """
     if recompute == "full":
-        return PRECISIONS[precision].activation * tokens * model.hidden_size
+        return PRECISIONS[precision].activation * tokens * model.hidden_size / (tensor if sequence_parallel else 1)
     saved = saved_in_16_bit(model) if precision == "amp" else saved_in_gpt_py(model)
     total = 0
     for one in saved.values():

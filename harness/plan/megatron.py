@@ -45,11 +45,15 @@ def case_of_row(row):
 
 
 def costs(row):
-    """Those of the layouts that fit and that Megatron-LM had then, without sequence parallelism or sharded weights."""
+    """Those of the layouts that fit and that Megatron-LM had then.
+
+    They have equal stages, no sequence parallelism and no sharded weights.
+    """
     case = case_of_row(row)
     found = []
     for layout in cost.layouts(case.model, case.batch_size, case.cluster.ranks, case.recompute):
-        if not (layout.sequence_parallel or layout.shard_weights):
+        unequal = row.num_layers % layout.pipeline
+        if not (layout.sequence_parallel or layout.shard_weights or unequal):
             found.append(cost.cost(case.model, layout, case.batch_size, case.cluster))
     return sorted((one for one in found if one.bytes <= case.cluster.memory), key=lambda one: one.seconds)
 

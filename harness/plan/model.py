@@ -66,12 +66,13 @@ USUAL = {
     "num_heads": "num_attention_heads",
     "seq_len": "max_position_embeddings",
     "vocab_size": "vocab_size",
+    "mlp_size": "intermediate_size",
 }
 GPT_LIKE = {"biases": True, "dropout": True}
 LLAMA_LIKE = {"gated": True, "learned_positions": False, "tied": False}
 KINDS = {  # model_type -> (names of the sizes, what else it is, where config.json does not say)
     "gpt2": (GPT2, {**GPT_LIKE}),
-    "opt": (USUAL, {**GPT_LIKE}),
+    "opt": ({**USUAL, "mlp_size": "ffn_dim"}, {**GPT_LIKE}),
     "gpt_neox": (USUAL, {**GPT_LIKE, "learned_positions": False, "tied": False}),
     "llama": (USUAL, LLAMA_LIKE),
     "mistral": (USUAL, LLAMA_LIKE),
@@ -108,7 +109,7 @@ def of_config(path, seq_len=None):
     heads, kv_heads = config[names["num_heads"]], config.get("num_key_value_heads")
     if kv_heads and heads % kv_heads:
         raise ConfigError(f"{path}: {kv_heads} key-value heads do not divide the {heads} heads")
-    sizes = {size: config[name] for size, name in names.items()}
+    sizes = {"mlp_size": config.get("n_inner") or 0, **{size: config[name] for size, name in names.items()}}
     sizes["seq_len"] = seq_len or sizes["seq_len"]
     return Model(
         **sizes,
@@ -117,6 +118,5 @@ def of_config(path, seq_len=None):
             "tied": config.get("tie_word_embeddings", facts.get("tied", True)),
             "kv_heads": config.get("num_key_value_heads") or 0,
             "head_size": config.get("head_dim") or 0,
-            "mlp_size": config.get("n_inner") or config.get("intermediate_size") or config.get("ffn_dim") or 0,
         },
     )

@@ -4,7 +4,7 @@ import dataclasses
 import re
 import textwrap
 
-from harness.plan import cost, formulas
+from harness.plan import cost, devices, formulas
 
 WIDTH = 100  # characters
 SHOWN = 6  # layouts in the table
@@ -88,9 +88,10 @@ def heading(case):
     links = f"{cluster.device.inside / 1e9:g} GB/s between the devices of a host"
     if cluster.hosts > 1:
         links += f", {cluster.device.between / 1e9:g} GB/s from host to host"
-    devices = f"{cluster.ranks_per_host} device{'s' * (cluster.ranks_per_host > 1)}"
-    hosts = f"{cluster.hosts} hosts of {devices}" if cluster.hosts > 1 else devices
-    memory = f"{size(cluster.device.memory)}, of which a plan may use {size(cluster.memory)}"
+    ranks = f"{cluster.ranks_per_host} device{'s' * (cluster.ranks_per_host > 1)}"
+    hosts = f"{cluster.hosts} hosts of {ranks}" if cluster.hosts > 1 else ranks
+    device = f"{size(cluster.device.memory)} ({cluster.device.hbm / 1e9:g} GB/s)"
+    memory = f"{device}, of which a plan may use {size(cluster.memory)}"
     peak = f"{cluster.device.flops[cluster.precision] / 1e12:.3g} TFLOP/s"
     yield f"{hosts}: {memory}, {peak}, of which matmuls reach {100 * cluster.efficiency:.0f} %; {links}"
 
@@ -100,7 +101,7 @@ def table(costs, case):
     body = [
         [
             " x ".join(map(str, one.layout.mesh)),
-            short(one.layout),
+            short(one),
             str(one.layout.micro_batch),
             size(one.bytes),
             duration(one.seconds),
@@ -112,15 +113,23 @@ def table(costs, case):
     return rows(["D x T x P", "options", "micro-batch", "memory", "step", "tokens/s", "of the peak"], body)
 
 
-def short(layout):
-    """The options of a layout in a table."""
+def short(one):
+    """The options of a layout in a table, and the layers of its stages if they are not equal."""
+    layout = one.layout
     options = ["SP"] * layout.sequence_parallel + ["sharded"] * layout.shard_weights
     options += [layout.recompute] * (layout.recompute != "none")
-    return ", ".join(options)
+    return ", ".join([*options, *unequal_stages(one)])
+
+
+def unequal_stages(one):
+    """["8 or 7 layers"], or [] if all stages of a layout have as many."""
+    least, most = min(one.layers), max(one.layers)
+    return [f"{most} or {least} layer{'s' * (least > 1)}"] if least < most else []
 
 
 def detail(one):
-    """Memory, bytes and time of a layout by part."""
+    """Layers of unequal stages, memory, bytes and time of a layout by part."""
+    yield from (f"  a stage has {layers}" for layers in unequal_stages(one))
     yield "  memory of the fullest rank: " + ", ".join(f"{part} {size(count)}" for part, count in one.memory.items())
     used = [axis for axis, count in one.sent.items() if count]
     sent = [f"{axis} axis {size(one.sent[axis])} {one.links[axis]}" for axis in used]
@@ -206,6 +215,10 @@ def about_second(first, second, case):
 
 def command(layout, case):
     """The lines that run a layout, or why no recipe does and what comes near."""
+    capability = case.cluster.device.capability
+    if capability and capability > devices.NEWEST_CAPABILITY:
+        yield f"No command: OneFlow 0.9.0 has no code for these GPUs, of compute capability {capability}."
+        return
     lacks = missing_in_gpt(layout, case)
     if lacks:
         nearest = layout_in_float32(layout, case)
