@@ -26,10 +26,9 @@ ALIKE = 1e-4  # how far losses may differ: sums of float32 are added in other or
 
 def save_text_and_weights(file, batch_size, seq_len, num_layers, hidden_size, num_heads):
     """What the recipe begins with and trains on in TRAINED steps, for the peers; returns the size of the vocabulary."""
-    _, tokens = reference_gpt.text()
     vocab_size = reference_gpt.vocab_size_of(num_heads)
     weights = reference_gpt.new_weights(vocab_size, seq_len, num_layers, hidden_size)
-    batches = [reference_gpt.batch_of(step, tokens, batch_size, seq_len) for step in range(1, TRAINED + 1)]
+    batches = [reference_gpt.batch_of(step, batch_size, seq_len) for step in range(1, TRAINED + 1)]
     rows = [np.concatenate((ids, targets[:, -1:]), 1) for ids, targets in batches]
     np.savez(file, rows=rows, **{name: weight.exact.astype(np.float32) for name, weight in weights.items()})
     return vocab_size
