@@ -68,13 +68,13 @@ class Config:
     recompute: str = "none"  # or "full": backward computes each block again, from its input; in a graph
 
     def check(self, meshes):
-        """Raise ValueError where the meshes do not fit a size. OneFlow would hang or abort there."""
+        """Raise ValueError where a size does not fit the meshes, where OneFlow would hang or abort, or the text."""
         data, tensor = meshes[0].ranks.shape
         check_divides("--data", data, self.batch_size, "rows of a batch")
         check_divides("--micro-batches", self.micro_batches, self.batch_size // data, "rows of a batch on each rank")
         check_divides("--tensor", tensor, self.num_heads, "heads")
         if len(meshes) > self.num_layers:
-            raise ValueError(f"--pipeline {len(meshes)} is more than the {self.num_layers} layers; each stage needs one")
+            raise ValueError(f"--pipeline {len(meshes)} is more than the {self.num_layers} layers; use at most that many")
         if self.seq_len < LINE - 2:
             raise ValueError(f"--seq-len {self.seq_len} is too short for a sum; use {LINE - 2} or more")
         if self.sequence_parallel:
