@@ -103,7 +103,7 @@ def options_of(arguments):
         ),
         (2, {"batch_size": 9}, "--data 2 does not divide the 9 rows of a batch; these do: 1, 3, 9"),
         (2, {"tensor": 2, "num_heads": 3}, "--tensor 2 does not divide the 3 heads; these do: 1, 3"),
-        (2, {"pipeline": 2, "num_layers": 1}, "--pipeline 2 is more than the 1 layers; use at most that many"),
+        (2, {"pipeline": 2, "num_layers": 1}, "--pipeline 2 is more than the 1 layers; use fewer"),
         (1, {"seq_len": 7}, "--seq-len 7 is too short for a sum; use 8 or more"),
         (
             2,

@@ -74,7 +74,7 @@ class Config:
         check_divides("--micro-batches", self.micro_batches, self.batch_size // data, "rows of a batch on each rank")
         check_divides("--tensor", tensor, self.num_heads, "heads")
         if len(meshes) > self.num_layers:
-            raise ValueError(f"--pipeline {len(meshes)} is more than the {self.num_layers} layers; use at most that many")
+            raise ValueError(f"--pipeline {len(meshes)} is more than the {self.num_layers} layers; use fewer")
         if self.seq_len < LINE - 2:
             raise ValueError(f"--seq-len {self.seq_len} is too short for a sum; use {LINE - 2} or more")
         if self.sequence_parallel:

@@ -100,7 +100,7 @@ def vocab_size_of(num_heads):
 
 
 def trained(steps, batch_size, seq_len, num_layers, hidden_size, num_heads, clip_grad=0.0, seed=0, sums=0):
-    """{"losses"; "initial" weights, "first" gradients and "new" weights, by name; "lines": its answers to some sums}."""
+    """{"losses"; "initial" weights, "first" gradients and "new" weights, by name; "lines": its answers to sums}."""
     initial = w = new_weights(vocab_size_of(num_heads), seq_len, num_layers, hidden_size, seed)
     optimizer = reference.Optimizer("adamw", rate=1e-3, graph=True, decay=0.01)  # 2e-7 from AdamW in float64
     losses, first = [], None
