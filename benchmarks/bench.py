@@ -143,10 +143,9 @@ def gpt(sizes=GPT_SIZES, ranks=(1, 2, 4), turns=2):
 
 def save_text_and_weights(file, batch_size, seq_len, num_layers, hidden_size, num_heads):
     """Write what gpt.py begins with and what it trains on in GPT_STEPS steps, for the peers."""
-    _, tokens = reference_gpt.text()
     vocab_size = reference_gpt.vocab_size_of(num_heads)
     weights = reference_gpt.new_weights(vocab_size, seq_len, num_layers, hidden_size)
-    batches = [reference_gpt.batch_of(step, tokens, batch_size, seq_len) for step in range(1, GPT_STEPS + 1)]
+    batches = [reference_gpt.batch_of(step, batch_size, seq_len) for step in range(1, GPT_STEPS + 1)]
     rows = [np.concatenate((ids, targets[:, -1:]), 1) for ids, targets in batches]
     np.savez(file, rows=rows, **{name: weight.exact.astype(np.float32) for name, weight in weights.items()})
 

@@ -28,12 +28,10 @@ NEAR = 0.05  # how far what was measured may be from a formula,
 MESSAGES = 30_000  # and bytes of OneFlow's own messages in a step, which depend on the machine
 ALL_TO_ALL = "weights that are split along dimension 1 need [an extra all-to-all](sbp-atlas.md#the-same-ranks)"
 ONE_SENDS = "one rank of a stage sends the residual, and the next stage spreads it by an all-reduce"
-ONE_EMBEDDING = "one rank of the first stage sends the embedding, and the last stage spreads it by an all-reduce"
 UNSPLIT = "in one direction the full, unsplit residual is sent"
 KNOWN = {  # (mesh, layout, axis, mode): why it is not the formula
     **{(mesh, "sharded weights", "data", "eager"): ALL_TO_ALL for mesh in ((2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1))},
     **{((1, 2, 2), "plain", axis, "eager"): ONE_SENDS for axis in ("tensor", "pipeline")},
-    **{((2, 1, 2), layout, "pipeline", "eager"): ONE_EMBEDDING for layout in ("plain", "sharded weights")},
     ((1, 2, 2), "sequence parallel", "pipeline", "graph"): UNSPLIT,
 }
 MODES = {False: "eager", True: "graph"}

@@ -71,12 +71,13 @@ class StepRecorder(Recorder):
         }
 
 
-def trained(path, sample=0, **arguments):
-    """Train gpt.py, and sample so many characters; returns what `observe` does, but of the tensors only the weights,
-    before and after ("new") the training, and their first moments; also the text, and what else a StepRecorder saw."""
+def trained(path, sums=0, **arguments):
+    """Train gpt.py, and let it answer so many sums; returns what `observe` does, but of the tensors only the weights,
+    before and after ("new") the training, and their first moments; also its lines, and what else a StepRecorder saw."""
     recorder = StepRecorder()
     _, seen = observed(path, recorder, **arguments)
     model, tensors = seen.outer["model"], dict(recorder.first)
+    module = sys.modules[type(model).__module__]
     for name, parameter in model.named_parameters():
         tensors[name] = recorder.initial[id(parameter)]
         tensors[f"new {name}"] = snapshot(parameter)
@@ -84,7 +85,7 @@ def trained(path, sample=0, **arguments):
         "tensors": tensors,
         "arrays": {"losses": arrays_by_name(seen.outer)["losses"]},
         "in_graph": {},
-        "text": sys.modules[type(model).__module__].sample(model, sample),
+        "lines": module.answer(model, module.SUMS[:sums]).tolist(),
         **{name: getattr(recorder, name) for name in (*RECORDED, "logits", "kept", "sent")},
     }
 
@@ -119,8 +120,7 @@ def growth_in_forward(path, data=1, tensor=1, **sizes):
     meshes = module.placements("cpu", flow.env.get_world_size(), data, tensor)
     config = module.Config(**sizes)
     model = module.GPT(meshes, config, 96, seed=0)
-    _, tokens = module.corpus()
-    ids, _ = module.batch_of(tokens, config, seed=0, step=1)
+    ids, _ = module.batch_of(config, seed=0, step=1)
     ids = module.to_mesh(ids, meshes[0])
     flow._oneflow_internal.eager.Sync()
     before = memory_size("VmRSS")

@@ -1,4 +1,4 @@
-"""The GPT on meshes of data x tensor x pipeline: layouts, gradients, losses, text, all as in numpy."""
+"""The GPT on meshes of data x tensor x pipeline: layouts, gradients, losses, answers, all as in numpy."""
 
 import re
 import shutil
@@ -8,7 +8,7 @@ import pytest
 
 from harness.measure.sbp import Layout
 from harness.pool import PoolError
-from harness.start.recipe import path_of
+from harness.start.recipe import load, path_of
 from tests.cases import ROOT, gpt, reference, reference_gpt
 from tests.cases.gpt import RUNS, SMALL, TRAINED, known, prove, prove_run
 from tests.cases.ladder import MAIN
@@ -26,6 +26,15 @@ def run_id(run):
 def test_mesh_trains_as_numpy(pools, run):
     mesh, more = run
     prove(pools(int(np.prod(mesh))), GPT, mesh, **more)
+
+
+def test_text_is_the_same_with_every_version_of_python_and_numpy():
+    module = load(GPT)
+    ids, targets = module.batch_of(module.Config(), seed=0, step=1)
+    rows = np.concatenate((ids, targets[:, -1:]), 1)[:4]
+    text = ["".join(module.CHARACTERS[token] for token in row) for row in rows]
+    assert text == ["17+22=930", "42+79=121", "48+76=421", "61+31=290"]
+    assert module.SUMS[:4].tolist() == [9394, 898, 2398, 5906]
 
 
 def test_gradients_of_the_reference_are_finite_differences():
@@ -94,7 +103,8 @@ def options_of(arguments):
         ),
         (2, {"batch_size": 9}, "--data 2 does not divide the 9 rows of a batch; these do: 1, 3, 9"),
         (2, {"tensor": 2, "num_heads": 3}, "--tensor 2 does not divide the 3 heads; these do: 1, 3"),
-        (2, {"pipeline": 2, "num_layers": 3}, "--pipeline 2 does not divide the 3 layers; these do: 1, 3"),
+        (2, {"pipeline": 2, "num_layers": 1}, "--pipeline 2 is more than the 1 layers; use fewer"),
+        (1, {"seq_len": 7}, "--seq-len 7 is too short for a sum; use 8 or more"),
         (
             2,
             {"tensor": 2, "seq_len": 9, "sequence_parallel": True},
@@ -127,30 +137,32 @@ def test_train_refuses_sizes_that_do_not_divide(pools):
 
 def test_sizes_that_do_not_divide_but_fit_train_as_numpy(pools):
     """An odd sequence whose residual is not split, and a vocabulary that is padded."""
-    sizes = {"batch_size": 6, "seq_len": 7, "num_layers": 1, "hidden_size": 18, "num_heads": 6}
-    assert len(reference_gpt.text()[0]) % 6
-    prove_run(pools(2), GPT, (1, 2, 1), {"steps": 2, "sample": 9, "micro_batches": 3}, sizes)
+    sizes = {"batch_size": 6, "seq_len": 9, "num_layers": 1, "hidden_size": 18, "num_heads": 6}
+    assert reference_gpt.VOCABULARY % 6
+    prove_run(pools(2), GPT, (1, 2, 1), {"steps": 2, "sums": 9, "micro_batches": 3}, sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--tensor", "2", "--sequence-parallel"], ["--pipeline", "2", "--graph"]])
 def test_main_of_a_copy_says_that_it_is_right(pools, tmp_path, arguments):
     path = shutil.copy(GPT, tmp_path)
-    arguments = [*arguments, *options_of({**SMALL, "steps": 2, "sample_tokens": 9}), "--check"]
+    arguments = [*arguments, *options_of({**SMALL, "steps": 51}), "--check"]
     arguments += ["--checkpoint-dir", str(tmp_path / "saved")]
     results = pools(2).call(MAIN, path=path, arguments=arguments)
-    assert [(code, err) for code, _, err in results] == [(0, "")] * 2 and (tmp_path / "saved" / "2").is_dir()
+    assert [(code, err) for code, _, err in results] == [(0, "")] * 2 and (tmp_path / "saved" / "51").is_dir()
     out, other_out = (out for _, out, _ in results)
-    progress, held, *text, last = out.splitlines()
-    assert re.fullmatch(r"step 2  loss \d\.\d+  \d+ tokens/s", progress)
+    *_, progress, held, answers, right, last = out.splitlines()
+    assert re.fullmatch(r"step 51  loss \d\.\d+  \d+ tokens/s", progress)
     assert re.fullmatch(r"[\d,]+ of [\d,]+ weights", held) and re.fullmatch(r"[\d,]+ of [\d,]+ weights\n", other_out)
-    assert len("\n".join(text)) == 9 and last == "the losses are those of a single rank"
+    assert re.fullmatch(r"(\d\d\+\d\d=[\d+=;]{3} ?){8}", answers)
+    assert re.fullmatch(r"\d+ of 100 sums that it was not trained on are right", right)
+    assert last == "the losses of steps 1 to 50 are those of a single rank"
 
 
 @pytest.mark.slow
 def test_main_sees_a_wrong_product(pools):
     """With each matmul scaled, the losses must not be those of a single rank."""
-    arguments = [*options_of({**SMALL, "steps": 2, "sample_tokens": 0}), "--check"]
+    arguments = [*options_of({**SMALL, "steps": 2}), "--check"]
     results = pools(2).call(MAIN, path=GPT, arguments=arguments, matmul_scale=1.01)
     assert [code for code, _, _ in results] == [1, 1]
     assert all("Not equal to tolerance" in err for _, _, err in results)

@@ -253,7 +253,7 @@ def test_printed_command_runs_gpt_py(pools):
     front, arguments = command.replace("\\\n", "").split(" gpt ")
     assert front.split() == ["./launch.sh", "-n", "2"]
     main = f"{ROOT / 'harness' / 'measure' / 'main.py'}:main_of"
-    short = ["--steps", "1", "--sample-tokens", "1"]
+    short = ["--steps", "1"]
     for code, _, err in pools(2).call(main, path=str(path_of("gpt")), arguments=[*arguments.split(), *short]):
         assert code == 0, err
 

@@ -25,7 +25,7 @@ MESHES = [
 # large enough for the formulas of bytes
 SIZES = {"batch_size": 16, "seq_len": 32, "num_layers": 4, "hidden_size": 128, "num_heads": 4}
 LAYOUTS = {  # options and steps, by their names in docs/gpt.md
-    "plain": {"steps": 50, "sample": 40},
+    "plain": {"steps": 50, "sums": 40},
     "sequence parallel": {"steps": 4, "sequence_parallel": True},
     "sharded weights": {"steps": 4, "shard_weights": True},
 }
@@ -39,7 +39,7 @@ SMALL = {"batch_size": 8, "seq_len": 8, "num_layers": 2, "hidden_size": 16, "num
 RUNS = [  # of the default suite: data, tensor, pipeline, and what else
     ((2, 1, 1), {"shard_weights": True, "micro_batches": 2, "clip_grad": 0.5}),
     ((1, 2, 1), {"graph": True, "sequence_parallel": True, "micro_batches": 2, "recompute": "full"}),
-    ((1, 1, 2), {"graph": True, "micro_batches": 4}),
+    ((1, 1, 3), {"graph": True, "micro_batches": 4, "num_layers": 4}),  # stages of 2, 1 and 1 layers
 ]
 known = lru_cache(maxsize=None)(reference_gpt.trained)
 
@@ -60,21 +60,21 @@ def stages_of(mesh):
     return np.arange(data * tensor * pipeline).reshape(pipeline, data, tensor).tolist()
 
 
-def prove(pool, path, mesh, **more):
+def prove(pool, path, mesh, num_layers=SMALL["num_layers"], **more):
     """Two small steps of the recipe, or of a changed one, on a mesh."""
-    prove_run(pool, path, mesh, {"steps": 2, "sample": 9, **more}, SMALL)
+    prove_run(pool, path, mesh, {"steps": 2, "sums": 9, **more}, {**SMALL, "num_layers": num_layers})
 
 
 def prove_run(pool, path, mesh, options, sizes, *what):
     """Train on a mesh and check it; returns what all ranks saw, and what numpy found."""
     seen = pool.call(TRAINED, path=str(path), **mesh_of(mesh), **options, **sizes)
-    exact = known(**{name: options[name] for name in ("steps", "sample", "clip_grad") if name in options}, **sizes)
+    exact = known(**{name: options[name] for name in ("steps", "sums", "clip_grad") if name in options}, **sizes)
     check(seen, exact, mesh, options, sizes, *what)
     return seen, exact
 
 
 def row_run(pool, mesh, layout, graph, **shorter):
-    """Make the run of a row on a pool, check it and return its figures, as data. shorter: other steps and sample."""
+    """Make the run of a row on a pool, check it and return its figures, as data. shorter: other steps and sums."""
     options = {**LAYOUTS[layout], **shorter, "graph": graph}
     seen, exact = prove_run(pool, path_of("gpt"), mesh, options, SIZES, mesh, layout)
     return {"mesh": mesh, "layout": layout, "graph": graph, **facts(seen, exact, mesh)}
@@ -128,7 +128,7 @@ MODEL = Model(
 
 def formulas(mesh, layout):
     """(bytes by axis, bytes that are kept by the fullest rank) of a row, by those of `plan`."""
-    options = [name for name in LAYOUTS[layout] if name not in ("steps", "sample")]
+    options = [name for name in LAYOUTS[layout] if name not in ("steps", "sums")]
     kept = plan.state(MODEL, mesh, shard_weights="shard_weights" in options)
     return plan.moved(MODEL, mesh, SIZES["batch_size"], options), max(kept)
 
@@ -144,13 +144,13 @@ def layout_of(name, mesh, num_layers, shard_weights):
 def check(seen, exact, mesh, options, sizes, *what):
     """What all ranks saw of a run, on the ladder; where an axis has one rank, S and P along it may be called B.
 
-    And the text, and the SBP of the logits in the cross-entropy, of which any gives the right values.
+    And its answers, and the SBP of the logits in the cross-entropy, of which any gives the right values.
     """
     case = case_of(mesh, exact, sizes, options)
     check_tensors(case, seen)
     check_operations(case, options.get("graph", False), [renamed(result, mesh) for result in seen])
     for rank, result in enumerate(seen):
-        Checks.equal(result["text"], exact["text"], *what, "rank", rank, "text")
+        Checks.equal(result["lines"], exact["lines"].tolist(), *what, "rank", rank, "answers")
         logits = {plain(sbp, mesh) for (sbp,) in result["logits"]}
         Checks.equal(logits, {plain(BY_HEAD, mesh)}, *what, "rank", rank, "SBP of the logits in the loss")
 

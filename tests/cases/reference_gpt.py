@@ -1,13 +1,15 @@
-"""The GPT of recipes/transformer/gpt.py in numpy, float64, on one device: the loss, its gradients, AdamW, sampling."""
+"""The GPT of recipes/transformer/gpt.py in numpy, float64, on one device: the loss, its gradients, AdamW, answers."""
 
 import math
-import pydoc_data.topics
 
 import numpy as np
 
 from tests.cases import reference
 from tests.cases.reference import Value
 from tests.cases.reference_transformer import causal, cross_entropy, softmax
+
+VOCABULARY = 13  # 0 to 9 are the digits, 10 is +, 11 is =, 12 is ;
+SUMS = np.random.RandomState(0).permutation(10_000)  # of 100 a + b; the first 100 are held out
 
 
 def squared_relu(x):
@@ -38,7 +40,7 @@ def block(x, w, name, num_heads):
 
 def logits_of(w, ids, num_heads):
     """(batch, seq_len, vocab_size), of ids (batch, seq_len)."""
-    x = w["embedding.tokens"][ids] + w["embedding.positions"]
+    x = w["embedding.tokens"][ids] + w["embedding.positions"][: ids.shape[1]]
     for i in range(sum(name.endswith(".qkv") for name in w)):
         x = block(x, w, f"blocks.{i}.", num_heads)
     return (rms_norm(x) * w["head.norm"]) @ w["embedding.tokens"].T
@@ -50,18 +52,20 @@ def loss_of(w, ids, targets, num_heads):
     return cross_entropy(logits.reshape(targets.size, -1), targets.ravel())
 
 
-def text():
-    """The characters, sorted, and the text as their numbers."""
-    whole = "".join(pydoc_data.topics.topics.values())
-    characters = sorted(set(whole))
-    number = {character: i for i, character in enumerate(characters)}
-    return characters, np.array([number[character] for character in whole])
+def lines_of(sums):
+    """As tokens, (sums, 10): both numbers with two digits, and their sum with three, the last digit first."""
+    a, b = np.divmod(sums, 100)
+    plus, equals, end = (np.full_like(a, token) for token in (10, 11, 12))
+    answer = [(a + b) // 10**i % 10 for i in range(3)]
+    return np.stack([a // 10, a % 10, plus, b // 10, b % 10, equals, *answer, end], -1)
 
 
-def batch_of(step, tokens, batch_size, seq_len, seed=0):
-    starts = np.random.default_rng([seed, step]).integers(len(tokens) - seq_len, size=(batch_size, 1))
-    rows = tokens[starts + np.arange(seq_len + 1)]
-    return rows[:, :-1], rows[:, 1:]
+def batch_of(step, batch_size, seq_len, seed=0):
+    """Each row begins with a line; lines follow each other without a gap."""
+    rng, lines = np.random.RandomState([seed, step]), seq_len // 10 + 1
+    sums = SUMS[100 + rng.randint(9_900, size=(batch_size, lines))]
+    rows = lines_of(sums).reshape(batch_size, -1)
+    return rows[:, :seq_len], rows[:, 1 : seq_len + 1]
 
 
 def new_weights(vocab_size, seq_len, num_layers, hidden_size, seed=0):
@@ -92,33 +96,28 @@ def clipped(gradients, most):
 
 def vocab_size_of(num_heads):
     """The rows of the token table: the characters, rounded up to a multiple of the heads."""
-    return -(-len(text()[0]) // num_heads) * num_heads
+    return -(-VOCABULARY // num_heads) * num_heads
 
 
-def trained(steps, batch_size, seq_len, num_layers, hidden_size, num_heads, clip_grad=0.0, seed=0, sample=0):
-    """{"losses"; "initial" weights, "first" gradients and "new" weights, by name; "text": what it writes then}."""
-    _, tokens = text()
+def trained(steps, batch_size, seq_len, num_layers, hidden_size, num_heads, clip_grad=0.0, seed=0, sums=0):
+    """{"losses"; "initial" weights, "first" gradients and "new" weights, by name; "lines": its answers to sums}."""
     initial = w = new_weights(vocab_size_of(num_heads), seq_len, num_layers, hidden_size, seed)
     optimizer = reference.Optimizer("adamw", rate=1e-3, graph=True, decay=0.01)  # 2e-7 from AdamW in float64
     losses, first = [], None
     for step in range(1, steps + 1):
-        loss = loss_of(w, *batch_of(step, tokens, batch_size, seq_len, seed), num_heads)
+        loss = loss_of(w, *batch_of(step, batch_size, seq_len, seed), num_heads)
         gradients = clipped(reference.gradients(loss, w), clip_grad)
         first = first or gradients
         w = optimizer.step(w, gradients)
         losses.append(loss.exact.item())
     found = {"losses": losses, "initial": initial, "first": first, "new": w}
-    return {**found, "text": sampled(w, sample, num_heads, seed)}
+    return {**found, "lines": answered(w, SUMS[:sums], num_heads)}
 
 
-def sampled(w, count, num_heads, seed):
-    """A text of so many characters."""
-    characters, _ = text()
-    tokens, rng, seq_len = [0], np.random.default_rng(seed), len(w["embedding.positions"].exact)
-    for _ in range(count):
-        last = tokens[-seq_len:]
-        ids = np.array([last + [0] * (seq_len - len(last))])
-        logits = logits_of(w, ids, num_heads).exact[0, len(last) - 1, : len(characters)]
-        sums = np.exp(logits).cumsum()
-        tokens.append(int(np.searchsorted(sums, rng.random() * sums[-1])))
-    return "".join(characters[token] for token in tokens[1:])
+def answered(w, sums, num_heads):
+    """The lines that it writes for sums that are held out: the most likely digits."""
+    lines = lines_of(sums)
+    for i in (6, 7, 8):
+        logits = logits_of(w, lines[:, :i], num_heads).exact
+        lines[:, i] = logits[:, -1, :VOCABULARY].argmax(-1)
+    return lines

@@ -49,7 +49,7 @@ def test_memory_that_a_layer_keeps_is_within_15_percent(data, tensor, sequence_p
 )
 def test_bytes_of_a_graph_are_those_of_the_formula(mesh, layout, micro_batches):
     options = {"shard_weights": "shard_weights" in layout, "recompute": "full" if "full" in layout else "none"}
-    options.update(steps=4, sample=0, graph=True, micro_batches=micro_batches)
+    options.update(steps=4, graph=True, micro_batches=micro_batches)
     with Pool(2, timeout=120, repeat=True) as pool:
         seen = pool.call(gpt.TRAINED, path=GPT, **gpt.mesh_of(mesh), **options, **gpt.SIZES)
     sent = sum(gpt.sent_in_a_step(seen).values())
