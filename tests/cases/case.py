@@ -24,6 +24,10 @@ class Proof:
     whole_job: bool = False
     # whether its result stays the same when each product is scaled, so that its main cannot see that
     normalised: bool = False
+    # whether in its graph one move serves several, so that it sends less than all of them
+    shares_moves: bool = False
+    # whether its case takes the steps of training itself, and not by `reference.descend`
+    own_steps: bool = False
     # pytest's arguments for the tests that `mutate` also runs: of fixes that do not show in values
     tests: list = field(default_factory=list)
     # pattern of a change that `mutate` makes -> why nothing changes

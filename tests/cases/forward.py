@@ -78,7 +78,7 @@ def hybrid_parallel(n, graph=False, **sizes):
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_TENSOR})
+@case_of_recipe({"uneven": UNEVEN_TENSOR}, shares_moves=True)
 def sbp_conversions(n, graph=False, **sizes):
     ranks = list(range(n))
     case = cross_placement(n, source=ranks, target=ranks, **sizes)
@@ -103,7 +103,7 @@ def placements(n):
     return {"uneven": UNEVEN_TENSOR, **pairs}
 
 
-@case_of_recipe(placements)
+@case_of_recipe(placements, shares_moves=True)
 def cross_placement(n, graph=False, source=(), target=(), **sizes):
     source, target = list(source or range(n // 2)), list(target or range(n // 2, n))
     [x], parts, *_ = reference.conversions(source, world_size=n, **sizes)

@@ -68,6 +68,7 @@ def spawn(n, graph=False, ranks=2, **sizes):
 @case_of_recipe(
     {"uneven": {"batch": 7, "features": 9, "seed": 1}},
     whole_job=True,
+    own_steps=True,
     refused={"--steps 0": "1 or more", "--save-every 0": "1 or more"},
     tests=[
         *("tests/test_cures.py", "tests/slow/test_starting.py"),

@@ -20,9 +20,7 @@ def unnamed(names, layout, values, matmuls):
 
 
 OTHER_BLOCK = {"batch": 4, "seq_len": 5, "num_heads": 12, "head_size": 2, "seed": 1}
-
-
-# The bytes are measured with many features and short sequences: much moves, and little is computed.
+# Bytes are measured with many features and short sequences: much moves, and little is computed.
 MEASURED_BLOCK = {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16}
 
 

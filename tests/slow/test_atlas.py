@@ -15,9 +15,6 @@ from tests.cases.forward import SIGNATURES
 from tests.cases.ladder import Checks
 
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
-
-
-SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serves several: the atlas takes them apart
 RUNS = [(name, mode) for name in CASES for mode in runs.measured_modes(path_of(name))]
 
 
@@ -40,7 +37,7 @@ def background_calls(item):
 def runs_of(name, mode):
     """(name, number of ranks, mode) of each run that is looked at."""
     sizes = proven_on(name)
-    if name in (*SHARED, "matmul_signatures"):  # the atlas measures these on each n
+    if PROOFS[name].shares_moves or name == "matmul_signatures":  # the atlas measures these on each n
         sizes = sizes[:1]
     if name in TRAINED:  # what a step of it sends is measured as a whole, in test_training.py
         sizes = sizes[:1]
@@ -142,7 +139,7 @@ def test_bytes_of_every_recipe(measured, name, mode):
                 continue
             how = "graph" if move.what.startswith("a call of") else "eager"
             known = sum(one.item * atlas.expected(how, one.shape, one.old, one.new) for one in move.boxings)
-            if how == "graph" and name in SHARED:
+            if how == "graph" and PROOFS[name].shares_moves:
                 Checks.that(sum(move.sent) <= 1.02 * known, *what, "sent", move.sent, "more than", known)
                 continue
             near(sum(move.sent), known, *what)
