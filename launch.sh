@@ -67,15 +67,15 @@ END
 
 list() {
     echo "The recipes. Run one by its name: ./launch.sh data_parallel"
-    for chapter in '' layouts/ training/ memory/ transformer/ your_model/ by_hand/ data_and_state/ starting/; do
-        printf '\nrecipes/%s\n' "$chapter"
-        files=("$here/recipes/$chapter"*.py)
-        [[ $chapter ]] || files=("$here"/recipes/{single_device,{data,model,row,pipeline,hybrid}_parallel}.py)
-        for file in "${files[@]}"; do
-            read -r line <"$file"
-            printf '  %-25s %s\n' "$(basename "$file" .py)" "${line#\"\"\"}"
-        done
-    done
+    local chapter='' path line
+    while read -r path; do
+        if [[ $(dirname "$path") != "$chapter" ]]; then
+            chapter=$(dirname "$path")
+            printf '\n%s/\n' "$chapter"
+        fi
+        read -r line <"$here/$path"
+        printf '  %-25s %s\n' "$(basename "$path" .py)" "${line#\"\"\"}"
+    done < <(sed -n 's/^### \[.*](\(.*\.py\))$/recipes\/\1/p' "$here/recipes/README.md")
     printf '\n./launch.sh --help shows the options, and how to run a script of yours.\n'
 }
 

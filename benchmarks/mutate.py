@@ -3,11 +3,11 @@
     ./launch.sh mutate [recipe ...]
 
 Each SBP, placement, move, stage and matmul of a recipe is changed in every way listed in mutations.py, and each cure of
-a trap is taken out. A changed lesson is checked on the proof ladder, by a run of its main, and by its `TESTS` if it has
-any. A changed main is run on the ranks: it must fail, or print, multiply, move or read something else than the
+a trap is taken out. A changed lesson is checked on the proof ladder, by a run of its main, and by the tests that its
+case names. A changed main is run on the ranks: it must fail, or print, multiply, move or read something else than the
 unchanged one.
-Prints a line for each change and then the survivors; exit code 1 if one has no reason in `EQUIVALENT`. With --count it
-only prints how many changes there are.
+Prints a line for each change and then the survivors; exit code 1 if one has no reason in `EQUIVALENT` or in its case.
+With --count it only prints how many changes there are.
 """
 
 import argparse
@@ -23,32 +23,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.mutations import BY_NUMPY, WHOLE, WORLD, mutants  # noqa: E402
+from benchmarks.mutations import BY_NUMPY, WORLD, mutants  # noqa: E402
 from harness.pool import Pool, PoolError, pool_cache  # noqa: E402
 from harness.start.recipe import path_of  # noqa: E402
-from tests.cases import CASES, ROOT, WITHOUT_CASE, gpt, modes, proven_on, runs  # noqa: E402
+from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, WITHOUT_CASE, gpt, modes, proven_on, runs  # noqa: E402
 from tests.cases.ladder import check_recipe  # noqa: E402
 
-# Recipes whose cures do not show in values -> pytest's arguments for what looks at them.
-TESTS = {
-    "random_numbers": ["tests/slow/test_data.py", "-k", "manual_seed"],
-    "hello_ranks": ["tests/test_cures.py", "-k", "shard_of_another"],
-    "rendezvous": ["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "gets_its_name or launcher_meet"],
-    "spawn": [
-        *("tests/test_spawn.py", "tests/test_cures.py", "tests/test_recipes.py", "tests/slow/test_starting.py"),
-        *("-k", "spawned or does_not_work and spawn"),
-    ],
-    "checkpoint": ["tests/test_cures.py", "tests/slow/test_state.py", "-k", "checkpoint or resumes"],
-    "pytorch_weights": ["tests/test_your_model.py"],
-    "gpt": [
-        *("tests/test_gpt.py", "tests/slow/test_gpt.py", "tests/test_cures.py"),
-        *("-k", "gpt and not of_the_page and not with_all and not trains_as and not learns"),
-    ],
-    "elastic_training": [
-        *("tests/test_cures.py", "tests/slow/test_starting.py"),
-        *("-k", "on_disk or resumes or death or do_not_see"),
-    ],
-}
 EVERY = {"sequence_parallel": True, "shard_weights": True, "micro_batches": 2, "clip_grad": 0.5}
 GPT = [  # what proves gpt.py: the runs of the default suite, and meshes on which each axis of a layout shows
     *gpt.RUNS,
@@ -61,30 +41,18 @@ MESHES = "|".join(map(re.escape, ("[[0, 1], [2, 3]]", "[[0, 3], [1, 2]]", MESH_2
 ALL = rf"(list\(range\((n|world_size|{re.escape(WORLD)})\)\)|{MESHES})"
 SORTED = "OneFlow sorts the ranks of a placement"
 SAME = "it is B already, and to_global keeps an SBP that it is not told to change"
-ONE_HALF = "main is run on two ranks, whose half is one"
-REPLACED = "the layout puts a class of its own in place of the layer's, with another forward"
-# What is found in a recipe's name and the change -> why nothing changes; a survivor with a reason is no failure.
+# Pattern of a change, or of its line and the change -> why nothing changes; a survivor with a reason is no failure.
+# A recipe's own patterns are in its case.
 EQUIVALENT = {
     rf"\(\(np.array\({ALL}\) \+ 1\) % {re.escape(WORLD)}\).tolist\(\)\)$": SORTED,
     rf"\({re.escape(WORLD)} - 1 - np.array\({ALL}\)\).tolist\(\)\)$": SORTED,
     r"\(\[\[?[^,\]]+\]\]?\)\[(:1|-1:)\]\)$": "the first and the last of one rank are that rank",
     r"flow\.tensor\(\[\[.*\]\]\[::-1\]\.copy\(\)": "one row in reverse order is that row",
     r"flow\.tensor\(\[state\S+\]\[::-1\]\.copy\(\)": "one number in reverse order is that number",
-    r"gpt.py: .*state\[.step.\].*: B -> S\(0\)$": "on one rank any SBP holds the number",
-    r"gpt.py: flow\.placement\(\"cpu\", \[0\]\) -> ": "a graph puts the number of its steps where it needs it",
-    r"gpt.py: flow\.tensor\(ids.*\[::-1\]\.copy\(\)": "the loss is the mean of the rows, in any order",
     r", sbp=flow.sbp.broadcast((?:, grad_sbp=\S+)?)\) -> [\w.()]+\.to_global\(placement=[\w.[\]]+\1\)$": SAME,
     r"to_global\(sbp=x.sbp, grad_sbp=x.sbp\) -> .*\.to_global\(grad_sbp=x.sbp\)$": "it keeps its SBP either way",
-    rf"spawn.py: .* -> flow.matmul\(x, {re.escape(WHOLE)}\(self.w\)\)$": "the weight is B already",
-    r"spawn.py: rank == 0 -> (True|False)$": "it only says how long a rank waits for rank 0",
-    r"elastic_training.py: .* - 1 -> True$": "the job ends when one rank dies, and when all do",
-    r"checkpoint.py: flow.placement\(args.device, list\(range\(max.*\[(:1|-1:)\]\)$": ONE_HALF,
     r"os.close\(\w+\) -> pass$": "a few files stay open until the end",
-    r"data_loading.py: flow\.tensor\(own, .*::-1\]\.copy\(\)": "the numbers of the samples are sorted afterwards",
-    r"spawn.py: theirs.close\(\) -> pass$": "CPython closes it when start_rank returns",
     r"\.zero_grad\(set_to_none=True\) -> \w+\.zero_grad\(\)$": "set_to_none is faster, and the values are the same",
-    rf"(zero_optimizer|auto_parallel).py: .* -> {BY_NUMPY}": "it has no eager mode",
-    r"(tensor_parallel_module|pytorch_weights).py: nn\.Linear\([\w *]+, [\w *]*hidden_size\) -> type\(": REPLACED,
 }
 
 
@@ -148,15 +116,16 @@ def first_red_of_main(pools, path, name):
 
 
 def red_test(path, name):
-    """The first of the recipe's TESTS that fails in a copy of the cookbook which has the changed recipe, or None."""
-    if name not in TESTS:
+    """The first of its case's tests that fails in a copy of the cookbook which has the changed recipe, or None."""
+    tests = PROOFS[name].tests
+    if not tests:
         return None
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / ROOT.name
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
         (copy / ".venv").symlink_to(ROOT / ".venv")
         shutil.copy(path, copy / path_of(name).relative_to(ROOT))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS[name]]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         done = subprocess.run(command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode == 0:
         return None
@@ -166,8 +135,15 @@ def red_test(path, name):
 
 def why_equal(name, change, line=""):
     """Why nothing changes, or None. line: the recipe's, where the change alone does not tell."""
-    places = (f"{name}.py: {change}", f"{name}.py: {line.strip()}: {change}")
-    found = (why for what, why in EQUIVALENT.items() for place in places if re.search(what, place))
+    patterns = {**EQUIVALENT, **PROOFS[name].equivalent}
+    if name in GRAPH_ONLY:
+        patterns[re.escape(BY_NUMPY)] = "it has no eager mode"
+    found = (
+        why
+        for what, why in patterns.items()
+        for place in (change, f"{line.strip()}: {change}")
+        if re.search(what, place)
+    )
     return next(found, None)
 
 

@@ -9,10 +9,8 @@ from benchmarks import mutate
 from benchmarks.mutations import lesson, mutants
 from harness.pool import Pool, pool_cache
 from harness.start.recipe import path_of
-from tests.cases import CASES, ROOT, WITHOUT_CASE
+from tests.cases import CASES, WITHOUT_CASE
 from tests.cases.ladder import OBSERVE
-
-README, TESTING = ROOT / "README.md", ROOT / "docs" / "testing.md"
 
 # What a lesson says -> how many mutants each place has, at least, that begin with it.
 PLACES = {
@@ -30,11 +28,9 @@ METHODS = {".set_stage(": 5, ".set_epoch(": 1, ".zero_grad(": 1, ".kill()": 1, "
 
 
 def test_every_recipe_is_broken_in_every_layout_and_every_cure_that_it_states():
-    total = 0
     for name in (*CASES, *WITHOUT_CASE):
         source = path_of(name).read_text()
         found = list(mutants(source))
-        total += len(found)
         changes = [mutant.change.split(" -> ")[0] for mutant in found]
         code = source[source.index("\nimport") :]  # without the docstring
         code = "".join(line.split("#")[0] for line in code.splitlines(keepends=True))
@@ -43,12 +39,6 @@ def test_every_recipe_is_broken_in_every_layout_and_every_cure_that_it_states():
         for words, times in METHODS.items():
             assert sum(words in change for change in changes) >= times * lesson(code).count(words), (name, words)
         assert all(source != mutant.source and ast.parse(mutant.source) for mutant in found)
-    for page in (README, TESTING):
-        assert f"in {total:,} ways" in page.read_text().replace("\n", " "), page
-
-
-def test_page_says_how_many_patterns_have_a_reason():
-    assert f"in {len(mutate.EQUIVALENT)} patterns" in TESTING.read_text().replace("\n", " ")
 
 
 PLANNED = """
@@ -153,7 +143,8 @@ def test_pipeline_without_identity_is_red_whatever_its_weights_are(pools, tmp_pa
 def test_changed_recipe_is_seen_by_tests_of_its_own(tmp_path, monkeypatch):
     path = tmp_path / "single_device.py"
     path.write_text(path_of("single_device").read_text().replace("flow.matmul(x, self.w)", "flow.matmul(x, -self.w)"))
-    monkeypatch.setitem(mutate.TESTS, "single_device", ["tests/test_recipes.py", "-k", "single_device-1-eager-even"])
+    proof = mutate.PROOFS["single_device"]
+    monkeypatch.setattr(proof, "tests", ["tests/test_recipes.py", "-k", "single_device-1-eager-even"])
     assert "test_proof_ladder" in mutate.red_test(path, "single_device")
-    monkeypatch.setitem(mutate.TESTS, "single_device", ["tests/test_cures.py", "-k", "no_such_test"])
+    monkeypatch.setattr(proof, "tests", ["tests/test_cures.py", "-k", "no_such_test"])
     assert mutate.red_test(path, "single_device") == "pytest ended with 5"

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from functools import partial
 
 from harness.report import runs
+from tests.cases import PROOFS
 from tests.pools import TIMEOUT, RecipePool
 
 
@@ -49,6 +50,6 @@ class Background:
 
 
 def step_call(name, n, mode, **more):
-    """The call that measures a step of a training recipe."""
-    run = partial(runs.training_run, name=name, n=n, mode=mode, **more)
+    """The call that measures a step of a training recipe, at the sizes of its case."""
+    run = partial(runs.training_run, name=name, n=n, mode=mode, **{**PROOFS[name].measured_at, **more})
     return {("step", name, n, mode, *more.items()): (n, run)}

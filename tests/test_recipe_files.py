@@ -2,7 +2,9 @@
 
 import ast
 import difflib
+import importlib.util
 import re
+import sysconfig
 
 import numpy as np
 import pytest
@@ -13,13 +15,8 @@ from harness.report import atlas
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, TRANSFORMERS, WITHOUT_CASE, modes
 from tests.cases.forward import SIGNATURES
-from tests.cases.reference import split
 
 RECIPE_NAMES = [*CASES, *WITHOUT_CASE]
-STANDARD_LIBRARY = {  # what a lesson may need of it, besides argparse
-    *("contextlib", "dataclasses", "hashlib", "io", "json", "math", "multiprocessing", "os", "pathlib"),
-    *("pydoc_data", "re", "shutil", "signal", "socket", "sys", "tempfile", "time", "typing", "unittest"),
-}
 
 
 def source(name):
@@ -71,24 +68,6 @@ def block(shape, sbp, ranks, rank):
     return f"{word} {spans[parts[0]]}"
 
 
-def partial_sum(name, tensor, n, shape, ranks, rank):
-    """What a rank's part of a partial sum is, in the words of the docstrings."""
-    if rank not in np.array(ranks):
-        return "nothing"
-    if name == "row_parallel":
-        inner = split((5,), 0, rank, n)[0]
-        return f"x[:, {inner.start}:{inner.stop}] @ w[{inner.start}:{inner.stop}]"
-    if name == "matmul_signatures":
-        return "whole" if rank == 0 else "zeros"
-    own = {
-        "global_and_local": "its local",
-        "ring_all_reduce": "its own",
-        "metrics": "of its rows",
-        "rendezvous": "of its rows",
-    }
-    return own.get(name, f"parts[{rank}]")
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_drawing_in_the_docstring_is_the_layout(name):
     n = world_sizes(path_of(name))[0]
@@ -98,21 +77,24 @@ def test_drawing_in_the_docstring_is_the_layout(name):
     in_order = [tensor for tensor in case.layout if tensor in drawn]
     in_part = name in TRANSFORMERS  # in the order of forward, without norms and masks
     assert sorted(drawn) == sorted(in_order) if in_part else drawn == in_order
-    if not in_part and name != "cross_placement":  # it has a table of its own for what has moved
+    if not in_part:
         shown = [case.layout[tensor] for tensor in drawn]
-        others = [where for one, where in case.layout.items() if one != "losses" and not one.endswith(" grad")]
-        assert all(where in shown or where[0] == "local" for where in others)
+        others = [tensor for tensor in case.layout if tensor != "losses" and not re.search(" grad$| -> ", tensor)]
+        assert all(case.layout[tensor] in shown or case.layout[tensor][0] == "local" for tensor in others)
     for tensor, shape, cells in rows:
         sbp, ranks = case.layout[tensor]
         assert shape == case.values[tensor].exact.shape
         if sbp != "local":
             assert cells.pop() == sbp
-        whole_sum = sbp == "P"
-        for rank in range(n):
-            wanted = partial_sum(name, tensor, n, shape, ranks, rank) if whole_sum else block(shape, sbp, ranks, rank)
-            wanted = wanted.replace("row", "expert") if name == "mixture_of_experts" and len(shape) == 3 else wanted
-            wanted = wanted.replace("local tensor", "numpy array") if name == "spawn" else wanted
-            assert cells[rank] == wanted
+        if sbp == "P":  # what a term is, is said in words
+            wanted = ["nothing" if rank not in ranks else cell for rank, cell in enumerate(cells)]
+            if "@" in cells[0]:  # or as an expression
+                factors = {name: value.exact for name, value in case.values.items()}
+                for cell, part in zip(cells, case.parts[tensor]):
+                    np.testing.assert_allclose(eval(cell, factors), part.exact)
+        else:
+            wanted = [block(shape, sbp, ranks, rank) for rank in range(n)]
+        assert [cell.replace("expert", "row").replace("numpy array", "local tensor") for cell in cells] == wanted
         assert len(cells) == n
 
 
@@ -188,11 +170,26 @@ def test_recipe_has_the_parts_of_a_page_in_order(name):
 
     docstring_node, *body, last = ast.parse(source(name)).body
     kinds = [kind(node) for node in body]
-    order = ["import", "world sizes", "lesson", "work", "main"]
-    if name != "rendezvous":  # its ranks meet before OneFlow is imported
-        assert kinds == sorted(kinds, key=order.index)
-    assert set(order) - {"lesson"} <= set(kinds) and isinstance(docstring_node, ast.Expr) and isinstance(last, ast.If)
+    order = ["world sizes", "lesson", "work", "main"]
+    imports = [i for i, kind in enumerate(kinds) if kind == "import"]  # ruff wants them first, unless told otherwise
+    assert kinds[imports[-1] + 1 :] == sorted(kinds[imports[-1] + 1 :], key=order.index)
+    assert (
+        imports[0] == 0
+        and set(order) - {"lesson"} <= set(kinds)
+        and isinstance(docstring_node, ast.Expr)
+        and isinstance(last, ast.If)
+    )
     assert "np.testing.assert_" in ast.get_source_segment(source(name), body[-1]), "main compares with numpy in sight"
+
+
+def in_standard_library(module):
+    origin = importlib.util.find_spec(module).origin
+    return origin == "built-in" or origin.startswith(f"{sysconfig.get_path('stdlib')}/")
+
+
+@pytest.mark.parametrize("module, expected", [("json", True), ("sys", True), ("pytest", False), ("harness", False)])
+def test_standard_library_is_told_from_others(module, expected):
+    assert in_standard_library(module) is expected
 
 
 @pytest.mark.parametrize("name", RECIPE_NAMES)
@@ -205,7 +202,8 @@ def test_recipe_imports_nothing_of_ours_and_keeps_no_state(name):
             imported.add(node.module.split(".")[0])
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             assert getattr(node.value, "id", "") not in ("run", "train", "main"), "what is set there outlives a call"
-    assert {"argparse", "numpy", "oneflow"} <= imported <= {"argparse", "numpy", "oneflow"} | STANDARD_LIBRARY
+    others = {"numpy", "oneflow"}
+    assert {"argparse", *others} <= imported and all(map(in_standard_library, imported - others))
 
 
 @pytest.mark.parametrize("name, lines", [("model_parallel", 4), ("row_parallel", 6)])

@@ -8,7 +8,7 @@ from harness.measure.sbp import NAMES
 from harness.measure.steps import Move, tensors_and_moves
 from harness.report import atlas
 from harness.report.atlas import MATMULS, MODES, PAIRS
-from harness.report.runs import STRATEGIES, TRAINED_ON
+from harness.report.runs import TRAINED_ON, compared
 
 FIGURE = re.compile(r"\d+\.\d\d\b")
 
@@ -224,39 +224,23 @@ def on_two_and_four(runs, mode, amount):
     return " · ".join(figures) if set(figures) != {"–"} else "–"
 
 
-def recipes_by_strategy():
-    return sorted((strategy, name) for strategy, names in STRATEGIES.items() for name in names)
-
-
 def training_sends(results):
     """What the rank that sends most sends in a step, in units of all weights; results: of `pages.calls`."""
     rows = []
-    for strategy, name in recipes_by_strategy():
-        runs = runs_of(results, name)
+    for path in compared():
+        runs = runs_of(results, path.stem)
         sent = [on_two_and_four(runs, mode, lambda one: one["sent"] / one["weights"]) for mode in MODES]
-        rows.append([f"{strategy}<br>{name}.py", *sent])
-    return table(["strategy", *MODES], rows)
+        rows.append([path.name, *sent])
+    return table(["recipe", *MODES], rows)
 
 
 def training_keeps(results):
     """What the rank that keeps most keeps from one step to the next, in units of all weights."""
     rows = []
-    for strategy, name in recipes_by_strategy():
-        runs = runs_of(results, name)
+    for path in compared():
+        runs = runs_of(results, path.stem)
         first = min(mode for mode, _ in runs)
         cells = [on_two_and_four(runs, first, lambda one, of=of: one["kept"][of] / one["weights"]) for of in KEPT]
-        rows.append(((strategy, name), cells))
-    lines = [[strategies_in_words(group), *cells] for group, cells in folded(rows)]
-    return table(["strategy", *KEPT], lines)
-
-
-def strategies_in_words(group):
-    """The strategies of a group of recipes, with the recipe's name where others of its strategy are not in it."""
-    names = {}
-    for strategy, name in group:
-        names.setdefault(strategy, []).append(f"{name}.py")
-    lines = [
-        strategy if len(names[strategy]) == len(STRATEGIES[strategy]) else f"{strategy} ({', '.join(names[strategy])})"
-        for strategy in names
-    ]
-    return "<br>".join(lines)
+        rows.append((path.name, cells))
+    lines = [["<br>".join(names), *cells] for names, cells in folded(rows)]
+    return table(["recipe", *KEPT], lines)

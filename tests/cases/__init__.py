@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from harness.start.recipe import RECIPES, entry, path_of, world_sizes
 from tests.cases import byhand, data, forward, memory, starting, state, training, transformer, your_model  # noqa: F401
-from tests.cases.case import CASES, GRAPH_ONLY, SIZES
+from tests.cases.case import CASES, GRAPH_ONLY, PROOFS, SIZES
 
 ROOT = RECIPES.parent
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
@@ -36,8 +36,7 @@ def modes(name):
 def sizes_of(name, n):
     """name -> arguments: those with which a recipe is proven on n ranks."""
     sizes = SIZES[name](n)
-    every = (*ONE_LAYER, *YOUR_MODEL, "loss_placement", "context_parallel", "random_numbers")
-    if name in every or n == proven_on(name)[0]:
+    if PROOFS[name].every_size or name in (*ONE_LAYER, *YOUR_MODEL) or n == proven_on(name)[0]:
         return sizes
     which = list(sizes)[:2][-1]  # elsewhere the uneven ones
     return {which: sizes[which]}

@@ -83,7 +83,10 @@ def with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes):
     return {**values, "losses": Value(losses, rounded=True), "staleness": Value(staleness, dtype="int64")}
 
 
-@case_of_recipe({"uneven": {**UNEVEN, "steps": 4, "sync_every": 3}, "always synchronised": {"sync_every": 1}})
+@case_of_recipe(
+    {"uneven": {**UNEVEN, "steps": 4, "sync_every": 3}, "always synchronised": {"sync_every": 1}},
+    refused={"--sync-every 0": "1 or more"},
+)
 def async_update(n, graph=False, steps=4, sync_every=2, matmul_scale=1.0, **sizes):
     values = with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes)
     moves, weights = [], values["w0"].exact.size + values["w1"].exact.size

@@ -5,6 +5,33 @@ from typing import Callable
 
 UNEVEN = {"batch": 7, "in_features": 6, "out_features": 9, "seed": 1}
 CASES, SIZES, GRAPH_ONLY = {}, {}, set()  # by the name of the recipe; filled by `case_of_recipe`
+PROOFS = {}  # name of the recipe -> Proof
+
+
+@dataclass
+class Proof:
+    """How a recipe is tested, besides its case."""
+
+    # whether it runs with all its sizes on each number of ranks, and not only on the first
+    every_size: bool = False
+    # arguments with which the bytes of a step are measured, in place of those of harness/report/runs.py
+    measured_at: dict = field(default_factory=dict)
+    # other arguments with which a step sends something else; measured on 4 ranks
+    variants: list = field(default_factory=list)
+    # "--option number" with which the recipe would fail on the way, abort or hang -> what its main says of it
+    refused: dict = field(default_factory=dict)
+    # whether its output in the guide depends on how its processes start, or on what ran in them before
+    whole_job: bool = False
+    # whether its result stays the same when each product is scaled, so that its main cannot see that
+    normalised: bool = False
+    # whether in its graph one move serves several, so that it sends less than all of them
+    shares_moves: bool = False
+    # whether its case takes the steps of training itself, and not by `reference.descend`
+    own_steps: bool = False
+    # pytest's arguments for the tests that `mutate` also runs: of fixes that do not show in values
+    tests: list = field(default_factory=list)
+    # pattern of a change that `mutate` makes -> why nothing changes
+    equivalent: dict = field(default_factory=dict)
 
 
 @dataclass
@@ -56,16 +83,16 @@ class Case:
             self.values, self.parts = self.values_of({name: snapshots[name]["value"] for name in names})
 
 
-def case_of_recipe(sizes=None, graph_only=False):
+def case_of_recipe(sizes=None, graph_only=False, **proof):
     """Register a function (n, graph, **arguments of the recipe's run) -> Case as the case of the recipe of its name.
 
     sizes: name -> the arguments with which the recipe runs, besides its defaults ("even"), or a function of n to them;
-    the first one is used on every world size. graph_only: whether the recipe has no eager mode.
+    the first one is used on every world size. graph_only: whether the recipe has no eager mode. proof: see Proof.
     """
 
     def register(function):
         name, other = function.__name__, {"uneven": UNEVEN} if sizes is None else sizes
-        CASES[name] = function
+        CASES[name], PROOFS[name] = function, Proof(**proof)
         SIZES[name] = lambda n: {"even": {}, **(other(n) if callable(other) else other)}
         GRAPH_ONLY.update([name] * graph_only)
         return function

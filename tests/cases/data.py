@@ -11,7 +11,10 @@ from tests.cases.reference import Value, drawn, mse, rows_of, unknown
 UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}
 
 
-@case_of_recipe({"uneven": UNEVEN_SAMPLES, "few": {"samples": 5, "batch": 3, "seed": 4}})
+@case_of_recipe(
+    {"uneven": UNEVEN_SAMPLES, "few": {"samples": 5, "batch": 3, "seed": 4}},
+    equivalent={r"flow\.tensor\(own, .*::-1\]\.copy\(\)": "the numbers of the samples are sorted afterwards"},
+)
 def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
     ranks, per_rank = list(range(n)), -(-samples // n)
     batches = -(-per_rank // batch)
@@ -74,7 +77,11 @@ def metrics(n, graph=False, seed=0, batch=25, in_features=5, classes=3, matmul_s
 UNEVEN_COLUMNS = {"batch": 9, "in_features": 3, "out_features": 5, "steps": 1, "seed": 1}
 
 
-@case_of_recipe({"uneven": UNEVEN_COLUMNS})
+@case_of_recipe(
+    {"uneven": UNEVEN_COLUMNS},
+    variants=[{"batch": 8, "in_features": 1, "out_features": 50_000}],  # little weight: the four rows show
+    normalised=True,
+)
 def batch_norm(n, graph=False, seed=0, steps=3, batch=8, in_features=4, out_features=8, matmul_scale=1.0):
     ranks, rng = list(range(n)), np.random.default_rng(seed)
     x, y, w = drawn(rng, batch, in_features), drawn(rng, batch, out_features), drawn(rng, in_features, out_features)
@@ -107,7 +114,12 @@ UNEVEN_NUMBERS = {"batch": 17, "features": 11, "seed": 1}
 COLUMNS = {"columns": {"dim": 1}, "uneven columns": {**UNEVEN_NUMBERS, "dim": 1}}
 
 
-@case_of_recipe({"uneven": UNEVEN_NUMBERS, **COLUMNS})
+@case_of_recipe(
+    {"uneven": UNEVEN_NUMBERS, **COLUMNS},
+    every_size=True,
+    whole_job=True,
+    tests=["tests/slow/test_data.py", "-k", "manual_seed"],
+)
 def random_numbers(n, graph=False, seed=0, batch=16, features=8, dim=0):
     ranks, keep = list(range(n)), 0.5
     x = drawn(np.random.default_rng(seed), batch, features)

@@ -78,7 +78,7 @@ def hybrid_parallel(n, graph=False, **sizes):
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_TENSOR})
+@case_of_recipe({"uneven": UNEVEN_TENSOR}, shares_moves=True)
 def sbp_conversions(n, graph=False, ranks=None, **sizes):
     ranks = ranks or list(range(n))
     case = cross_placement(n, source=ranks, target=ranks, **sizes)
@@ -103,7 +103,7 @@ def placements(n):
     return {"uneven": UNEVEN_TENSOR, **pairs}
 
 
-@case_of_recipe(placements)
+@case_of_recipe(placements, shares_moves=True)
 def cross_placement(n, graph=False, source=(), target=(), **sizes):
     source, target = list(source or range(n // 2)), list(target or range(n // 2, n))
     [x], parts, *_ = reference.conversions(source, world_size=n, **sizes)
@@ -127,7 +127,7 @@ def signature_sizes(n):
     return {"uneven": {"batch": 7, "in_features": 7, "out_features": 7, "seed": 1}, **(larger if n == 2 else {})}
 
 
-@case_of_recipe(signature_sizes)
+@case_of_recipe(signature_sizes, measured_at=dict(batch=720, in_features=720, out_features=720))
 def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_features=4, matmul_scale=1.0):
     ranks, pairs = list(range(n)), [(x, w) for x in SBPS for w in SBPS]
     values = reference.one_layer(seed, batch, in_features, out_features, matmul_scale)

@@ -9,7 +9,7 @@ from harness.plan import formulas as plan
 from harness.plan.model import Model
 from harness.start.recipe import path_of
 from tests.cases import ROOT, reference_gpt
-from tests.cases.case import Case, in_steps
+from tests.cases.case import PROOFS, Case, Proof, in_steps
 from tests.cases.ladder import Checks, check_operations, check_tensors, shard_of
 from tests.cases.reference import Value
 
@@ -41,6 +41,22 @@ RUNS = [  # of the default suite: data, tensor, pipeline, and what else
     ((1, 2, 1), {"graph": True, "sequence_parallel": True, "micro_batches": 2, "recompute": "full"}),
     ((1, 1, 3), {"graph": True, "micro_batches": 4, "num_layers": 4}),  # stages of 2, 1 and 1 layers
 ]
+SIZES_TO_REFUSE = ("num-layers", "hidden-size", "num-heads", "seq-len", "batch-size")
+PROOFS["gpt"] = Proof(
+    refused={
+        **{f"--{option} 0": "1 or more" for option in ("tensor", "pipeline", "save-every", *SIZES_TO_REFUSE)},
+        "--micro-batches -1": "1 or more",
+    },
+    tests=[
+        *("tests/test_gpt.py", "tests/slow/test_gpt.py", "tests/test_cures.py"),
+        *("-k", "gpt and not of_the_page and not with_all and not trains_as and not learns"),
+    ],
+    equivalent={
+        r"state\[.step.\].*: B -> S\(0\)$": "on one rank any SBP holds the number",
+        r"^flow\.placement\(\"cpu\", \[0\]\) -> ": "a graph puts the number of its steps where it needs it",
+        r"^flow\.tensor\(ids.*\[::-1\]\.copy\(\)": "the loss is the mean of the rows, in any order",
+    },
+)
 known = lru_cache(maxsize=None)(reference_gpt.trained)
 
 KINDS = {"tokens": "vocabulary", "qkv": "column", "project": "row", "up": "column", "down": "row"}

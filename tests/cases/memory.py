@@ -25,7 +25,11 @@ FEW_ROWS = {"batch": 4, "in_features": 3, "hidden_size": 2}  # fewer than ranks:
 SMALL_SHARDS = {"in_features": 6, "hidden_size": 12, "out_features": 5, "shard_min_size": 20}
 
 
-@case_of_recipe({"uneven": UNEVEN, "few rows": FEW_ROWS, "small shards": SMALL_SHARDS}, graph_only=True)
+@case_of_recipe(
+    {"uneven": UNEVEN, "few rows": FEW_ROWS, "small shards": SMALL_SHARDS},
+    graph_only=True,
+    refused={"--shard-min-size 0": "1 or more"},
+)
 def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, matmul_scale=1.0, **sizes):
     ranks = list(range(n))
     values = reference.trained("adam", graph=graph, steps=steps, matmul_scale=matmul_scale, **sizes)
@@ -76,7 +80,12 @@ AUTO_PARALLEL = {
 }
 
 
-@case_of_recipe(AUTO_PARALLEL, graph_only=True)
+@case_of_recipe(
+    AUTO_PARALLEL,
+    graph_only=True,
+    measured_at={"batch": 96},  # at more it chooses otherwise
+    refused={"--batch 1": "2 or more, a row for each rank"},
+)
 def auto_parallel(
     n, graph=True, steps=3, matmul_scale=1.0, batch=8, in_features=256, hidden_size=1024, out_features=256
 ):

@@ -9,7 +9,11 @@ from tests.cases.case import UNEVEN, Case, all_reduce, case_of_recipe, placed, r
 from tests.cases.reference import Value
 
 
-@case_of_recipe({})
+@case_of_recipe(
+    {},
+    whole_job=True,
+    tests=["tests/test_cures.py", "-k", "shard_of_another"],
+)
 def hello_ranks(n, graph=False, nodes=1):
     """A row of (rank, local rank, address as a number) from each; each node has as many ranks."""
     ranks, each = list(range(n)), n // nodes
@@ -23,7 +27,11 @@ def hello_ranks(n, graph=False, nodes=1):
     )
 
 
-@case_of_recipe({})
+@case_of_recipe(
+    {},
+    whole_job=True,
+    tests=["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "gets_its_name or launcher_meet"],
+)
 def rendezvous(n, graph=False):
     ranks = list(range(n))
     numbers, total = Value([[rank] for rank in ranks]), Value([[sum(ranks)]])
@@ -36,14 +44,37 @@ def rendezvous(n, graph=False):
     )
 
 
-@case_of_recipe({"uneven": UNEVEN, "three ranks": {**UNEVEN, "ranks": 3}})
+@case_of_recipe(
+    {"uneven": UNEVEN, "three ranks": {**UNEVEN, "ranks": 3}},
+    whole_job=True,
+    refused={"--ranks 0": "1 or more"},
+    tests=[
+        *("tests/test_spawn.py", "tests/test_cures.py", "tests/test_recipes.py", "tests/slow/test_starting.py"),
+        *("-k", "spawned or does_not_work and spawn"),
+    ],
+    equivalent={
+        r"-> flow.matmul\(x, .*to_global\(sbp=\[flow.sbp.broadcast\].*\(self.w\)\)$": "the weight is B already",
+        r"^rank == 0 -> (True|False)$": "it only says how long a rank waits for rank 0",
+        r"theirs.close\(\) -> pass$": "CPython closes it when start_rank returns",
+    },
+)
 def spawn(n, graph=False, ranks=2, **sizes):
     """All in the program that starts the ranks, as arrays; tests/test_spawn.py has what the ranks do."""
     values = reference.one_layer(**sizes)
     return Case(placed(values, [], "local"), values, reads=[], graph_calls=0)
 
 
-@case_of_recipe({"uneven": {"batch": 7, "features": 9, "seed": 1}})
+@case_of_recipe(
+    {"uneven": {"batch": 7, "features": 9, "seed": 1}},
+    whole_job=True,
+    own_steps=True,
+    refused={"--steps 0": "1 or more", "--save-every 0": "1 or more"},
+    tests=[
+        *("tests/test_cures.py", "tests/slow/test_starting.py"),
+        *("-k", "on_disk or resumes or death or do_not_see"),
+    ],
+    equivalent={r" - 1 -> True$": "the job ends when one rank dies, and when all do"},
+)
 def elastic_training(n, graph=False, seed=0, steps=4, batch=8, features=64, matmul_scale=1.0, ranks=None):
     """Data parallel on a batch of its own in each step, drawn from the seed and the step's number."""
     ranks, w = ranks or list(range(n)), reference.drawn(np.random.default_rng(seed), features, features)

@@ -23,7 +23,14 @@ def resumed(n):
     }
 
 
-@case_of_recipe(resumed)
+@case_of_recipe(
+    resumed,
+    refused={"--steps 0": "1 or more", "--save-every 0": "1 or more"},
+    tests=["tests/test_cures.py", "tests/slow/test_state.py", "-k", "checkpoint or resumes"],
+    equivalent={
+        r"flow.placement\(args.device, list\(range\(max.*\[(:1|-1:)\]\)$": "main has two ranks, and their half is one",
+    },
+)
 def checkpoint(
     n, graph=False, steps=4, weights="rows", save_every=2, size=64, seed=0, matmul_scale=1.0, ranks=None,
     checkpoint_dir=None, before=None,
@@ -72,7 +79,11 @@ LOSSES = {"each": {"loss": "each"}, "uneven each": {"loss": "each", **UNEVEN}}
 LOSSES.update({"other": {"loss": "other"}, "uneven other": {"loss": "other", **UNEVEN}})
 
 
-@case_of_recipe({"uneven": UNEVEN, **LOSSES})
+@case_of_recipe(
+    {"uneven": UNEVEN, **LOSSES},
+    every_size=True,
+    variants=[{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
+)
 def loss_placement(n, graph=False, steps=3, loss="first", matmul_scale=1.0, **sizes):
     """The loss on all ranks, on rank 0, or on the last rank, which then is no worker."""
     ranks = list(range(n - (loss == "other")))
@@ -122,7 +133,10 @@ UNEVEN_TEXT = {"batch": 7, "hidden_size": 5, "steps": 1, "seed": 1}
 TEXTS = {"uneven": UNEVEN_TEXT, "all": {"home": "all"}, "uneven all": {**UNEVEN_TEXT, "home": "all", "steps": 2}}
 
 
-@case_of_recipe(TEXTS)
+@case_of_recipe(
+    TEXTS,
+    variants=[{"batch": 8192, "hidden_size": 8}, {"home": "all"}],  # large outputs, little weight
+)
 def replicate_scatter_gather(n, graph=False, steps=3, home="first", seed=0, batch=8, hidden_size=4, matmul_scale=1.0):
     """Everything at home on rank 0 and moved in each step, or at home where it is used."""
     ranks, values = list(range(n)), next_characters(steps, seed, batch, hidden_size, matmul_scale)

@@ -73,7 +73,7 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
     )
 
 
-@case_of_recipe({"other": MICRO, "many": {"batch": 9, "micro_batches": 9}})
+@case_of_recipe({"other": MICRO, "many": {"batch": 9, "micro_batches": 9}}, variants=[{"micro_batches": 8}])
 def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
     values = reference.trained(steps=steps, matmul_scale=matmul_scale, layers=n, shrink=2, **sizes)
     layout = placed(values, [n - 1], x=("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)})
@@ -94,7 +94,10 @@ def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, *
     )
 
 
-@case_of_recipe({"other": {**UNEVEN, "batch": 16, "in_features": 12, "hidden_size": 20, "out_features": 8}})
+@case_of_recipe(
+    {"other": {**UNEVEN, "batch": 16, "in_features": 12, "hidden_size": 20, "out_features": 8}},
+    variants=[{"hidden_size": 8}],  # little weight: what is left runs along axis 1
+)
 def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     values, parts = reference.network(steps=steps, matmul_scale=matmul_scale, parts=2, **sizes)
     mesh, shape, rows = [[0, 1], [2, 3]], values["y"].exact.shape, "S(0), B"
@@ -134,7 +137,7 @@ def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     )
 
 
-@case_of_recipe({"uneven": {**UNEVEN, "steps": 2, "seed": 1}})
+@case_of_recipe({"uneven": {**UNEVEN, "steps": 2, "seed": 1}}, refused={"--batch 0": "1 or more"})
 def ddp(n, graph=False, seed=0, steps=3, batch=None, matmul_scale=1.0, **sizes):
     """Each rank draws weights of its own; those of rank 0 are trained on the whole batch."""
     start = reference.trained("sgd", seed=seed, steps=0, batch=batch or 4 * n, **sizes)  # what all ranks draw

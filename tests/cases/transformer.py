@@ -20,9 +20,11 @@ def unnamed(names, layout, values, matmuls):
 
 
 OTHER_BLOCK = {"batch": 4, "seq_len": 5, "num_heads": 12, "head_size": 2, "seed": 1}
+# Bytes are measured with many features and short sequences: much moves, and little is computed.
+MEASURED_BLOCK = {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16}
 
 
-@case_of_recipe({"other": OTHER_BLOCK, "one axis": {"tensor": 4, "steps": 2}})
+@case_of_recipe({"other": OTHER_BLOCK, "one axis": {"tensor": 4, "steps": 2}}, measured_at=MEASURED_BLOCK)
 def transformer_block(
     n, graph=False, steps=3, tensor=None, batch=None, seq_len=4, num_heads=None, head_size=4, matmul_scale=1.0, seed=0
 ):
@@ -56,7 +58,7 @@ def transformer_block(
     )
 
 
-@case_of_recipe({"uneven": {**OTHER_BLOCK, "batch": 3}})
+@case_of_recipe({"uneven": {**OTHER_BLOCK, "batch": 3}}, measured_at=MEASURED_BLOCK)
 def sequence_parallel(
     n, graph=False, steps=3, batch=2, seq_len=None, num_heads=None, head_size=4, matmul_scale=1.0, seed=0
 ):
@@ -93,7 +95,10 @@ OTHER_VOCABULARY = {"tokens": 16, "vocab_size": 21, "hidden_size": 6, "seed": 1}
 ONE_AXIS = {"tensor": 4, "tokens": 6, "vocab_size": 16, "steps": 2}
 
 
-@case_of_recipe({"other": OTHER_VOCABULARY, "one axis": ONE_AXIS})
+@case_of_recipe(
+    {"other": OTHER_VOCABULARY, "one axis": ONE_AXIS},
+    measured_at={"tokens": 9600, "vocab_size": 200, "hidden_size": 32},
+)
 def vocab_parallel(
     n, graph=False, steps=3, tensor=None, tokens=None, vocab_size=61, hidden_size=4, matmul_scale=1.0, seed=0
 ):
@@ -125,7 +130,10 @@ def vocab_parallel(
         "other": {"seq_len": 24, "num_heads": 12, "head_size": 2, "steps": 2, "seed": 1},
         "all-to-all": {"method": "all_to_all", "seed": 1},
         "ring": {"method": "ring"},
-    }
+    },
+    every_size=True,
+    measured_at={"seq_len": 120, "num_heads": 12, "head_size": 256},
+    variants=[{"method": "all_to_all"}, {"method": "ring"}],
 )
 def context_parallel(
     n, graph=False, steps=3, method="all_gather", seq_len=None, num_heads=None, head_size=4, matmul_scale=1.0, seed=0
@@ -191,7 +199,11 @@ def ring(n, graph, steps, whole):
 OTHER_EXPERTS = {"group_size": 10, "hidden_size": 6, "ffn_size": 5, "capacity": 4, "seed": 1}
 
 
-@case_of_recipe({"other": OTHER_EXPERTS, "none dropped": {"capacity": 8}})
+@case_of_recipe(
+    {"other": OTHER_EXPERTS, "none dropped": {"capacity": 8}},
+    measured_at={"group_size": 512, "hidden_size": 256, "ffn_size": 96, "capacity": 256},
+    refused={"--capacity 0": "1 or more"},
+)
 def mixture_of_experts(
     n, graph=False, steps=3, group_size=8, hidden_size=4, ffn_size=8, capacity=3, matmul_scale=1.0, seed=0
 ):

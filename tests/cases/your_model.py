@@ -7,6 +7,10 @@ from tests.cases.case import Case, case_of_recipe, in_steps, reduced
 from tests.cases.reference import unknown
 from tests.cases.reference_module import NUM_CLASSES, SEQ_LEN
 
+MEASURED_MODEL = {"batch": 96, "hidden_size": 384}  # whole models compute much more for what they send
+REPLACED = {  # what `mutate` changes and has no effect
+    r"^nn\.Linear\([\w *]+, [\w *]*hidden_size\) -> type\(": "the layout replaces the layer's class and its forward",
+}
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buf",)}
 LOCAL = ("local", [])
 LAYERS = 2
@@ -62,7 +66,12 @@ def tensor_parallel_sizes(n):
     }
 
 
-@case_of_recipe(tensor_parallel_sizes)
+@case_of_recipe(
+    tensor_parallel_sizes,
+    measured_at=MEASURED_MODEL,
+    refused={"--data 0": "it must divide the 2 ranks", "--dropout 2": "from 0 to 1"},
+    equivalent=REPLACED,
+)
 def tensor_parallel_module(
     n, graph=False, seed=0, steps=20, optimizer="adam", data=1, batch=8, hidden_size=8, matmul_scale=1.0
 ):
@@ -110,7 +119,7 @@ def tensor_parallel_module(
     )
 
 
-@case_of_recipe({"other": {**FEW_STEPS, "micro_batches": 3}, "adam": {"optimizer": "adam"}})
+@case_of_recipe({"other": {**FEW_STEPS, "micro_batches": 3}, "adam": {"optimizer": "adam"}}, measured_at=MEASURED_MODEL)
 def pipeline_module(
     n, graph=False, seed=0, steps=20, optimizer="momentum", micro_batches=2, batch=8, hidden_size=8, matmul_scale=1.0
 ):
@@ -166,7 +175,7 @@ def fully_sharded_sizes(n):
     return {**sizes, "fewer rows than ranks": {**FEW_STEPS, "hidden_size": 3}} if n > 3 else sizes
 
 
-@case_of_recipe(fully_sharded_sizes)
+@case_of_recipe(fully_sharded_sizes, measured_at=MEASURED_MODEL)
 def fully_sharded_module(
     n, graph=False, seed=0, steps=20, optimizer="adam", batch=8, hidden_size=8, num_layers=2, matmul_scale=1.0
 ):
@@ -197,7 +206,7 @@ def fully_sharded_module(
     )
 
 
-@case_of_recipe({"other": {"batch": 6, "steps": 2, "seed": 1}})
+@case_of_recipe({"other": {"batch": 6, "steps": 2, "seed": 1}}, tests=["tests/test_your_model.py"], equivalent=REPLACED)
 def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):
     ranks, hidden_size = list(range(n)), 8
     shapes = reference_module.shapes(hidden_size, LAYERS)

@@ -8,18 +8,14 @@ from harness.measure import theory
 from harness.measure.sbp import NAMES
 from harness.measure.steps import Move, tensors_and_moves
 from harness.report import atlas, pages, runs, tables
-from harness.start.recipe import all_paths, entry, path_of
+from harness.start.recipe import path_of
 from tests.background import step_call
-from tests.cases import CASES, GRAPH_ONLY, TRAINED, proven_on
+from tests.cases import CASES, GRAPH_ONLY, PROOFS, TRAINED, proven_on
 from tests.cases.forward import SIGNATURES
 from tests.cases.ladder import Checks
 
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
-
-
-SHARED = ("sbp_conversions", "cross_placement")  # graphs in which one move serves several: the atlas takes them apart
 RUNS = [(name, mode) for name in CASES for mode in runs.measured_modes(path_of(name))]
-NOT_COMPARED = ("async_update", "auto_parallel")  # other sizes, or no step of all ranks
 
 
 def background_calls(item):
@@ -33,14 +29,15 @@ def background_calls(item):
     if item.originalname == "test_memory_of_adam_is_that_of_the_moments_that_a_recipe_has":
         calls = step_call(*item.callspec.params["run"])
     for name, n, mode in wanted:
-        calls["run", name, n, mode] = (n, partial(runs.recipe_run, path=path_of(name), mode=mode))
+        run = partial(runs.recipe_run, path=path_of(name), mode=mode, **PROOFS[name].measured_at)
+        calls["run", name, n, mode] = (n, run)
     return calls
 
 
 def runs_of(name, mode):
     """(name, number of ranks, mode) of each run that is looked at."""
     sizes = proven_on(name)
-    if name in (*SHARED, "matmul_signatures"):  # the atlas measures these on each n
+    if PROOFS[name].shares_moves or name == "matmul_signatures":  # the atlas measures these on each n
         sizes = sizes[:1]
     if name in TRAINED:  # what a step of it sends is measured as a whole, in test_training.py
         sizes = sizes[:1]
@@ -142,7 +139,7 @@ def test_bytes_of_every_recipe(measured, name, mode):
                 continue
             how = "graph" if move.what.startswith("a call of") else "eager"
             known = sum(one.item * atlas.expected(how, one.shape, one.old, one.new) for one in move.boxings)
-            if how == "graph" and name in SHARED:
+            if how == "graph" and PROOFS[name].shares_moves:
                 Checks.that(sum(move.sent) <= 1.02 * known, *what, "sent", move.sent, "more than", known)
                 continue
             near(sum(move.sent), known, *what)
@@ -161,12 +158,6 @@ def test_page_is_that_of_this_run(measured):
     text = pages.page({key: measured(*key) for key in pages.calls()})
     difference = pages.differs(pages.ATLAS.read_text(), text)
     assert difference is None, f"{pages.ATLAS}: {difference}; ./launch.sh docs makes it anew"
-
-
-def test_costs_of_training_are_those_of_every_strategy():
-    compared = [name for names in runs.STRATEGIES.values() for name in names]
-    trains = {path.stem for path in all_paths() if {"steps", "in_features", "hidden_size"} <= set(entry(path))}
-    assert sorted([*compared, *NOT_COMPARED]) == sorted(trains)
 
 
 @pytest.mark.parametrize("run", runs.training_runs(), ids=lambda run: "-".join(map(str, run)))

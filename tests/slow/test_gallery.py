@@ -7,12 +7,12 @@ import pytest
 
 from harness.jobs.run import LAUNCH, Run
 from harness.start import options
+from tests.cases import PROOFS
 from tests.cases.ladder import MAIN
 from tests.markdown import GALLERY, sections
 
 SECTIONS = {section.recipe: section for section in sections(GALLERY)}
-# These print how their processes were started, or numbers of a generator that other calls on a pool have used.
-WHOLE_JOBS = ("hello_ranks", "rendezvous", "spawn", "elastic_training", "random_numbers")
+WHOLE_JOBS = [name for name, proof in PROOFS.items() if proof.whole_job]
 NUMBER = re.compile(r"-?\d+\.\d+")
 OF_THE_MACHINE = re.compile(r"\d+ tokens/s|\(\S+, \d+(?:\.\d+){3}\)|process \d+|127\.0\.0\.1:\d+")
 

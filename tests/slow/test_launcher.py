@@ -12,8 +12,9 @@ import pytest
 from harness.jobs.run import LAUNCH, Run, free_port, wait_until
 from harness.start.cores import available
 from harness.start.ranks import RankAssignment, cores_of
-from harness.start.recipe import RECIPES, all_paths, path_of
+from harness.start.recipe import RECIPES, path_of
 from tests.jobs import MET, PLAIN, SLEEPS, ended, launch
+from tests.markdown import GALLERY, sections
 
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.01)"  # the test makes the file
 
@@ -34,15 +35,16 @@ def test_recipe_copied_alone_into_an_empty_folder_runs(tmp_path):
 
 
 @pytest.mark.parametrize("command", [(), ("list",)], ids=["no arguments", "list"])
-def test_every_recipe_is_listed_by_chapter(command):
+def test_every_recipe_is_listed_in_the_order_of_the_guide(command):
     job = launch(*command)
     assert (job.code, job.err) == (0, "")
-    for path in all_paths():
-        first = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
-        assert re.search(rf"^  {path.stem} +{re.escape(first)}$", job.out, flags=re.MULTILINE), path
-    chapters = [f"recipes/{path.name}/" for path in sorted(RECIPES.iterdir()) if path.is_dir() and path.name[0] != "_"]
-    found = [line for line in job.out.splitlines() if line.startswith("recipes/")]
-    assert sorted(found) == sorted(["recipes/", *chapters])
+    lines, folder = [], None
+    for path in (section.path for section in sections(GALLERY)):
+        if path.parent != folder:
+            folder = path.parent
+            lines.append(f"{folder.relative_to(RECIPES.parent)}/")
+        lines.append(f"  {path.stem:25} {ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]}")
+    assert [line for line in job.out.splitlines()[1:-1] if line] == lines
 
 
 def test_script_of_the_user_anywhere_with_its_arguments(script, tmp_path):

@@ -5,26 +5,18 @@ import pytest
 from harness.report import runs
 from harness.start.recipe import path_of
 from tests.background import step_call
-from tests.cases import CASES, GRAPH_ONLY, ROOT, TRAINED, proven_on
+from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, TRAINED, proven_on
 from tests.cases.ladder import OBSERVE, Checks
 
 ON_RANK = str(ROOT / "tests" / "on_rank_training.py")
 
-VARIANTS = {  # what else than the default sends something else
-    "train_data_tensor": [{"hidden_size": 8}],  # little weight: what is left runs along axis 1
-    "train_pipeline": [{"micro_batches": 8}],
-    "loss_placement": [{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
-    "context_parallel": [{"method": "all_to_all"}, {"method": "ring"}],
-    "batch_norm": [{"batch": 8, "in_features": 1, "out_features": 50_000}],  # little weight: the four rows show
-    "replicate_scatter_gather": [{"batch": 8192, "hidden_size": 8}, {"home": "all"}],  # large outputs, little weight
-}
 RUNS = [
     (name, n, mode, more)
     for name in TRAINED
     for n in proven_on(name)
     for mode in runs.modes(path_of(name))
     if n != 3 or mode == "eager" or (mode == "only" and name not in GRAPH_ONLY)
-    for more in [{}, *(VARIANTS.get(name, []) if n == 4 else [])]
+    for more in [{}, *(PROOFS[name].variants if n == 4 else [])]
 ]
 
 
@@ -44,7 +36,9 @@ def background_calls(item):
 @pytest.mark.parametrize("run", RUNS, ids=run_id)
 def test_bytes_of_a_step(measured, run):
     name, n, mode, more = run
-    sizes = {**runs.training_sizes(name), **more, "steps": 1}  # with more steps the bounds of its values overflow
+    sizes = runs.training_sizes(
+        name, **{**PROOFS[name].measured_at, **more, "steps": 1}
+    )  # with more steps the bounds of its values overflow
     case = CASES[name](n, mode == "graph" or name in GRAPH_ONLY, **sizes)
     found = measured("step", name, n, mode, *more.items())
     for rank in range(n):

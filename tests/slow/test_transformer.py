@@ -6,7 +6,7 @@ import pytest
 from harness.pool import Pool, PoolError
 from harness.report.runs import PER_STEP, training_sizes
 from harness.start.recipe import load, path_of
-from tests.cases import CASES, GRAPH_ONLY
+from tests.cases import CASES, GRAPH_ONLY, PROOFS
 from tests.cases import reference_transformer as reference
 from tests.cases.ladder import Checks, assert_close, check_recipe
 
@@ -44,7 +44,7 @@ def without(tmp_path, name, cure, other):
 
 @pytest.mark.parametrize("name, cure, other, graph, times", TRAPS)
 def test_recipe_without_its_cure_sends_more(pools, tmp_path, name, cure, other, graph, times):
-    given = training_sizes(name)
+    given = training_sizes(name, **PROOFS[name].measured_at)
     found = pools(4).call(PER_STEP, path=without(tmp_path, name, cure, other), graph=graph, **given)
     sent, wanted = found[0]["sent"], 4 * CASES[name](4, graph, **given).sends[0]
     Checks.that(sent >= times * wanted, name, "sends", sent / wanted, "times as much")
@@ -54,7 +54,8 @@ def test_recipe_without_its_cure_sends_more(pools, tmp_path, name, cure, other, 
 def test_graph_without_its_cure_aborts(tmp_path, name, cure, other):
     with Pool(2) as pool, pytest.raises(PoolError, match="register.cpp:75\\] Check failed"):
         mode = {} if name in GRAPH_ONLY else {"graph": True}
-        pool.call(PER_STEP, path=without(tmp_path, name, cure, other), **mode, **training_sizes(name))
+        given = training_sizes(name, **PROOFS[name].measured_at)
+        pool.call(PER_STEP, path=without(tmp_path, name, cure, other), **mode, **given)
 
 
 @pytest.mark.parametrize("graph", [False, True])
