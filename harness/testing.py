@@ -44,8 +44,10 @@ def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
 def in_own_words(error, path):
     """What a PoolError says of the rank, with its traceback from the test's own file on."""
     lines = str(error).replace(f"{RETURNED}: ", "", 1).splitlines()
-    [*begin] = (number for number, line in enumerate(lines) if line.startswith(f'  File "{path}"'))
-    return "\n".join(lines[:2] + lines[begin[0] :] if begin else lines)
+    in_file = [number for number, line in enumerate(lines) if line.startswith(f'  File "{path}"')]
+    if in_file:
+        lines[2 : in_file[0]] = []
+    return "\n".join(lines)
 
 
 def differences(results, rtol, atol):

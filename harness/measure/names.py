@@ -9,8 +9,8 @@ from harness.measure.frames import returns_of
 from harness.measure.tensors import describe, layout_of
 
 
-def looks(tensor):
-    """What tensors that look alike have in common."""
+def look_of(tensor):
+    """The layout and shape of a tensor as text."""
     return str((layout_of(tensor), tuple(tensor.shape)))
 
 
@@ -40,7 +40,7 @@ class Names:
         self.modules = {}  # module -> the variable that holds it
         self.returned = {}  # what a part of a module returned: its path with "()"
         self.origins = {}  # (id of the tensor that it was made from, what that adds to the name)
-        self.seen = set()  # (name, looks) of tensors that variables hold
+        self.seen = set()  # (name, look) of tensors that variables hold
 
     def add(self, tensors):
         for tensor in tensors:
@@ -77,34 +77,45 @@ class Names:
         return list(module.parameters())
 
     def watching(self):
-        """Inside it, add the variables of the script and of its functions when they return."""
-        return returns_of(self.path, self.add_variables)
+        """Inside it, name the variables of the script and of its functions when they return."""
+        return returns_of(self.path, self.add_variables_on_return)
 
-    def add_variables(self, frame, all_frames=False):
-        """Name the tensors that variables hold in the innermost frame of the script, or in all of its frames."""
+    def add_variables_on_return(self, frame):
+        self.add_variables_of(frame, depth=len(self.frames_of_script(frame)))
+
+    def add_variables(self):
+        """Name the tensors that the variables of the script hold now, in all functions that are running."""
+        for depth, frame in enumerate(self.frames_of_script(sys._getframe()), 1):
+            self.add_variables_of(frame, depth)
+
+    def frames_of_script(self, frame):
+        """The frames of the script among this one and those around it; outermost first, as its tensors are older."""
         frames = []
         while frame:
-            frames += [frame] if frame.f_code.co_filename in self.files else []
+            if frame.f_code.co_filename in self.files:
+                frames.insert(0, frame)
             frame = frame.f_back
-        frames = frames[::-1]  # the outermost comes first: its tensors are older
-        for depth, one in list(enumerate(frames, 1))[0 if all_frames else -1 :]:
-            for name, value in list(one.f_locals.items()):
-                if isinstance(value, flow.nn.Module) and name != "self":
-                    self.add_module(value, name)
-                elif name.startswith("_"):
-                    continue
-                elif isinstance(value, flow.Tensor):
-                    self.add_variable(value, name, depth)
-                    self.shown.add(id(value))
-                else:
-                    for inner, tensor in tensors_inside(name, value, one.f_globals.get("__name__")):
-                        self.add_variable(tensor, inner, depth)
+        return frames
+
+    def add_variables_of(self, frame, depth):
+        """Name the tensors that the variables of one frame hold; depth: how many frames of the script it is in."""
+        for name, value in list(frame.f_locals.items()):
+            if isinstance(value, flow.nn.Module) and name != "self":
+                self.add_module(value, name)
+            elif name.startswith("_"):
+                continue
+            elif isinstance(value, flow.Tensor):
+                self.add_variable(value, name, depth)
+                self.shown.add(id(value))
+            else:
+                for path, tensor in tensors_inside(name, value, frame.f_globals.get("__name__")):
+                    self.add_variable(tensor, path, depth)
 
     def add_variable(self, tensor, name, depth):
         """A variable holds a tensor. Of several names the outermost function's is the one; of those the first."""
         if tensor.is_lazy:
             return
-        key = (name, looks(tensor))
+        key = (name, look_of(tensor))
         if id(tensor) not in self.tensors and key in self.seen:  # of another iteration of a loop
             return
         self.seen.add(key)

@@ -8,7 +8,7 @@ overlapping placements and of meshes.
 
 import numpy as np
 
-from harness.measure.sbp import Layout, split_dim
+from harness.measure.sbp import Layout, Split, parse
 
 COLLECTIVES = {"SB": "all-gather", "SS": "all-to-all", "PB": "all-reduce", "PS": "reduce-scatter"}
 COLLECTIVES.update(BS="local slice", BP="local fill", SP="local fill")
@@ -136,10 +136,10 @@ def sent_with_partial_sums(shape, old, new):
 
 
 def matmul_boxings(inputs, out, transposed=(False, False)):
-    """What OneFlow must have moved for a matmul of two matrices, from the SBP of its product: [("x" or "w", Boxing)].
+    """What OneFlow must have moved for a matmul, from the SBP of its product: [("x" or "w", Boxing)].
 
-    Of all ways to that SBP it is the one that costs least. None where it is not known: where x has more dimensions, on
-    a mesh, or with a transposed x or w, unless the pair is legal. inputs, out: see tensors.describe.
+    Of all moves that lead to this SBP, the cheapest. None where they are not known: on a mesh, where x has more than
+    two dimensions, or where x or w is transposed, unless nothing moves. inputs, out: see tensors.describe.
     """
     x, w = inputs[:2]
     if "local" in (x["sbp"], w["sbp"]):
@@ -147,51 +147,62 @@ def matmul_boxings(inputs, out, transposed=(False, False)):
     if x["ranks"] != w["ranks"]:
         return None
     if len(w["shape"]) != 2:
-        return [] if product_of_batches(x, w, transposed) == out["sbp"] else None
-    swap = {ord("0"): "1", ord("1"): "0"}
-    x_sbp = x["sbp"] if len(x["shape"]) == 2 else as_matrix(x)
-    sbps = [sbp.translate(swap) if turned else sbp for sbp, turned in zip((x_sbp, w["sbp"]), transposed)]
-    axes = [sbp.split(", ") for sbp in sbps]
-    if all(pair in MATMUL for pair in zip(*axes)):
+        return [] if product_of_stacks(x, w, transposed) == out["sbp"] else None
+    if is_legal(x, w, transposed):
         return []
-    if len(axes[0]) > 1 or any(transposed) or len(x["shape"]) != 2:
+    if np.ndim(x["ranks"]) > 1 or any(transposed) or len(x["shape"]) != 2:
         return None
-    ways = []
-    for sbps in (sbps for sbps, product in MATMUL.items() if product == out["sbp"]):
-        moves = [(name, tensor, sbp) for name, tensor, sbp in zip("xw", (x, w), sbps) if tensor["sbp"] != sbp]
-        ways.append([(name, boxing_to(tensor, sbp, tensor["ranks"])) for name, tensor, sbp in moves])
-    return min(ways, key=lambda way: (sum(one.total for _, one in way), len(way)))
+    return cheapest_boxings({"x": x, "w": w}, out["sbp"])
 
 
-def product_of_batches(x, w, transposed):
-    """The SBP of x @ w, each of more than two dimensions, if nothing moves; None if something must."""
-    batch_dims = len(x["shape"]) - 2
+def is_legal(x, w, transposed):
+    """Whether OneFlow multiplies x and the matrix w as they are. All dimensions of x but the last count as rows."""
+    x_axes = [matrix_sbp(sbp, len(x["shape"]) - 2, transposed[0], stack_is_rows=True) for sbp in parse(x["sbp"])]
+    w_axes = [matrix_sbp(sbp, 0, transposed[1]) for sbp in parse(w["sbp"])]
+    return all(pair in MATMUL for pair in zip(x_axes, w_axes))
+
+
+def product_of_stacks(x, w, transposed):
+    """The SBP of x @ w, two stacks of matrices, if OneFlow multiplies them as they are; else None."""
     if len(x["shape"]) != len(w["shape"]):
         return None
-
-    def product(*pair):
-        dims = [split_dim(sbp) for sbp in pair]
-        if dims[0] == dims[1] is not None and dims[0] < batch_dims:  # each rank has some of the matrices
-            return pair[0]
-        matrices = []
-        for sbp, dim, turned in zip(pair, dims, transposed):
-            if dim is not None:
-                dim = dim - batch_dims
-                sbp = f"S({1 - dim if turned else dim})"
-            matrices.append(sbp)
-        out = MATMUL.get(tuple(matrices))
-        return f"S({split_dim(out) + batch_dims})" if out and out.startswith("S") else out
-
-    products = [product(*pair) for pair in zip(x["sbp"].split(", "), w["sbp"].split(", "))]
-    return None if None in products else ", ".join(products)
+    stack_dims = len(x["shape"]) - 2
+    axes = zip(parse(x["sbp"]), parse(w["sbp"]))
+    products = [product_on_axis(x_sbp, w_sbp, stack_dims, transposed) for x_sbp, w_sbp in axes]
+    return None if None in products else ", ".join(map(str, products))
 
 
-def as_matrix(x):
-    """The SBP that x has as a matrix of its last dimension by all others."""
-    last = len(x["shape"]) - 1
-    return ", ".join(
-        f"S({int(split_dim(one) == last)})" if one.startswith("S") else one for one in x["sbp"].split(", ")
-    )
+def product_on_axis(x_sbp, w_sbp, stack_dims, transposed):
+    """The SBP of the product of two stacks of matrices on one axis of the placement; None if something must move."""
+    if isinstance(x_sbp, Split) and x_sbp == w_sbp and x_sbp.dim < stack_dims:
+        return x_sbp  # each rank has some of the matrices
+    matrices = [matrix_sbp(sbp, stack_dims, turned) for sbp, turned in zip((x_sbp, w_sbp), transposed)]
+    if tuple(matrices) not in MATMUL:
+        return None
+    [product] = parse(MATMUL[tuple(matrices)])
+    return Split(product.dim + stack_dims) if isinstance(product, Split) else product
+
+
+def matrix_sbp(sbp, stack_dims, transposed, stack_is_rows=False):
+    """The name of the SBP that the matrices of a stack have as they are multiplied: S(0) splits rows, S(1) columns.
+
+    stack_is_rows: whether the stack is multiplied as one matrix of all its rows.
+    """
+    if not isinstance(sbp, Split):
+        return str(sbp)
+    dim = sbp.dim - stack_dims
+    if stack_is_rows:
+        dim = max(dim, 0)
+    return str(Split(1 - dim if transposed else dim))
+
+
+def cheapest_boxings(operands, product):
+    """[("x" or "w", Boxing)] that send least and after which x @ w, two matrices, has the SBP `product`."""
+    choices = []
+    for signature in (sbps for sbps, out in MATMUL.items() if out == product):
+        changed = [(name, sbp) for name, sbp in zip(operands, signature) if operands[name]["sbp"] != sbp]
+        choices.append([(name, boxing_to(operands[name], sbp, operands[name]["ranks"])) for name, sbp in changed])
+    return min(choices, key=lambda boxings: (sum(boxing.total for _, boxing in boxings), len(boxings)))
 
 
 def boxing_to(tensor, sbp, ranks):

@@ -13,7 +13,7 @@ import oneflow as flow
 
 from harness.measure.events import Event
 from harness.measure.graph import modules_in
-from harness.measure.names import Names, looks
+from harness.measure.names import Names, look_of
 from harness.measure.recorder import Recorder, tensors_of
 from harness.measure.sbp import label
 from harness.measure.sent import growth, quiet, sent_by
@@ -38,10 +38,10 @@ class Trace(Recorder):
     keeps_initial: bool = False
     path: str = ""  # of the script
     others: tuple = ()  # paths of more files that belong to it
-    alike: dict = field(default_factory=dict)  # what looks alike -> its events
+    similar: dict = field(default_factory=dict)  # signature of a step -> its events
     paths: dict = field(default_factory=dict)  # module -> its path in the outermost one
     layers: list = field(default_factory=list)  # paths of the modules that are running, the innermost last
-    told: int = 0  # bytes of all events so far
+    accounted: int = 0  # bytes of all events so far
     by_layer: Optional[list] = None  # of the backward that is running
     averages: bool = False  # whether DistributedDataParallel averages the gradients of local tensors
 
@@ -70,38 +70,46 @@ class Trace(Recorder):
             return True
         return any(tensor.is_global for tensor in tensors)
 
-    def measured(self, call, inputs, rest, name="", outputs_of=tensors_in, **facts):
-        """Make a call as one step; rest: what else than its inputs tells it from others on its line.
+    def measured(self, call, inputs, options, name="", outputs_of=tensors_in, **facts):
+        """Make a call as one step: measure it, or only count it once steps like it have been measured often enough.
 
-        outputs_of: the tensors of what it returns.
+        options: its other arguments, as text. name: of the event, by default that of the function. outputs_of: the
+        tensors of what the call returns. facts: of the event.
         """
-        line, text = self.line()
         layer = self.layers[-1] if self.layers else ""
-        parameters = [id(one) for one in inputs if id(one) in self.names.parameters]
-        look = (
-            call.kind,
-            line,
-            layer,
-            rest,
-            *(looks(one) if one.is_global else "local" for one in inputs),
-            *parameters,
-        )
-        events = self.alike.setdefault(look, [])  # as many on all ranks, so that they measure together
-        if len(events) == (REPEATED if layer or call.kind == "backward" else MEASURED):
-            events[-1].times += 1
+        similar = self.similar.setdefault(self.signature(call, inputs, options, layer), [])
+        enough = REPEATED if layer or call.kind == "backward" else MEASURED
+        if len(similar) == enough:  # on all ranks at the same call, so they measure together
+            similar[-1].times += 1
             return call.proceed()
         self.names.add(inputs)
-        self.names.add_variables(sys._getframe(), all_frames=True)
+        self.names.add_variables()
         result, sent = self.measure(call.proceed)
         outputs = outputs_of(result)
-        described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
-        events.append(Event(call.kind, name or call.name, *described, False, line, text, layer, sent, facts=facts))
-        self.events.append(events[-1])
-        self.told += sent
+        event = self.event(call.kind, name or call.name, inputs, outputs, layer=layer, sent=sent, facts=facts)
+        self.add_event(event, similar)
         self.names.add(outputs)
         if call.kind == "to_global":
             self.names.add_moved(inputs[0], result)
         return result
+
+    def signature(self, call, inputs, options, layer):
+        """Equal for calls that are the same step of the script, made again."""
+        looks = [look_of(tensor) if tensor.is_global else "local" for tensor in inputs]
+        parameters = [id(tensor) for tensor in inputs if id(tensor) in self.names.parameters]
+        return (call.kind, self.line(), layer, options, *looks, *parameters)
+
+    def event(self, kind, name, inputs, outputs, **fields):
+        """An Event on the line of the script that is running."""
+        line, text = self.line()
+        described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
+        return Event(kind, name, *described, line=line, text=text, **fields)
+
+    def add_event(self, event, similar):
+        """similar: the list of the events of the same step."""
+        similar.append(event)
+        self.events.append(event)
+        self.accounted += event.sent
 
     def measure(self, function):
         """What a call returns, and the bytes that this rank sent for it."""
@@ -154,9 +162,7 @@ class Trace(Recorder):
         module = call.arguments[0]
         self.averages = self.averages or getattr(module, "_is_ddp_module", False)
         if not {"module", *STEPS} & set(call.around):
-            self.names.add_variables(
-                sys._getframe(), all_frames=True
-            )  # what the script made before the module comes first
+            self.names.add_variables()  # what the script made before the module comes first
             self.names.add_module(module)
             self.paths.update({part: path for path, part in module.named_modules() if path})
         return self.layer(call) if module in self.paths else call.proceed()
@@ -164,24 +170,21 @@ class Trace(Recorder):
     def layer(self, call):
         """Call a part of a module. The first time it is measured: what its steps did not send, it sent itself."""
         path, inputs = self.paths[call.arguments[0]], tensors_in([call.arguments, call.keywords])
-        is_global = bool(inputs) and all(one.is_global and not one.is_lazy for one in inputs)
+        is_global = bool(inputs) and all(tensor.is_global and not tensor.is_lazy for tensor in inputs)
         if STEPS & set(call.around) or not is_global:
             return call.proceed()
-        events = self.alike.setdefault(("layer", path, *map(looks, inputs)), [])
+        similar = self.similar.setdefault(("layer", path, *map(look_of, inputs)), [])
         self.layers.append(path)
         try:
-            if events:
-                events[-1].times += 1
+            if similar:
+                similar[-1].times += 1
                 return call.proceed()
-            told = self.told
+            accounted_before = self.accounted
             result, sent = self.measure(call.proceed)
         finally:
             self.layers.pop()
-        own, outputs = sent - (self.told - told), tensors_in(result)
-        self.told += own
-        described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
-        events.append(Event("layer", path, *described, False, *self.line(), path, own))
-        self.events.append(events[-1])
+        sent_by_steps, outputs = self.accounted - accounted_before, tensors_in(result)
+        self.add_event(self.event("layer", path, inputs, outputs, layer=path, sent=sent - sent_by_steps), similar)
         self.names.add_returned(path, outputs)
         for tensor in outputs[:1]:
             if tensor.requires_grad and flow.is_grad_enabled():
@@ -193,7 +196,7 @@ class Trace(Recorder):
         module = call.arguments[0]
         if STEPS & set(call.around):
             return call.proceed()
-        self.names.add_variables(sys._getframe(), all_frames=True)
+        self.names.add_variables()
         self.names.add_module(module)
         name = self.names.modules[module] or type(module).__name__
         options = str([*call.arguments[1:], *call.keywords.values()])
@@ -206,7 +209,7 @@ class Trace(Recorder):
         graph, *arguments = call.arguments
         if STEPS & set(call.around):
             return call.proceed()
-        self.names.add_variables(sys._getframe(), all_frames=True)
+        self.names.add_variables()
         parameters = [one for module in modules_in(graph).values() for one in self.names.add_module(module)]
         if not graph._is_compiled:
             graph._compile(*arguments, **call.keywords)
