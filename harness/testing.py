@@ -53,18 +53,18 @@ def in_own_words(error, path):
 def differences(results, rtol, atol):
     """Yield the text of each difference; results: what `observe.returned` returned, by rank."""
     for rank, tensors in enumerate(results):
-        for name, found in tensors.items():
-            where, expected = f"{name}: rank {rank} of {len(results)}", found["wanted"]
-            if found["sbp"] != found["wanted_sbp"]:
-                yield f"{where}: SBP is {found['sbp']}, expected {found['wanted_sbp']}"
+        for name, tensor in tensors.items():
+            where, expected = f"{name}: rank {rank} of {len(results)}", tensor["expected"]
+            if tensor["sbp"] != tensor["expected_sbp"]:
+                yield f"{where}: SBP is {tensor['sbp']}, expected {tensor['expected_sbp']}"
                 continue
-            if found["shape"] != expected.shape:
-                yield f"{where}: shape is {found['shape']}, expected {expected.shape}"
+            if tensor["shape"] != expected.shape:
+                yield f"{where}: shape is {tensor['shape']}, expected {expected.shape}"
                 continue
-            arrays, layout = {"value": (found["value"], expected)}, Layout(found["sbp"], found["ranks"])
+            arrays, layout = {"value": (tensor["value"], expected)}, Layout(tensor["sbp"], tensor["ranks"])
             if rank in layout.members and "P" not in layout.axes:  # shards of P may have any values
                 block = tuple(slice(*span) for span in layout.block(expected.shape, rank))
-                arrays["shard"] = (found["shard"], expected[block])
+                arrays["shard"] = (tensor["shard"], expected[block])
             for what, pair in arrays.items():
                 try:
                     np.testing.assert_allclose(*pair, rtol, atol, err_msg=f"{where}: {what} (x: found, y: expected)")

@@ -1,4 +1,4 @@
-"""The names of a script's tensors: a parameter's path in its module, or the variable that holds the tensor."""
+"""Name the tensors of a script: a parameter by its path in the module, others by the variable that holds them."""
 
 import re
 import sys
@@ -15,31 +15,31 @@ def look_of(tensor):
 
 
 def tensors_inside(name, value, module):
-    """(name, tensor) of those in a list, a dict or an object of a class of this module, which a variable holds."""
+    """(name, tensor) of the tensors in a variable's list, dict, or object of a class that this module defines."""
     pairs = []
-    if isinstance(value, (list, tuple, dict)) and len(value) < 1000:  # what is longer is data
+    if isinstance(value, (list, tuple, dict)) and len(value) < 1000:  # longer lists are data
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        pairs = [(f"{name}[{key!r}]", one) for key, one in items]
+        pairs = [(f"{name}[{key!r}]", item) for key, item in items]
     elif type(value).__module__ == module and hasattr(value, "__dict__"):
-        pairs = [(f"{name}.{key}", one) for key, one in vars(value).items()]
-    return [(name, one) for name, one in pairs if isinstance(one, flow.Tensor)]
+        pairs = [(f"{name}.{key}", item) for key, item in vars(value).items()]
+    return [(path, item) for path, item in pairs if isinstance(item, flow.Tensor)]
 
 
 class Names:
-    """Collects the tensors of the script at `path` while it runs, with all that can name them. Keys are their ids."""
+    """Collects the tensors of the script at `path` while it runs, and what can name them. Keys are the tensors' ids."""
 
     def __init__(self, path, events, others=()):
-        """events: those that were recorded so far. others: paths of more files that belong to the script."""
+        """events: the list that is recorded. others: paths of more files that belong to the script."""
         self.path, self.events, self.files = path, events, {path, *others}
-        self.tensors = {}  # all tensors in the order in which they come; while they are here, no id is used again
-        self.described = {}  # what they were when they came, as zero_grad, for one, makes a B a P; "after": which event
-        self.shown = set()  # parameters and tensors that a variable holds itself
-        self.leaves = []  # tensors that get gradients; to ask others for theirs may end the process
-        self.variables = {}  # (how many frames of the script are around the variable, its name)
-        self.parameters = {}  # of buffers too: (path in the module, module)
+        self.tensors = {}  # in the order in which they came; as long as they are here, Python uses no id again
+        self.described = {}  # the tensors as they came, before zero_grad, say, changes an SBP; "after": events so far
+        self.shown = set()  # parameters, and tensors that are variables
+        self.leaves = []  # tensors that get gradients; asking others for theirs may end the process
+        self.variables = {}  # (depth of the frame, name of the variable)
+        self.parameters = {}  # and buffers: (path in the module, module)
         self.modules = {}  # module -> the variable that holds it
-        self.returned = {}  # what a part of a module returned: its path with "()"
-        self.origins = {}  # (id of the tensor that it was made from, what that adds to the name)
+        self.returned = {}  # outputs of a part of a module: its path with "()"
+        self.origins = {}  # (id of the tensor that it comes from, suffix of the name)
         self.seen = set()  # (name, look) of tensors that variables hold
 
     def add(self, tensors):
@@ -50,12 +50,12 @@ class Names:
                 self.leaves += [tensor] if tensor.requires_grad and tensor.is_leaf else []
 
     def add_moved(self, old, new):
-        """A tensor that is moved keeps its name, if it gets none of its own."""
+        """A moved tensor that gets no name of its own has the old tensor's name."""
         if new is not old:
             self.origins.setdefault(id(new), (id(old), ""))
 
     def add_returned(self, path, tensors):
-        """What a part of a module returned is named for it, if it gets no name of its own."""
+        """The output of a part of a module that gets no name of its own is named after the part."""
         self.add(tensors)
         for tensor in tensors[:1]:
             self.returned.setdefault(id(tensor), f"{path}()")
@@ -112,11 +112,11 @@ class Names:
                     self.add_variable(tensor, path, depth)
 
     def add_variable(self, tensor, name, depth):
-        """A variable holds a tensor. Of several names the outermost function's is the one; of those the first."""
+        """Name a tensor after a variable; of several, after the first one in the outermost function."""
         if tensor.is_lazy:
             return
         key = (name, look_of(tensor))
-        if id(tensor) not in self.tensors and key in self.seen:  # of another iteration of a loop
+        if id(tensor) not in self.tensors and key in self.seen:  # from a later iteration of a loop
             return
         self.seen.add(key)
         self.add([tensor])
@@ -124,21 +124,21 @@ class Names:
             self.variables[id(tensor)] = (depth, name)
 
     def all(self):
-        """{id: name} of the tensors that have one."""
+        """{id: name} of the tensors that have a name."""
         owners = {}
         for path, module in self.parameters.values():
             owners.setdefault(path, set()).add(module)
         names = {number: name for number, (_, name) in self.variables.items()}
         for number, (path, module) in self.parameters.items():
             variable = self.modules[module]
-            of_sequential = re.sub(r"^(\d+)\.(\w+)$", r"\2\1", path)  # the w of part 0 is w0, as in the docstrings
+            of_sequential = re.sub(r"^(\d+)\.(\w+)$", r"\2\1", path)  # the w of part 0 is w0, as recipes call it
             names[number] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else of_sequential
         names = {**self.returned, **names}
         for number in set(self.tensors) - set(names):
-            added, origin = "", number
+            suffix, origin = "", number
             while origin in self.origins and origin not in names:
-                origin, more = self.origins[origin]
-                added = more + added
+                origin, last_suffix = self.origins[origin]
+                suffix = last_suffix + suffix
             if origin in names:
-                names[number] = names[origin] + added
+                names[number] = names[origin] + suffix
         return names

@@ -24,8 +24,8 @@ def observe(path, matmul_scale=1.0, names=None, **arguments):
     """
     recorder = Recorder(matmul_scale)
     tensors, seen = observed(path, recorder, **arguments)
-    wanted = {name: value for name, value in tensors.items() if names is None or name in names}
-    values = {name: value if isinstance(value, dict) else snapshot(value) for name, value in wanted.items()}
+    selected = {name: value for name, value in tensors.items() if names is None or name in names}
+    values = {name: value if isinstance(value, dict) else snapshot(value) for name, value in selected.items()}
     events = {name: getattr(recorder, name) for name in RECORDED}
     return {"tensors": values, "arrays": arrays_by_name(seen.outer), "in_graph": seen.in_graph, **events}
 
@@ -62,10 +62,10 @@ def by_name(seen, recorder):
 
 def returned(path, name):
     """Call the test `name` of a file, made by harness.testing.on_ranks, on this rank; returns what it returned as data:
-    {name: `snapshot` of the tensor, "wanted_sbp" as `label` writes it, "wanted": array}."""
+    {name: `snapshot` of the tensor, "expected_sbp" as `label` writes it, "expected": array}."""
     with replaced({(sys, "path"): [str(Path(path).parent), *sys.path]}):  # as pytest does
         tensors = getattr(recipe.load(path), name).on_rank()
     return {
-        key: {**snapshot(tensor), "wanted_sbp": label(sbp), "wanted": np.asarray(wanted)}
-        for key, (tensor, sbp, wanted) in tensors.items()
+        key: {**snapshot(tensor), "expected_sbp": label(sbp), "expected": np.asarray(expected)}
+        for key, (tensor, sbp, expected) in tensors.items()
     }

@@ -69,12 +69,12 @@ def label(sbps):
 
 def label_of_proto(nd_sbp):
     """The same for the protobuf message NdSbp of a compiled graph."""
-    kinds = [(one.WhichOneof("parallel_type")[: -len("_parallel")], one) for one in nd_sbp.sbp_parallel]
-    return ", ".join(_name(kind, one.split_parallel.axis) for kind, one in kinds)
+    kinds = [(proto.WhichOneof("parallel_type")[: -len("_parallel")], proto) for proto in nd_sbp.sbp_parallel]
+    return ", ".join(_name(kind, proto.split_parallel.axis) for kind, proto in kinds)
 
 
 class Layout(NamedTuple):
-    """How a tensor lies on the ranks: "S(0)" on [0, 1], or on a mesh "S(0), B" on [[0, 1], [2, 3]]; "local" on []."""
+    """SBP and ranks of a tensor: "S(0)" on [0, 1], or on a mesh "S(0), B" on [[0, 1], [2, 3]]; "local" on []."""
 
     sbp: str
     ranks: list
@@ -92,14 +92,14 @@ class Layout(NamedTuple):
         return self.grid.ravel().tolist()
 
     def block(self, shape, rank):
-        """The (start, stop) of each dimension that a rank holds; None if it is outside the placement."""
+        """The (start, stop) of each dimension that a rank holds; None if the rank is outside the placement."""
         block = [(0, size) for size in shape]
         if self.sbp == "local":
             return block
         if rank not in self.members:
             return None
         for sbp, n, position in zip(parse(self.sbp), self.grid.shape, np.argwhere(self.grid == rank)[0].tolist()):
-            if isinstance(sbp, Split):  # the first ranks get one more where n does not divide the size
+            if isinstance(sbp, Split):  # if n does not divide the size, the first ranks hold one more
                 start, stop = block[sbp.dim]
                 size, larger = divmod(stop - start, n)
                 start += position * size + min(position, larger)

@@ -1,4 +1,4 @@
-"""What a script did, as a list of its tensors and moves in order: what `show`, `bytes` and the atlas present."""
+"""What a script did, as a list of its tensors and moves in order, for `show`, `bytes` and the atlas."""
 
 import re
 from collections import defaultdict
@@ -8,18 +8,17 @@ from typing import Optional
 import numpy as np
 
 from harness.measure import theory
-from harness.measure.events import layout
+from harness.measure.events import UNNAMED, layout
 
 IMPLICIT, BY_LAYER = "OneFlow moved an operand", "of it"  # collectives of which only the bytes are known
-UNNAMED = "·"  # in place of a tensor's name
-NOISE = 8_000  # bytes that OneFlow's own messages may take in a layer
-EXACT = 1e6  # bytes of a tensor below which OneFlow's own messages drown those of its content
-READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # they gather the value on every rank
+NOISE = 8_000  # bytes of OneFlow's own messages in a layer, at most
+EXACT = 1e6  # bytes of a tensor; for smaller ones OneFlow's own messages are a large part of what is measured
+READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # every rank gets the value
 
 
 @dataclass
 class Tensor:
-    """A tensor and, by rank, the (start, stop) of each dimension that the rank holds; None where it holds nothing."""
+    """A tensor. blocks: for each rank the (start, stop) of each dimension that it holds, None if it holds nothing."""
 
     name: str
     shape: tuple
@@ -34,13 +33,13 @@ class Tensor:
 
 @dataclass
 class Move:
-    """A step that can move data. `boxings` is None where it is not known what had to move."""
+    """A step that can move data. `boxings` is None if what moved is not known."""
 
     what: str  # such as "x @ w" or "partial -> out"
-    line: int  # of the script; 0 if it is not one of its own
-    sent: Optional[list]  # bytes that left each rank; None of a move inside a graph
-    times: int = 1  # how often it was made; `sent` is of the first time
-    source: tuple = ()  # the inputs and the kind of the step
+    line: int  # of the script; 0 outside of it
+    sent: Optional[list]  # bytes that each rank sent; None for a move inside a graph
+    times: int = 1  # how often the script made it; `sent` is of the first time
+    source: tuple = ()  # kind and inputs of the step
     size: int = 0  # bytes of the tensor that moves
     boxings: Optional[list] = None
     change: str = ""  # such as "P -> B"
@@ -48,23 +47,23 @@ class Move:
 
     @property
     def key(self):
-        """Equal for moves that are the same one, made again."""
+        """Equal for two moves if the second repeats the first."""
         return (*self.source, self.line, self.change, self.collective, self.size)
 
     @property
     def is_exact(self):
-        """Whether OneFlow's own messages are little beside what was measured."""
+        """Whether OneFlow's own messages are a small part of what was measured."""
         return max([self.size, *(boxing.size for boxing in self.boxings or [])]) >= EXACT
 
     @property
     def formula(self):
-        """Bytes that leave all ranks together, by theory.py."""
+        """Bytes that all ranks send together, by theory.py."""
         totals = [None] if self.boxings is None else [boxing.total for boxing in self.boxings]
         return None if None in totals else sum(totals)
 
     @property
     def by_rank(self):
-        """Bytes that leave each rank, where the formulas say it."""
+        """{rank: bytes that it sends}, None if the formulas do not say which rank sends."""
         if self.boxings is None or any(boxing.by_rank is None for boxing in self.boxings):
             return None
         ranks = {rank for boxing in self.boxings for rank in boxing.by_rank}
@@ -156,7 +155,7 @@ def moves_of(events, names):
 
 
 def move_of_matmul(event, move, operands, product):
-    """operands, product: names of tensors."""
+    """The Move of a matmul. operands, product: names of tensors."""
     what = f"{operands[0]} @ {operands[1]}" + (f" = {product}" if product != UNNAMED else "")
     if event.layer and UNNAMED in operands:
         what = f"{event.layer}: matmul"
@@ -172,6 +171,7 @@ def move_of_matmul(event, move, operands, product):
 
 
 def move_of_to_global(event, move, old_name, new_name):
+    """The Move of a tensor's to_global."""
     old, new = event.inputs[0], event.outputs[0]
     what = f"{old_name} -> {new_name}"
     unnamed = [name for name in (old_name, new_name) if name == UNNAMED]
@@ -193,7 +193,7 @@ def move_in_layer(event, move):
 
 
 def has_moved(move):
-    """Whether a layer sent more than OneFlow's own messages: an operand is at least a part of what it takes."""
+    """Whether a layer sent more than OneFlow's own messages."""
     return max(move.sent) >= max(0.1 * move.size, NOISE)
 
 
@@ -213,7 +213,7 @@ def moves_of_backward(events, move):
 
 
 def move_of_module(event, move):
-    """The Move of all parameters and buffers of a module, which one call moves."""
+    """The Move of a module's to_global, which moves all its parameters and buffers."""
     pairs = list(zip(event.inputs, event.outputs))
     changes = {f"{old['sbp']} -> {new['sbp']}" for old, new in pairs}
     change = changes.pop() if len(changes) == 1 else ""
@@ -221,19 +221,19 @@ def move_of_module(event, move):
     if any(old["sbp"] == "local" for old, _ in pairs):
         return replace(move, collective="local to global", **fields)
     boxings = [theory.boxing_to(old, new["sbp"], new["ranks"]) for old, new in pairs]
-    collectives = ", ".join(dict.fromkeys(one.collective for one in boxings if one.collective != "nothing"))
+    collectives = ", ".join(dict.fromkeys(boxing.collective for boxing in boxings if boxing.collective != "nothing"))
     return replace(move, boxings=boxings, collective=collectives or "nothing", **fields)
 
 
 def moves_of_graph(event, call):
     """The Move of a graph's call, and that of each boxing in it."""
     edges, weights = event.facts["boxings"], event.facts["weights"]  # no weights if it does not train
-    boxings = [theory.Boxing(one["shape"], one["old"], one["new"], one["item"]) for one in edges]
+    boxings = [theory.Boxing(edge["shape"], edge["old"], edge["new"], edge["item"]) for edge in edges]
     size = weights or max((boxing.size for boxing in boxings), default=0)
     collectives = ", ".join(dict.fromkeys(boxing.collective for boxing in boxings)) or "nothing"
     moves = [replace(call, size=size, boxings=boxings, collective="a whole step" if weights else collectives)]
     micro_batches = event.facts["micro_batches"]
-    if micro_batches > 1:  # the graph tells what moves for one of them, and not which moves come once
+    if micro_batches > 1:  # the compiled graph does not say which moves come once, and which for each micro-batch
         moves[0].boxings, moves[0].collective = None, f"a whole step of {micro_batches} micro-batches"
     for edge, boxing in zip(edges, boxings):
         what = f"{op_in_words(edge['producer'])} -> {op_in_words(edge['consumer'])}"
@@ -242,7 +242,7 @@ def moves_of_graph(event, call):
 
 
 def op_in_words(op):
-    """The name of an op in a graph, without what OneFlow puts around it."""
+    """The name of an op in a graph, without OneFlow's prefix and number."""
     if "_output." in op or "_input." in op:
         which = "output" if "_output." in op else "input"
         return f"{which} {op.split('.')[-1].split('_')[0]}"

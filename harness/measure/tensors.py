@@ -1,4 +1,4 @@
-"""A tensor as data: its layout, its shape, this rank's shard, its value."""
+"""Describe a tensor as plain data: its layout, shape, this rank's shard, its value."""
 
 import oneflow as flow
 
@@ -11,22 +11,22 @@ def layout_of(tensor):
 
 
 def describe(tensor):
-    """A tensor without its content."""
-    item = tensor.element_size()  # bytes of an element
+    """A tensor's SBP, ranks, shape, bytes of an element and id."""
+    item = tensor.element_size()
     return {**layout_of(tensor)._asdict(), "shape": tuple(tensor.shape), "item": item, "id": id(tensor)}
 
 
 def is_whole(tensor):
-    """Whether every rank holds the whole value, so that reading it moves nothing and needs no other rank."""
+    """Whether every rank holds the whole value: then reading it needs no other rank."""
     if not tensor.is_global:
         return True
     return set(label(tensor.sbp).split(", ")) == {"B"} and tensor.placement.ranks.size == flow.env.get_world_size()
 
 
 def snapshot(tensor):
-    """A tensor as this rank has it: global shape, dtype, SBP, placement, its own shard and the full value in numpy.
+    """A tensor's description, dtype, device, this rank's shard and the full value in numpy.
 
-    Reading the full value is collective: every rank calls this for the same tensors in the same order.
+    Collective, as it reads the full value: every rank calls this for the same tensors in the same order.
     """
     shard = tensor.to_local() if tensor.is_global else tensor
     outside = tensor.is_global and flow.env.get_rank() not in tensor.placement.ranks

@@ -1,9 +1,9 @@
-"""What moving a tensor between two layouts must cost: the collective, and how much each rank sends.
+"""The cost of moving a tensor between two layouts: the collective, and how much each rank sends.
 
 The formulas are those of J. Yuan et al., "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch",
 arXiv:2110.15032, table 2 (the same as in OneFlow's core/framework/sbp_infer_util.cpp), for equal and for disjoint
-placements. Counting the elements of each rank's block gives the same numbers, and also those of uneven splits, of
-overlapping placements and of meshes.
+placements. Counting the elements of each rank's block gives the same numbers, and covers uneven splits, overlapping
+placements and meshes.
 """
 
 import numpy as np
@@ -20,8 +20,8 @@ MATMUL.update({("P", "B"): "P", ("B", "P"): "P"})
 class Boxing:
     """One tensor that moves from one Layout to another. item: bytes of an element; 1 counts elements.
 
-    total: what leaves all ranks together, None where no formula is known. by_rank: {rank: what leaves it}, None where
-    the formula does not say which rank sends.
+    total: what all ranks send together, None where no formula is known. by_rank: {rank: what it sends}, None where the
+    formula does not say which rank sends.
     """
 
     def __init__(self, shape, old, new, item=1):
@@ -47,7 +47,7 @@ def changed_axes(old, new):
 
 
 def collective(old, new):
-    """The field's name for the move between two layouts."""
+    """The name of the collective that takes a tensor from one layout to the other."""
     if old.ranks != new.ranks:
         if len(old.axes) > 1 or len(new.axes) > 1:
             return "between placements"
@@ -62,7 +62,7 @@ def collective(old, new):
 
 
 def count(*blocks):
-    """The number of elements that all of these blocks have in common."""
+    """The number of elements that are in all of these blocks."""
     lengths = [min(stop for _, stop in spans) - max(start for start, _ in spans) for spans in zip(*blocks)]
     return float(np.prod([max(0, length) for length in lengths]))
 
@@ -78,13 +78,13 @@ def elements_sent(shape, old, new):
     parts = [elements_sent(*line) for line in lines(shape, old, new)]
     if not parts:
         return None, None
-    return sum(total for total, _ in parts), {rank: sent for _, one in parts for rank, sent in one.items()}
+    return sum(total for total, _ in parts), {rank: sent for _, by_rank in parts for rank, sent in by_rank.items()}
 
 
 def lines(shape, old, new):
-    """The moves without a mesh that a move consists of: [(shape, old Layout, new Layout)].
+    """The moves along one axis that a move consists of: [(shape, old Layout, new Layout)].
 
-    On a mesh where one axis changes there is one for each line of ranks along it. [] where there are no such lines.
+    On a mesh where one axis changes there is a move for each line of ranks along this axis. [] if both axes change.
     """
     if len(old.axes) == len(new.axes) == 1:
         return [(shape, old, new)]
@@ -95,31 +95,33 @@ def lines(shape, old, new):
     before, after, others = old.axes[axis], new.axes[axis], [*old.axes[:axis], *old.axes[axis + 1 :]]
     if set(others) & {before, after} - {"B", "P"}:  # both axes split one dimension
         return []
-    whole = Layout(", ".join([*old.axes[:axis], "B", *old.axes[axis + 1 :]]), old.ranks)  # of what a line has together
-    found = []
+    whole = Layout(
+        ", ".join([*old.axes[:axis], "B", *old.axes[axis + 1 :]]), old.ranks
+    )  # what the ranks of a line hold together
+    moves = []
     for ranks in np.moveaxis(old.grid, axis, -1).reshape(-1, old.grid.shape[axis]).tolist():
         part = [stop - start for start, stop in whole.block(shape, ranks[0])]
-        found.append((part, Layout(before, ranks), Layout(after, ranks)))
-    return found
+        moves.append((part, Layout(before, ranks), Layout(after, ranks)))
+    return moves
 
 
 def sent_to_copy(shape, old, new):
-    """Without P: each rank gets those elements of its new block that it does not hold."""
+    """(total, by rank) without P: each rank gets the elements of its new block that it does not hold."""
     total, sent = 0.0, dict.fromkeys(old.members, 0.0)
     for rank in new.members:
         block = new.block(shape, rank)
         total += count(block) - (count(block, old.block(shape, rank)) if rank in sent else 0.0)
         for sender in old.members:
             sent[sender] += count(block, old.block(shape, sender)) if sender != rank else 0.0
-    if total and "B" in old.axes and len(old.members) > 1:  # several ranks could send the same
+    if total and "B" in old.axes and len(old.members) > 1:  # any of several ranks could send
         return total, None
     return total, sent if total else dict.fromkeys(sent, 0.0)
 
 
 def sent_with_partial_sums(shape, old, new):
-    """From or to P, without a mesh."""
+    """(total, by rank) from or to P, not on a mesh."""
     whole = float(np.prod(shape))
-    if new.sbp == "P":  # what no target holds must come to one of them
+    if new.sbp == "P":  # elements that no new rank holds must go to one
         leaving = [rank for rank in old.members if rank not in new.members]
         if old.sbp == "B":
             total = whole if leaving == old.members else 0.0
@@ -206,12 +208,13 @@ def cheapest_boxings(operands, product):
 
 
 def boxing_to(tensor, sbp, ranks):
-    """The Boxing that takes a tensor, see tensors.describe, to this layout."""
+    """The Boxing of a tensor, see tensors.describe, to this SBP on these ranks."""
     return Boxing(tensor["shape"], (tensor["sbp"], tensor["ranks"]), (sbp, ranks), tensor["item"])
 
 
 def boxings_in_words(boxings, operands):
-    """What `matmul_boxings` found, such as "b S(0) -> B: all-gather"; operands: {"x" and "w": their names}."""
+    """The result of `matmul_boxings` as text, "w S(0) -> B: all-gather"; operands: {"x" and "w": their names}."""
     if boxings is None:
         return "not known"
-    return ", ".join(f"{operands[name]} {one.change}: {one.collective}" for name, one in boxings) or "nothing"
+    moves = [f"{operands[name]} {boxing.change}: {boxing.collective}" for name, boxing in boxings]
+    return ", ".join(moves) or "nothing"

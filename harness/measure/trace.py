@@ -20,29 +20,29 @@ from harness.measure.sent import growth, quiet, sent_by
 from harness.measure.tensors import describe, is_whole, tensors_in
 from harness.start.errors import UsageError
 
-MEASURED = 20  # times that a step on one line is measured, as its tensors may have other names; then it is only counted
-REPEATED = 2  # the same for a step that stays the same one: the first time ranks may connect, or gradients be new
-STEPS = {"matmul", "to_global", "module to_global", "backward", "read", "graph"}  # the calls that can move data
+MEASURED = 20  # times that a step is measured, as its tensors may have different names; then it is only counted
+REPEATED = 2  # the same in a module and for backward; not 1, as at first ranks connect and gradients are created
+STEPS = {"matmul", "to_global", "module to_global", "backward", "read", "graph"}  # kinds of calls that can move data
 
 
 @dataclass
 class Trace(Recorder):
-    """A Recorder whose events are only the steps that can move data, each measured. Collective.
+    """A Recorder that measures each step that can move data, and records nothing else. Collective.
 
-    A call that is part of a step is no step of its own. Events of a matmul have the fact "transposed"; those of a
-    graph's call "graph", the bytes of the "weights" that it trains and the number of "micro_batches". A part of a
-    module is an event "layer": its bytes are those that its steps and its own parts did not send, as OneFlow moved an
-    operand. Those of backward have "by_layer": [(path of a part, bytes that its backward sent)].
+    A call inside a step is part of the step. Facts of events: of a matmul "transposed"; of a graph's call "graph", the
+    bytes of the "weights" that it trains and the number of "micro_batches"; of backward "by_layer", [[path of a part
+    of the module, bytes that its backward sent]]. A call of a part of a module is an event "layer". Its bytes are
+    those that neither its steps nor its own parts sent: OneFlow moved an operand by itself.
     """
 
     keeps_initial: bool = False
     path: str = ""  # of the script
     others: tuple = ()  # paths of more files that belong to it
     similar: dict = field(default_factory=dict)  # signature of a step -> its events
-    paths: dict = field(default_factory=dict)  # module -> its path in the outermost one
-    layers: list = field(default_factory=list)  # paths of the modules that are running, the innermost last
+    paths: dict = field(default_factory=dict)  # module -> its path in the outermost module
+    layers: list = field(default_factory=list)  # paths of the running modules, innermost last
     accounted: int = 0  # bytes of all events so far
-    by_layer: Optional[list] = None  # of the backward that is running
+    by_layer: Optional[list] = None  # of the running backward
     averages: bool = False  # whether DistributedDataParallel averages the gradients of local tensors
 
     def __post_init__(self):
@@ -57,11 +57,12 @@ class Trace(Recorder):
         tensors = tensors_in([call.arguments, call.keywords])
         if STEPS & set(call.around) or not self.can_move(call.kind, tensors):
             return call.proceed()
-        rest = [one for one in (*call.arguments, *call.keywords.values()) if not isinstance(one, flow.Tensor)]
-        return self.measured(call, tensors, str(rest), **facts)
+        arguments = (*call.arguments, *call.keywords.values())
+        options = [argument for argument in arguments if not isinstance(argument, flow.Tensor)]
+        return self.measured(call, tensors, str(options), **facts)
 
     def can_move(self, kind, tensors):
-        """Whether a call with these tensors is a step. Any other may be made on one rank only, and must not wait."""
+        """Whether a call with these tensors is a step. Other calls may run on a single rank, and must not wait."""
         if any(tensor.is_lazy for tensor in tensors):
             return False
         if kind == "read":
@@ -112,7 +113,7 @@ class Trace(Recorder):
         self.accounted += event.sent
 
     def measure(self, function):
-        """What a call returns, and the bytes that this rank sent for it."""
+        """(what a call returns, the bytes that this rank sent for it)."""
         return sent_by(function)
 
     def line(self):
@@ -131,7 +132,7 @@ class Trace(Recorder):
     def see_to_global(self, call):
         tensor, placement, sbp = (*call.arguments, None, None)[:3]
         placement, sbp = call.keywords.get("placement", placement), call.keywords.get("sbp", sbp)
-        if tensor.is_global:  # the size of the whole is not known from a local tensor
+        if tensor.is_global:  # a local tensor does not tell the global size
             self.check(tensor.shape, placement or tensor.placement, tensor.sbp if sbp is None else sbp)
         return self.record(call)
 
@@ -144,7 +145,7 @@ class Trace(Recorder):
         return result
 
     def gradient_arrived(self, path):
-        """The gradient of what this layer returned: what was sent since the last one is of the backward of that."""
+        """The gradient of this layer's output is there: what was sent before belongs to the layer before."""
         if self.by_layer is None:  # not in the backward that is measured
             return
         if self.by_layer:
@@ -162,13 +163,13 @@ class Trace(Recorder):
         module = call.arguments[0]
         self.averages = self.averages or getattr(module, "_is_ddp_module", False)
         if not {"module", *STEPS} & set(call.around):
-            self.names.add_variables()  # what the script made before the module comes first
+            self.names.add_variables()  # tensors that are older than the module come first
             self.names.add_module(module)
             self.paths.update({part: path for path, part in module.named_modules() if path})
         return self.layer(call) if module in self.paths else call.proceed()
 
     def layer(self, call):
-        """Call a part of a module. The first time it is measured: what its steps did not send, it sent itself."""
+        """Call a part of a module. The first call is measured: bytes that its steps did not send, it sent itself."""
         path, inputs = self.paths[call.arguments[0]], tensors_in([call.arguments, call.keywords])
         is_global = bool(inputs) and all(tensor.is_global and not tensor.is_lazy for tensor in inputs)
         if STEPS & set(call.around) or not is_global:
@@ -192,7 +193,7 @@ class Trace(Recorder):
         return result
 
     def see_module_to_global(self, call):
-        """All parameters and buffers of a module move in one step."""
+        """A module's to_global is one step, in which all parameters and buffers move."""
         module = call.arguments[0]
         if STEPS & set(call.around):
             return call.proceed()
@@ -205,16 +206,17 @@ class Trace(Recorder):
         return result
 
     def see_graph(self, call):
-        """A graph's first call builds it; here it is built before, so that only the call is measured."""
+        """Build the graph before its first call, so that only the call is measured."""
         graph, *arguments = call.arguments
         if STEPS & set(call.around):
             return call.proceed()
         self.names.add_variables()
-        parameters = [one for module in modules_in(graph).values() for one in self.names.add_module(module)]
+        modules = modules_in(graph).values()
+        parameters = [parameter for module in modules for parameter in self.names.add_module(module)]
         if not graph._is_compiled:
             graph._compile(*arguments, **call.keywords)
         inputs = tensors_in([arguments, call.keywords]) + parameters
-        weights = sum(one.numel() * one.element_size() for one in parameters) if graph.training else 0
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters) if graph.training else 0
         facts = {"weights": weights, "micro_batches": graph.config.proto.num_gradient_accumulation_steps}
         return self.measured(call, inputs, str(id(graph)), type(graph).__name__, graph=graph, **facts)
 
@@ -222,7 +224,7 @@ class Trace(Recorder):
         """Raises UsageError if a rank would hold nothing of a tensor: OneFlow 0.9.0 ends the rank there."""
         for dim, size in enumerate(shape):
             axes = zip(placement.ranks.shape, label(sbp).split(", "))
-            ranks = math.prod(n for n, one in axes if one == f"S({dim})")
+            ranks = math.prod(n for n, axis_sbp in axes if axis_sbp == f"S({dim})")
             if size < ranks and ranks > 1:
                 place = f"{Path(self.path).name}:{self.line()[0]}"
                 what = f"a tensor of shape {tuple(shape)} cannot be split({dim}) over {ranks} ranks"

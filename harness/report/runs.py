@@ -1,4 +1,4 @@
-"""Run the recipes on pools of ranks: all that a run does, and what a training step costs."""
+"""Run the recipes on pools of ranks: record a run, and measure what a training step costs."""
 
 from harness.report.atlas import MODES
 from harness.start.recipe import HARNESS, entry, path_of, world_sizes
@@ -11,19 +11,19 @@ TRAINING_SIZES = dict(batch=384, in_features=384, hidden_size=768, out_features=
 TRAINED_ON = (2, 4)  # ranks
 OTHER_SIZES = {
     "checkpoint": {"size": 720},
-    "auto_parallel": {"batch": 96},  # at more it chooses otherwise
-    # Many features and short sequences: much moves, and little is computed.
+    "auto_parallel": {"batch": 96},  # it chooses different layouts for larger batches
+    # Many features and short sequences: much communication, little computation.
     "transformer_block": {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16},
     "sequence_parallel": {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16},
     "context_parallel": {"seq_len": 120, "num_heads": 12, "head_size": 256},
     "mixture_of_experts": {"group_size": 512, "hidden_size": 256, "ffn_size": 96, "capacity": 256},
     "vocab_parallel": {"tokens": 9600, "vocab_size": 200, "hidden_size": 32},
-    # Whole models, which compute much more for what they send.
+    # Whole models, which compute more for each byte.
     **dict.fromkeys(
         ("tensor_parallel_module", "fully_sharded_module", "pipeline_module"), {"batch": 96, "hidden_size": 384}
     ),
 }
-STRATEGIES = {  # of training the same layers at the same sizes, by name; the first recipe is the plain one
+STRATEGIES = {  # that train the same layers at the same sizes: name -> recipes
     "data parallel": ("train_data_parallel", "ddp", "gradient_accumulation", "activation_checkpointing"),
     "data parallel through rank 0": ("loss_placement", "parameter_server"),
     "data parallel, sharded": ("zero_optimizer", "fully_sharded"),
@@ -35,12 +35,12 @@ STRATEGIES = {  # of training the same layers at the same sizes, by name; the fi
 
 
 def modes(path):
-    """The modes of a recipe: eager and graph, or only the one that it has."""
+    """The modes of a recipe: eager and graph, or "only"."""
     return MODES if "graph" in entry(path) else ("only",)
 
 
 def measured_modes(path):
-    """The modes in which its run is measured: one, if it trains."""
+    """The modes in which the run of a recipe is measured: the first one, if it trains."""
     return modes(path)[:1] if "steps" in entry(path) else modes(path)
 
 
@@ -49,27 +49,27 @@ def with_mode(keywords, mode):
 
 
 def recipe_run(pool, path, mode):
-    """What measure_script says of one recipe, by rank."""
+    """The result of measure_script for a recipe, by rank."""
     keywords = {name: SIZES[name] for name in entry(path) if name in SIZES}
     if path.stem == "matmul_signatures":
-        keywords = dict.fromkeys(keywords, SIZES["in_features"])  # x and w of one size
+        keywords = dict.fromkeys(keywords, SIZES["in_features"])  # square x and w
     return pool.call(MEASURE_SCRIPT, path=str(path), keywords=with_mode(keywords, mode))
 
 
 def training_runs():
-    """(name, number of ranks, mode) of every run of a recipe whose costs are compared."""
+    """(name, number of ranks, mode) of each run whose costs are compared."""
     for path in (path_of(name) for names in STRATEGIES.values() for name in names):
         for n in (n for n in TRAINED_ON if n in world_sizes(path)):
             yield from ((path.stem, n, mode) for mode in modes(path))
 
 
 def training_sizes(name):
-    """The sizes at which a step of a recipe is measured: those of its parameters that it has."""
+    """The sizes at which a step of a recipe is measured, as far as the recipe has such parameters."""
     sizes = {**TRAINING_SIZES, **OTHER_SIZES.get(name, {})}
     return {option: size for option, size in sizes.items() if option in entry(path_of(name))}
 
 
 def training_run(pool, name, n, mode, **keywords):
-    """What per_step says of one training recipe on a pool of n ranks, by rank."""
+    """The result of per_step for a training recipe on a pool of n ranks, by rank."""
     keywords = with_mode({**training_sizes(name), **keywords}, mode)
     return pool.call(PER_STEP, path=str(path_of(name)), **keywords)

@@ -12,25 +12,25 @@ from harness.start.recipe import path_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ATLAS = ROOT / "docs" / "sbp-atlas.md"
-PAGE = Path(__file__).with_name("atlas_template.md")  # the text, with a {name} for each table
+TEMPLATE = Path(__file__).with_name("atlas_template.md")  # with a {name} for each table
 
 
 def calls():
-    """What the page is made of: key -> (number of ranks, function of a pool that measures it)."""
-    found = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
+    """The measurements for the page: key -> (number of ranks, function of a pool)."""
+    measurements = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
     for name, n, mode in runs.training_runs():
-        found["step", name, n, mode] = (n, partial(runs.training_run, name=name, n=n, mode=mode))
+        measurements["step", name, n, mode] = (n, partial(runs.training_run, name=name, n=n, mode=mode))
     for mode in atlas.MODES:
-        found["run", "two_d_sbp", 4, mode] = (4, partial(runs.recipe_run, path=path_of("two_d_sbp"), mode=mode))
-    return found
+        measurements["run", "two_d_sbp", 4, mode] = (4, partial(runs.recipe_run, path=path_of("two_d_sbp"), mode=mode))
+    return measurements
 
 
-def measured(wanted):
-    """The result of each of such calls: a thread and a pool for each number of ranks, as ranks mostly wait."""
+def measured(measurements):
+    """Run them, see `calls`, with a thread and a pool for each number of ranks; returns {key: result}."""
 
     def on(n):
         with Pool(n, timeout=600, repeat=True) as pool:
-            return {key: function(pool) for key, (ranks, function) in wanted.items() if ranks == n}
+            return {key: function(pool) for key, (ranks, function) in measurements.items() if ranks == n}
 
     with ThreadPoolExecutor() as threads:
         return {key: result for part in threads.map(on, atlas.SAME) for key, result in part.items()}
@@ -38,24 +38,24 @@ def measured(wanted):
 
 def page(results):
     """The text of the page; results: of `calls`."""
-    found = {key: table for n in atlas.SAME for key, table in results["atlas", n].items()}
+    atlas_tables = {key: table for n in atlas.SAME for key, table in results["atlas", n].items()}
     others = [*atlas.DISJOINT.values()], [pair for pairs in atlas.OVERLAPPING.values() for pair in pairs]
     disjoint, overlapping = (
-        "\n".join(f"### {a} → {b}\n\n{tables.other_ranks(found, a, b)}" for a, b in group) for group in others
+        "\n".join(f"### {a} → {b}\n\n{tables.other_ranks(atlas_tables, a, b)}" for a, b in group) for group in others
     )
-    return PAGE.read_text().format(
+    return TEMPLATE.read_text().format(
         shape=" x ".join(map(str, atlas.SHAPE)),
         megabytes=f"{4 * np.prod(atlas.SHAPE) / 1e6:.1f}",
-        example=tables.same_ranks(found, [("S(0)", "B")]),
-        same=tables.same_ranks(found),
+        example=tables.same_ranks(atlas_tables, [("S(0)", "B")]),
+        same=tables.same_ranks(atlas_tables),
         same_deviations=tables.deviations("same"),
         formulas=tables.formulas_of_other_ranks(),
         disjoint=disjoint,
         disjoint_deviations=tables.deviations("disjoint"),
         overlapping=overlapping,
-        legal=tables.legal_signatures(found),
-        signatures=tables.signatures(found),
-        larger=tables.larger_signatures(found),
+        legal=tables.legal_signatures(atlas_tables),
+        signatures=tables.signatures(atlas_tables),
+        larger=tables.larger_signatures(atlas_tables),
         mesh=tables.mesh(results["run", "two_d_sbp", 4, "eager"]),
         mesh_graph=tables.graph_to_formula(results["run", "two_d_sbp", 4, "graph"]),
         sends=tables.training_sends(results),
@@ -64,10 +64,10 @@ def page(results):
 
 
 def differs(old, new):
-    """The first place where two texts differ, numbers with two decimals by more than 2 %; None if there is none."""
-    for line, (one, other) in enumerate(zip(old.splitlines() + [""], new.splitlines() + [""]), 1):
-        if not tables.alike(one, other):
-            return f"line {line}: {one!r} is now {other!r}"
+    """The first line in which two texts differ, numbers with two decimals by more than 2 %; None if there is none."""
+    for number, (old_line, new_line) in enumerate(zip(old.splitlines() + [""], new.splitlines() + [""]), 1):
+        if not tables.near(old_line, new_line):
+            return f"line {number}: {old_line!r} is now {new_line!r}"
     return None if old.count("\n") == new.count("\n") else "the number of lines"
 
 
