@@ -84,7 +84,7 @@ def elements_sent(shape, old, new):
 def lines(shape, old, new):
     """The moves along one axis that a move consists of: [(shape, old Layout, new Layout)].
 
-    On a mesh where one axis changes there is a move for each line of ranks along this axis. [] if both axes change.
+    On a mesh where one axis changes there is a move for each line of ranks along it. [] where no formula is known.
     """
     if len(old.axes) == len(new.axes) == 1:
         return [(shape, old, new)]
