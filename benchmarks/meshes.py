@@ -14,10 +14,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import curves  # noqa: E402
 from harness.plan.formulas import AXES  # noqa: E402
 from harness.pool import Pool  # noqa: E402
-from harness.report import curves  # noqa: E402
-from harness.report.svg import THEMES  # noqa: E402
 from harness.report.tables import table  # noqa: E402
 from tests.cases import ROOT, gpt  # noqa: E402
 
@@ -121,7 +120,7 @@ def picture(found):
 def made(found):
     """Every file that is made of what was found: path -> text."""
     drawn = picture(found)
-    return {PAGE: page(found), **{PICTURES / f"gpt_losses{theme}.svg": drawn.svg(theme) for theme in THEMES}}
+    return {PAGE: page(found), **{PICTURES / f"gpt_losses{theme}.svg": drawn.svg(theme) for theme in curves.THEMES}}
 
 
 def collected(runs):

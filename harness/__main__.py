@@ -46,9 +46,9 @@ def main(command, *arguments):
         return program.main(arguments)
     if command == "docs":
         from harness.explore import page
-        from harness.report import pages
+        from harness.report import atlas_page
 
-        return pages.main() or page.main()
+        return atlas_page.main() or page.main()
     return job.main([command, *arguments])
 
 

@@ -24,7 +24,7 @@ def isolation(path):
 
 def returned(path, module, name, arguments):
     """Call the test `name` of a module on this rank; returns what it returned as data:
-    {name: `snapshot` of the tensor, "wanted_sbp" as `label` writes it, "wanted": array}.
+    {name: `snapshot` of the tensor, "expected_sbp" as `label` writes it, "expected": array}.
 
     path: for sys.path, as pytest has it. name: with its class, if it has one. arguments: name -> pickled value.
     """
@@ -37,6 +37,6 @@ def returned(path, module, name, arguments):
         values = {key: pickle.loads(value) for key, value in arguments.items()}
         tensors = test(owner(), **values) if classes else test(**values)
     return {
-        key: {**snapshot(tensor), "wanted_sbp": label(sbp), "wanted": np.asarray(wanted)}
-        for key, (tensor, sbp, wanted) in tensors.items()
+        key: {**snapshot(tensor), "expected_sbp": label(sbp), "expected": np.asarray(expected)}
+        for key, (tensor, sbp, expected) in tensors.items()
     }

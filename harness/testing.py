@@ -90,25 +90,27 @@ def pytest_load_initial_conftests(early_config):
 def in_own_words(error, path):
     """What a PoolError says of the rank, with its traceback from the test's own file on."""
     lines = str(error).replace(f"{RETURNED}: ", "", 1).splitlines()
-    [*begin] = (number for number, line in enumerate(lines) if line.startswith(f'  File "{path}"'))
-    return "\n".join(lines[:2] + lines[begin[0] :] if begin else lines)
+    in_file = [number for number, line in enumerate(lines) if line.startswith(f'  File "{path}"')]
+    if in_file:
+        lines[2 : in_file[0]] = []
+    return "\n".join(lines)
 
 
 def differences(results, rtol, atol):
     """Yield the text of each difference; results: what `observe.returned` returned, by rank."""
     for rank, tensors in enumerate(results):
-        for name, found in tensors.items():
-            where, expected = f"{name}: rank {rank} of {len(results)}", found["wanted"]
-            if found["sbp"] != found["wanted_sbp"]:
-                yield f"{where}: SBP is {found['sbp']}, expected {found['wanted_sbp']}"
+        for name, tensor in tensors.items():
+            where, expected = f"{name}: rank {rank} of {len(results)}", tensor["expected"]
+            if tensor["sbp"] != tensor["expected_sbp"]:
+                yield f"{where}: SBP is {tensor['sbp']}, expected {tensor['expected_sbp']}"
                 continue
-            if found["shape"] != expected.shape:
-                yield f"{where}: shape is {found['shape']}, expected {expected.shape}"
+            if tensor["shape"] != expected.shape:
+                yield f"{where}: shape is {tensor['shape']}, expected {expected.shape}"
                 continue
-            arrays, layout = {"value": (found["value"], expected)}, Layout(found["sbp"], found["ranks"])
+            arrays, layout = {"value": (tensor["value"], expected)}, Layout(tensor["sbp"], tensor["ranks"])
             if rank in layout.members and "P" not in layout.axes:  # shards of P may have any values
                 block = tuple(slice(*span) for span in layout.block(expected.shape, rank))
-                arrays["shard"] = (found["shard"], expected[block])
+                arrays["shard"] = (tensor["shard"], expected[block])
             for what, pair in arrays.items():
                 try:
                     np.testing.assert_allclose(*pair, rtol, atol, err_msg=f"{where}: {what} (x: found, y: expected)")

@@ -1,4 +1,4 @@
-"""The calls by which a script uses OneFlow: the one place that puts something in front of them."""
+"""Watch the calls by which a script uses OneFlow. Only this file wraps OneFlow's functions."""
 
 import contextlib
 import functools
@@ -8,7 +8,7 @@ import oneflow as flow
 
 CREATORS = ("tensor", "ones", "zeros", "empty", "full", "rand", "randn")
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
-# What a call is -> every name by which a script, or a layer of OneFlow that it uses, reaches the function.
+# Kind of call -> every name under which a script, or a layer of OneFlow, finds the function.
 PLACES = {
     "matmul": [
         (flow, "matmul"),
@@ -35,7 +35,7 @@ PLACES = {
 
 
 class Call:
-    """A call that is about to be made. `proceed` makes it; `around` has the kinds of the calls that it is part of."""
+    """A call that a script makes. `proceed` runs it; `around` has the kinds of the calls that it is inside of."""
 
     def __init__(self, kind, name, function, arguments, keywords, around):
         self.kind, self.name, self.function = kind, name, function
@@ -47,14 +47,14 @@ class Call:
 
 @contextlib.contextmanager
 def watching(handler, kinds=tuple(PLACES)):
-    """Inside it, handler(Call) stands for each call of these kinds; what it returns is the call's result.
+    """Inside it, each call of these kinds becomes handler(Call), whose result is the call's result.
 
-    A matmul that is made of another matmul comes once, and so for each kind.
+    A call inside a call of its own kind, such as a matmul that calls matmul, is not handled again.
     """
     around = []
 
     def watched(kind, name, function):
-        @functools.wraps(function)  # so that help() and inspect see what a user knows
+        @functools.wraps(function)  # so that help() and inspect show the original
         def call(*arguments, **keywords):
             if kind in around and kind != "module":
                 return function(*arguments, **keywords)
@@ -74,7 +74,7 @@ def watching(handler, kinds=tuple(PLACES)):
 
 @contextlib.contextmanager
 def replaced(functions):
-    """Inside it, each (owner, attribute) of this dict has another value."""
+    """Inside it, each (owner, attribute) of this dict has the value that it gives."""
     with contextlib.ExitStack() as stack:
         for (owner, name), function in functions.items():
             stack.enter_context(mock.patch.object(owner, name, function))

@@ -1,4 +1,4 @@
-"""Measure every conversion between two SBPs, and a matmul of every pair of them: the SBP atlas is made of these."""
+"""Measure every conversion between two SBPs and a matmul of every pair of SBPs, for the SBP atlas."""
 
 import oneflow as flow
 
@@ -33,9 +33,9 @@ def signatures(x_shape, w_shape, graph):
 
 
 def call(function, graph, *tensors):
-    """(SBP of what a function of global tensors returns, bytes that this rank sends for it).
+    """Call a function of global tensors. Returns (SBP of the result, bytes that this rank sent).
 
-    graph: whether the function runs in an nn.Graph. It is built first, so that only its call is measured.
+    graph: whether it runs in an nn.Graph, which is built first, so that only its call is measured.
     """
     if graph:
         function = FunctionGraph(function)

@@ -1,4 +1,4 @@
-"""Call the function in which a recipe does its work: `train`, or `run` for a single layer."""
+"""Call a recipe's entry: its function `train`, or `run` for a single layer."""
 
 import dataclasses
 import inspect
@@ -23,23 +23,23 @@ def required(function):
 
 
 def call_entry(module, arguments):
-    """Call a recipe's entry on all ranks.
+    """Call a recipe's entry. Collective.
 
-    Its first argument is what `placements(device, n, ...)` of the recipe returns, or else all ranks, or those that the
-    arguments list; those of the arguments that `placements` has too, such as the size of a mesh axis, go there. Where
-    the recipe has a Config, those that it has make the argument `config`.
+    Its first argument comes from the recipe's `placements(device, n, ...)`, which gets the arguments that it has
+    parameters for, such as the size of a mesh axis. Without that function it is a placement of the ranks that the
+    arguments list, or of all ranks. Where the recipe has a Config, the arguments that it has fields for make `config`.
     """
     function, arguments = entry_of(module), dict(arguments)
     if hasattr(module, "Config"):
         fields = [field.name for field in dataclasses.fields(module.Config) if field.name in arguments]
         arguments["config"] = module.Config(**{name: arguments.pop(name) for name in fields})
-    where = required(function)
-    if not where:
+    positional = required(function)
+    if not positional:
         return function(**arguments)
     if not hasattr(module, "placements"):
-        ranks = arguments.pop(where[0], None)
+        ranks = arguments.pop(positional[0], None)
         return function(flow.placement("cpu", ranks) if ranks else flow.placement.all("cpu"), **arguments)
-    known = inspect.signature(module.placements).parameters
-    axes = {name: arguments.pop(name) for name in list(arguments) if name in known}
+    parameters = inspect.signature(module.placements).parameters
+    axes = {name: arguments.pop(name) for name in list(arguments) if name in parameters}
     placements = module.placements("cpu", flow.env.get_world_size(), **axes)
-    return function(*placements, **arguments) if len(where) > 1 else function(placements, **arguments)
+    return function(*placements, **arguments) if len(positional) > 1 else function(placements, **arguments)

@@ -1,4 +1,4 @@
-"""The tensors of a recipe by name, read from the frames of its functions when they return: it returns none for us."""
+"""The tensors of a recipe by the names of its variables, read from the frames of its functions as they return."""
 
 import contextlib
 import re
@@ -31,10 +31,10 @@ def returns_of(path, handler):
 
 
 class Frames:
-    """Keeps the variables of the functions in the file at `path`.
+    """Collects the variables of the functions in the file at `path`.
 
-    outer: those of the function whose code is `entry`, when it returned last; inner: those of all others; in_graph:
-    name -> (SBP, ranks, shape) of those that are lazy, since a graph is built.
+    outer: of the function whose code is `entry`, at its last return; inner: of all other functions; in_graph: name ->
+    (SBP, ranks, shape) of the tensors in a graph that is being built, which have no value.
     """
 
     def __init__(self, path, entry):
@@ -42,10 +42,10 @@ class Frames:
         self.outer, self.inner, self.in_graph = {}, {}, {}
 
     def watching(self):
-        """Inside it, look at each function of the file when it returns."""
-        return returns_of(self.path, self.look)
+        """Inside it, collect from each function of the file when it returns."""
+        return returns_of(self.path, self.collect)
 
-    def look(self, frame):
+    def collect(self, frame):
         if frame.f_code is self.entry:
             self.outer = dict(frame.f_locals)
             return
@@ -57,15 +57,15 @@ class Frames:
 
 
 def tensors_by_name(variables):
-    """{name: tensor} of variables: tensors, and those in a list ("x0", "x1"), or in a dict by its key.
+    """{name: tensor} of variables: of a tensor x "x", of a list x "x0", "x1", of a dict its keys.
 
-    Where several dicts have a key, the variable stands in front of it.
+    A key that several dicts have gets the variable in front of it.
     """
     named = {}
     keys = Counter(key for value in variables.values() if isinstance(value, dict) for key in value)
     for name, value in variables.items():
         items = {name: value}
-        if isinstance(value, (list, tuple)) and len(value) < 1000:  # what is longer is data
+        if isinstance(value, (list, tuple)) and len(value) < 1000:  # longer lists are data
             items = {f"{name}{i}": item for i, item in enumerate(value)}
         elif isinstance(value, dict):
             items = {f"{name} {key}" if keys[key] > 1 else str(key): item for key, item in value.items()}
@@ -74,7 +74,7 @@ def tensors_by_name(variables):
 
 
 def arrays_by_name(variables):
-    """{name: array} of the variables that hold numbers of the script's own, such as the losses."""
+    """{name: array} of the variables that hold plain numbers, such as the losses."""
     named = {}
     for name, value in variables.items():
         if isinstance(value, np.ndarray):
@@ -90,7 +90,7 @@ def arrays_by_name(variables):
 
 
 def modules_of(variables):
-    """{variable: nn.Module} of those that are no part of another one, each once."""
+    """{variable: nn.Module} of the outermost modules, each once."""
     modules = {name: value for name, value in variables.items() if isinstance(value, flow.nn.Module)}
     parts = {id(part) for module in modules.values() for part in list(module.modules())[1:]}
     distinct = {id(module): name for name, module in reversed(modules.items()) if id(module) not in parts}
@@ -98,7 +98,7 @@ def modules_of(variables):
 
 
 def parameters_by_name(variables):
-    """{name: parameter or buffer}: its path in the module, behind the module's variable where there are several."""
+    """{name: parameter or buffer}: its path in the module, with several modules behind the module's variable."""
     modules, named = modules_of(variables), {}
     for variable, module in modules.items():
         for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -107,7 +107,7 @@ def parameters_by_name(variables):
 
 
 def short(path):
-    """The name of the w of part 0 of a Sequential is w0, as in the docstrings."""
+    """Of "0.w", the w of part 0 of a Sequential, "w0", as recipes call it."""
     return re.sub(r"^(?:\w+\.)?(\d+)\.(\w+)$", r"\2\1", path)
 
 
@@ -127,8 +127,8 @@ def optimizer_state(variables, parameters):
     if graphs:
         return state
     for optimizer in [value for value in variables.values() if isinstance(value, flow.optim.Optimizer)]:
-        of_each = [parameter for group in optimizer.param_groups for parameter in group.parameters]
-        for i, parameter in enumerate(of_each):
+        optimized = [parameter for group in optimizer.param_groups for parameter in group.parameters]
+        for i, parameter in enumerate(optimized):
             for kind, value in optimizer.state_dict()["state"].get(i, {}).items():
                 if isinstance(value, flow.Tensor):
                     state[f"{names.get(id(parameter), i)} {kind}"] = value
@@ -136,7 +136,7 @@ def optimizer_state(variables, parameters):
 
 
 def flatten(state):
-    """A graph's state, whose modules have dicts of their own, as one dict."""
+    """A graph's state, in which each module has a dict, as one dict."""
     flat = {}
     for key, value in state.items():
         flat.update(flatten(value) if isinstance(value, dict) else {key: value})

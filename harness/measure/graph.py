@@ -1,4 +1,4 @@
-"""What OneFlow made of an nn.Graph: the moves in it, and the parameters that it reads without flow._C.identity."""
+"""What OneFlow compiled from an nn.Graph: the boxings, and the parameters that it reads without flow._C.identity."""
 
 import numpy as np
 import oneflow as flow
@@ -25,16 +25,16 @@ def modules_in(graph):
 
 
 def boxings_of(graph):
-    """The moves in a compiled graph: each edge between two ops whose ends differ in SBP or placement, once.
+    """The boxings in a compiled graph: each edge between two ops that differ in SBP or placement, once.
 
     A list of {"producer", "consumer": names of ops, "shape", "item": bytes of an element, "old", "new": Layout}.
     """
     job = graph._full_job_proto
     signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
-    blobs, ranks, found = job.helper.lbn2logical_blob_desc, ranks_of(job), {}
+    blobs, ranks, boxings = job.helper.lbn2logical_blob_desc, ranks_of(job), {}
     for op in job.net.op:
         if op.WhichOneof("op_type") == "user_conf":
-            inputs = sorted(op.user_conf.input.items())  # else they come in any order
+            inputs = sorted(op.user_conf.input.items())  # protobuf gives them in any order
             edges = [(f"{key}_{i}", lbn) for key, lbns in inputs for i, lbn in enumerate(lbns.s)]
         else:
             is_output = op.WhichOneof("op_type") == "output_conf"
@@ -49,9 +49,9 @@ def boxings_of(graph):
             if old != new:
                 shape, item = tuple(blobs[lbn].shape.dim), ITEM_SIZES.get(blobs[lbn].data_type, 4)
                 edge = {"producer": producer, "consumer": op.name, "shape": shape, "item": item, "old": old, "new": new}
-                target = ("B", new.ranks) if len(new.ranks) == 1 else new  # one rank has it all, whatever the SBP
-                found.setdefault((lbn, str(target)), edge)  # OneFlow moves it once for all its consumers there
-    return list(found.values())
+                target = ("B", new.ranks) if len(new.ranks) == 1 else new  # on one rank all SBPs are the same
+                boxings.setdefault((lbn, str(target)), edge)  # OneFlow moves it once for all consumers there
+    return list(boxings.values())
 
 
 def ranks_of(job):
@@ -66,7 +66,7 @@ def ranks_of(job):
 
 
 def gradient_bytes(graph, rank):
-    """The bytes of the gradients that a rank hands to AdamW in a compiled graph."""
+    """The bytes of the gradients that AdamW reads on a rank in a compiled graph."""
     job = graph._full_job_proto
     signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
     blobs, ranks, total = job.helper.lbn2logical_blob_desc, ranks_of(job), 0
@@ -80,27 +80,27 @@ def gradient_bytes(graph, rank):
 
 
 def without_identity(graph):
-    """The parameters that a graph with micro-batches feeds to another op than identity.
+    """The parameters that a graph with micro-batches reads without identity.
 
     The last micro-batch's backward may read such a parameter while the optimizer changes it: rarely, and silently.
     """
-    job = graph._forward_job_proto  # as it is built, before OneFlow optimizes it
+    job = graph._forward_job_proto  # before OneFlow optimizes it
     if job.job_conf.num_gradient_accumulation_steps < 2:
         return []
     parameters = {op.name: op.name for op in job.net.op if op.WhichOneof("op_type") == "variable_conf"}
-    found = set()
+    unprotected = set()
     for op in job.net.op:
         for lbn in (lbn for lbns in op.user_conf.input.values() for lbn in lbns.s):
             parameter = parameters.get(lbn.split("/")[0])
             if parameter and op.user_conf.op_type_name == "repeat":  # OneFlow's own: once for each micro-batch
                 parameters[op.name] = parameter
             elif parameter and op.user_conf.op_type_name != "identity":
-                found.add(parameter)
-    return sorted(found)
+                unprotected.add(parameter)
+    return sorted(unprotected)
 
 
 def recomputed(graph):
-    """How often backward computes an op again, by the op's type: what activation checkpointing makes of a graph."""
+    """{type of op: how many backward computes again}, because of activation checkpointing."""
     kinds = {}
     for op in graph._full_job_proto.net.op:
         if op.name.startswith("Sys-Checkpointing-Fake-Fw-Op_"):

@@ -1,4 +1,4 @@
-"""What `main` of a recipe prints on this rank, and what it does."""
+"""Run the `main` of a recipe on this rank: what it prints and does."""
 
 import contextlib
 import io
@@ -10,22 +10,22 @@ from harness.start import recipe
 
 
 def main_of(path, arguments, matmul_scale=1.0):
-    """Run a recipe's main with these arguments, each matmul of its first training or run scaled by `matmul_scale`.
+    """Run a recipe's main with these arguments. matmul_scale: of each matmul in its first call of `train` or `run`.
 
-    What main calls after it, such as the same code on one rank, is as it should be.
-    Returns (exit code, standard output, standard error) of this rank; code 1 if what main compares is not equal.
+    A second call, such as the same code on a single device, is not scaled.
+    Returns (exit code, standard output, standard error) of this rank; the code is 1 if main's comparison fails.
     """
     module, out, err = recipe.load(path), io.StringIO(), io.StringIO()
     sys.argv, before = [path, *arguments], sys.argv
     code, entry = 0, entry_of(module)
 
-    def first_entry(*given, **named):
+    def scaled_entry(*arguments, **keywords):
         setattr(module, entry.__name__, entry)
         with Recorder(matmul_scale).recording():
-            return entry(*given, **named)
+            return entry(*arguments, **keywords)
 
     if matmul_scale != 1.0:
-        setattr(module, entry.__name__, first_entry)
+        setattr(module, entry.__name__, scaled_entry)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             module.main()
@@ -40,7 +40,7 @@ def main_of(path, arguments, matmul_scale=1.0):
 
 
 def recorded_main(path, arguments):
-    """As main_of, by name, with all that main and what it calls multiplied, moved and read, and the graphs called."""
+    """The result of main_of by name, and the matmuls, moves, reads, stages and graph calls of all that main ran."""
     recorder = Recorder(keeps_initial=False)
     with recorder.recording():
         code, out, err = main_of(path, arguments)

@@ -1,4 +1,4 @@
-"""The names of a script's tensors: a parameter's path in its module, or the variable that holds the tensor."""
+"""Name the tensors of a script: a parameter by its path in the module, others by the variable that holds them."""
 
 import re
 import sys
@@ -9,38 +9,38 @@ from harness.measure.frames import returns_of
 from harness.measure.tensors import describe, layout_of
 
 
-def looks(tensor):
-    """What tensors that look alike have in common."""
+def look_of(tensor):
+    """The layout and shape of a tensor as text."""
     return str((layout_of(tensor), tuple(tensor.shape)))
 
 
 def tensors_inside(name, value, module):
-    """(name, tensor) of those in a list, a dict or an object of a class of this module, which a variable holds."""
+    """(name, tensor) of the tensors in a variable's list, dict, or object of a class that this module defines."""
     pairs = []
-    if isinstance(value, (list, tuple, dict)) and len(value) < 1000:  # what is longer is data
+    if isinstance(value, (list, tuple, dict)) and len(value) < 1000:  # longer lists are data
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        pairs = [(f"{name}[{key!r}]", one) for key, one in items]
+        pairs = [(f"{name}[{key!r}]", item) for key, item in items]
     elif type(value).__module__ == module and hasattr(value, "__dict__"):
-        pairs = [(f"{name}.{key}", one) for key, one in vars(value).items()]
-    return [(name, one) for name, one in pairs if isinstance(one, flow.Tensor)]
+        pairs = [(f"{name}.{key}", item) for key, item in vars(value).items()]
+    return [(path, item) for path, item in pairs if isinstance(item, flow.Tensor)]
 
 
 class Names:
-    """Collects the tensors of the script at `path` while it runs, with all that can name them. Keys are their ids."""
+    """Collects the tensors of the script at `path` while it runs, and what can name them. Keys are the tensors' ids."""
 
     def __init__(self, path, events, others=()):
-        """events: those that were recorded so far. others: paths of more files that belong to the script."""
+        """events: the list that is recorded. others: paths of more files that belong to the script."""
         self.path, self.events, self.files = path, events, {path, *others}
-        self.tensors = {}  # all tensors in the order in which they come; while they are here, no id is used again
-        self.described = {}  # what they were when they came, as zero_grad, for one, makes a B a P; "after": which event
-        self.shown = set()  # parameters and tensors that a variable holds itself
-        self.leaves = []  # tensors that get gradients; to ask others for theirs may end the process
-        self.variables = {}  # (how many frames of the script are around the variable, its name)
-        self.parameters = {}  # of buffers too: (path in the module, module)
+        self.tensors = {}  # in the order in which they came; as long as they are here, Python uses no id again
+        self.described = {}  # the tensors as they came, before zero_grad, say, changes an SBP; "after": events so far
+        self.shown = set()  # parameters, and tensors that are variables
+        self.leaves = []  # tensors that get gradients; asking others for theirs may end the process
+        self.variables = {}  # (depth of the frame, name of the variable)
+        self.parameters = {}  # and buffers: (path in the module, module)
         self.modules = {}  # module -> the variable that holds it
-        self.returned = {}  # what a part of a module returned: its path with "()"
-        self.origins = {}  # (id of the tensor that it was made from, what that adds to the name)
-        self.seen = set()  # (name, looks) of tensors that variables hold
+        self.returned = {}  # outputs of a part of a module: its path with "()"
+        self.origins = {}  # (id of the tensor that it comes from, suffix of the name)
+        self.seen = set()  # (name, look) of tensors that variables hold
 
     def add(self, tensors):
         for tensor in tensors:
@@ -50,12 +50,12 @@ class Names:
                 self.leaves += [tensor] if tensor.requires_grad and tensor.is_leaf else []
 
     def add_moved(self, old, new):
-        """A tensor that is moved keeps its name, if it gets none of its own."""
+        """A moved tensor that gets no name of its own has the old tensor's name."""
         if new is not old:
             self.origins.setdefault(id(new), (id(old), ""))
 
     def add_returned(self, path, tensors):
-        """What a part of a module returned is named for it, if it gets no name of its own."""
+        """The output of a part of a module that gets no name of its own is named after the part."""
         self.add(tensors)
         for tensor in tensors[:1]:
             self.returned.setdefault(id(tensor), f"{path}()")
@@ -77,35 +77,46 @@ class Names:
         return list(module.parameters())
 
     def watching(self):
-        """Inside it, add the variables of the script and of its functions when they return."""
-        return returns_of(self.path, self.add_variables)
+        """Inside it, name the variables of the script and of its functions when they return."""
+        return returns_of(self.path, self.add_variables_on_return)
 
-    def add_variables(self, frame, all_frames=False):
-        """Name the tensors that variables hold in the innermost frame of the script, or in all of its frames."""
+    def add_variables_on_return(self, frame):
+        self.add_variables_of(frame, depth=len(self.frames_of_script(frame)))
+
+    def add_variables(self):
+        """Name the tensors that the variables of the script hold now, in all functions that are running."""
+        for depth, frame in enumerate(self.frames_of_script(sys._getframe()), 1):
+            self.add_variables_of(frame, depth)
+
+    def frames_of_script(self, frame):
+        """The frames of the script among this one and those around it; outermost first, as its tensors are older."""
         frames = []
         while frame:
-            frames += [frame] if frame.f_code.co_filename in self.files else []
+            if frame.f_code.co_filename in self.files:
+                frames.insert(0, frame)
             frame = frame.f_back
-        frames = frames[::-1]  # the outermost comes first: its tensors are older
-        for depth, one in list(enumerate(frames, 1))[0 if all_frames else -1 :]:
-            for name, value in list(one.f_locals.items()):
-                if isinstance(value, flow.nn.Module) and name != "self":
-                    self.add_module(value, name)
-                elif name.startswith("_"):
-                    continue
-                elif isinstance(value, flow.Tensor):
-                    self.add_variable(value, name, depth)
-                    self.shown.add(id(value))
-                else:
-                    for inner, tensor in tensors_inside(name, value, one.f_globals.get("__name__")):
-                        self.add_variable(tensor, inner, depth)
+        return frames
+
+    def add_variables_of(self, frame, depth):
+        """Name the tensors that the variables of one frame hold; depth: how many frames of the script it is in."""
+        for name, value in list(frame.f_locals.items()):
+            if isinstance(value, flow.nn.Module) and name != "self":
+                self.add_module(value, name)
+            elif name.startswith("_"):
+                continue
+            elif isinstance(value, flow.Tensor):
+                self.add_variable(value, name, depth)
+                self.shown.add(id(value))
+            else:
+                for path, tensor in tensors_inside(name, value, frame.f_globals.get("__name__")):
+                    self.add_variable(tensor, path, depth)
 
     def add_variable(self, tensor, name, depth):
-        """A variable holds a tensor. Of several names the outermost function's is the one; of those the first."""
+        """Name a tensor after a variable; of several, after the first one in the outermost function."""
         if tensor.is_lazy:
             return
-        key = (name, looks(tensor))
-        if id(tensor) not in self.tensors and key in self.seen:  # of another iteration of a loop
+        key = (name, look_of(tensor))
+        if id(tensor) not in self.tensors and key in self.seen:  # from a later iteration of a loop
             return
         self.seen.add(key)
         self.add([tensor])
@@ -113,21 +124,21 @@ class Names:
             self.variables[id(tensor)] = (depth, name)
 
     def all(self):
-        """{id: name} of the tensors that have one."""
+        """{id: name} of the tensors that have a name."""
         owners = {}
         for path, module in self.parameters.values():
             owners.setdefault(path, set()).add(module)
         names = {number: name for number, (_, name) in self.variables.items()}
         for number, (path, module) in self.parameters.items():
             variable = self.modules[module]
-            of_sequential = re.sub(r"^(\d+)\.(\w+)$", r"\2\1", path)  # the w of part 0 is w0, as in the docstrings
+            of_sequential = re.sub(r"^(\d+)\.(\w+)$", r"\2\1", path)  # the w of part 0 is w0, as recipes call it
             names[number] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else of_sequential
         names = {**self.returned, **names}
         for number in set(self.tensors) - set(names):
-            added, origin = "", number
+            suffix, origin = "", number
             while origin in self.origins and origin not in names:
-                origin, more = self.origins[origin]
-                added = more + added
+                origin, last_suffix = self.origins[origin]
+                suffix = last_suffix + suffix
             if origin in names:
-                names[number] = names[origin] + added
+                names[number] = names[origin] + suffix
         return names

@@ -17,8 +17,8 @@ def observe(path, matmul_scale=1.0, names=None, **arguments):
     """
     recorder = Recorder(matmul_scale)
     tensors, seen = observed(path, recorder, **arguments)
-    wanted = {name: value for name, value in tensors.items() if names is None or name in names}
-    values = {name: value if isinstance(value, dict) else snapshot(value) for name, value in wanted.items()}
+    selected = {name: value for name, value in tensors.items() if names is None or name in names}
+    values = {name: value if isinstance(value, dict) else snapshot(value) for name, value in selected.items()}
     events = {name: getattr(recorder, name) for name in RECORDED}
     return {"tensors": values, "arrays": arrays_by_name(seen.outer), "in_graph": seen.in_graph, **events}
 

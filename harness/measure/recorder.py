@@ -1,4 +1,4 @@
-"""What a script does on this rank, seen from outside: an event for each call, and its parameters before and after."""
+"""Record what a script does on this rank: an Event for each call of OneFlow, and the parameters before training."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -12,10 +12,7 @@ from harness.measure.tensors import describe, snapshot, tensors_in
 
 @dataclass
 class Recorder:
-    """Records inside `with recorder.recording():`.
-
-    Each matmul is scaled by matmul_scale, to see what depends on it.
-    """
+    """Records inside `with recorder.recording():`, and multiplies the result of each matmul by matmul_scale."""
 
     matmul_scale: float = 1.0
     keeps_initial: bool = True  # whether to copy each parameter before the first step
@@ -23,7 +20,7 @@ class Recorder:
     without_identity: list = field(default_factory=list)  # see graph.py
     recomputed: dict = field(default_factory=dict)  # of the graph that was compiled last, see graph.py
     initial: dict = field(default_factory=dict)  # id of a parameter -> its snapshot before the first step
-    held: list = field(default_factory=list)  # these parameters
+    referenced: list = field(default_factory=list)  # these parameters, so that Python uses no id again
     gradients: dict = field(default_factory=dict)  # id of a parameter -> its gradient in a graph's last call
     appended: dict = field(default_factory=dict)  # graph -> ids of the parameters whose gradients it returns
     paused: bool = False
@@ -41,7 +38,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def pause(self):
-        """Inside it nothing is recorded: the calls are our own."""
+        """Inside it nothing is recorded."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -49,7 +46,7 @@ class Recorder:
             self.paused = before
 
     def record(self, call, **facts):
-        """Make the call and note it as an event; returns what it returns."""
+        """Make a call and record it as an event; returns its result."""
         inputs, result = tensors_in([call.arguments, call.keywords]), call.proceed()
         self.note(call, inputs, tensors_in(result), **facts)
         return result
@@ -80,7 +77,7 @@ class Recorder:
         return call.proceed()
 
     def see_update(self, call):
-        optimizer = call.arguments[0]  # its model may never be called, but copies of it
+        optimizer = call.arguments[0]  # the script may call copies of its model only
         self.keep_initial([parameter for group in optimizer.param_groups for parameter in group.parameters])
         return call.proceed()
 
@@ -95,7 +92,7 @@ class Recorder:
         return outputs
 
     def first_call(self, graph, call):
-        """It builds the graph, which is made to return the gradients of its parameters as well."""
+        """Build a graph such that it also returns the gradients of its parameters, and call it."""
         for module in modules_in(graph).values():
             self.keep_initial(tensors_of(module))
         build = type(graph).build
@@ -115,41 +112,43 @@ class Recorder:
         return result
 
     def keep_initial(self, tensors):
-        """A copy of each parameter or buffer as it is now, unless there is an earlier one. Collective."""
+        """Take a snapshot of each parameter or buffer, unless there is an earlier one. Collective."""
         with self.pause():
             for tensor in tensors:
                 if self.keeps_initial and id(tensor) not in self.initial:
-                    self.held.append(tensor)  # so that its id stays its own, on every rank alike
-                    self.initial[id(tensor)] = snapshot(tensor.detach().clone())  # numpy's array is the tensor's own
+                    self.referenced.append(tensor)
+                    self.initial[id(tensor)] = snapshot(
+                        tensor.detach().clone()
+                    )  # a clone, as numpy shares a tensor's memory
 
     def of_kind(self, kind):
         return [event for event in self.events if event.kind == kind]
 
     @property
     def matmuls(self):
-        """[(SBP, ranks, shape) of x, of w and of the product] of each matmul."""
+        """[(SBP, ranks, shape) of x, of w, of the product] for each matmul."""
         operands = [(*event.inputs[:2], *event.outputs) for event in self.of_kind("matmul")]
         return [[(*layout(tensor), tensor["shape"]) for tensor in tensors] for tensors in operands]
 
     @property
     def lazy(self):
-        """Whether each matmul was made in a graph."""
+        """For each matmul whether it is in a graph."""
         return [event.lazy for event in self.of_kind("matmul")]
 
     @property
     def moves(self):
         """The Layout before and after each to_global, and its grad_sbp if it has one."""
-        found = []
+        moves = []
         for event in self.of_kind("to_global"):
             [old], [new], grad_sbp = event.inputs, event.outputs, event.facts["grad_sbp"]
-            found.append([layout(old), layout(new), *([grad_sbp] if grad_sbp else [])])
-        return found
+            moves.append([layout(old), layout(new), *([grad_sbp] if grad_sbp else [])])
+        return moves
 
     @property
     def reads(self):
         """The Layout of each global tensor whose value is read."""
         layouts = [layout(event.inputs[0]) for event in self.of_kind("read")]
-        return [one for one in layouts if one.sbp != "local"]
+        return [where for where in layouts if where.sbp != "local"]
 
     @property
     def stages(self):
@@ -158,19 +157,19 @@ class Recorder:
 
     @property
     def calls(self):
-        """The class of each nn.Graph that is called, by call."""
+        """For each call of a graph the name of its class."""
         return [event.name for event in self.of_kind("graph")]
 
 
 def tensors_of(module):
-    """Its parameters and buffers."""
+    """The parameters and buffers of a module."""
     return [*module.parameters(), *module.buffers()]
 
 
 def gradients_of(graph):
-    """{id of a parameter: its gradient} while a graph is built; none with micro-batches or auto parallel."""
+    """{id of a parameter: its gradient} in a graph that is being built; {} with micro-batches or auto parallel."""
     if graph.config.proto.num_gradient_accumulation_steps > 1:
-        return {}  # OneFlow cannot return one for all of them
+        return {}  # OneFlow cannot return a gradient of all micro-batches
     if graph.config.proto.enable_auto_parallel:
         return {}  # a gradient that is returned is P, and OneFlow would choose another layout
     parameters = [parameter for module in modules_in(graph).values() for parameter in module.parameters()]

@@ -1,6 +1,7 @@
-"""The names of SBPs, "B", "P", "S(0)", "S(1)", ..., and which block of a tensor each rank holds. Needs no OneFlow."""
+"""SBPs, their names "B", "P", "S(0)", "S(1)", ..., and which block of a tensor each rank holds. Needs no OneFlow."""
 
 import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -10,9 +11,42 @@ KINDS = {"B": "broadcast", "S": "split", "P": "partial_sum"}  # as OneFlow calls
 LETTERS = {kind: letter for letter, kind in KINDS.items()}
 
 
+@dataclass(frozen=True)
+class Broadcast:
+    """Each rank holds the whole tensor."""
+
+    def __str__(self):
+        return "B"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each rank holds an addend of the same shape; the tensor is their sum."""
+
+    def __str__(self):
+        return "P"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Each rank holds a block of this dimension."""
+
+    dim: int
+
+    def __str__(self):
+        return f"S({self.dim})"
+
+
+def parse(names):
+    """The SBPs of "S(0), B", one for each axis of the placement."""
+    simple = {"B": Broadcast(), "P": Partial()}
+    return [simple[name] if name in simple else Split(int(name[2:-1])) for name in names.split(", ")]
+
+
 def split_dim(name):
     """The dimension that an SBP splits, None for B and P."""
-    return int(name[2:-1]) if name.startswith("S") else None
+    [sbp] = parse(name)
+    return sbp.dim if isinstance(sbp, Split) else None
 
 
 def sbp_of(name):
@@ -35,12 +69,12 @@ def label(sbps):
 
 def label_of_proto(nd_sbp):
     """The same for the protobuf message NdSbp of a compiled graph."""
-    kinds = [(one.WhichOneof("parallel_type")[: -len("_parallel")], one) for one in nd_sbp.sbp_parallel]
-    return ", ".join(_name(kind, one.split_parallel.axis) for kind, one in kinds)
+    kinds = [(proto.WhichOneof("parallel_type")[: -len("_parallel")], proto) for proto in nd_sbp.sbp_parallel]
+    return ", ".join(_name(kind, proto.split_parallel.axis) for kind, proto in kinds)
 
 
 class Layout(NamedTuple):
-    """How a tensor lies on the ranks: "S(0)" on [0, 1], or on a mesh "S(0), B" on [[0, 1], [2, 3]]; "local" on []."""
+    """SBP and ranks of a tensor: "S(0)" on [0, 1], or on a mesh "S(0), B" on [[0, 1], [2, 3]]; "local" on []."""
 
     sbp: str
     ranks: list
@@ -58,17 +92,16 @@ class Layout(NamedTuple):
         return self.grid.ravel().tolist()
 
     def block(self, shape, rank):
-        """The (start, stop) of each dimension that a rank holds; None if it is outside the placement."""
+        """The (start, stop) of each dimension that a rank holds; None if the rank is outside the placement."""
         block = [(0, size) for size in shape]
         if self.sbp == "local":
             return block
         if rank not in self.members:
             return None
-        for sbp, n, position in zip(self.axes, self.grid.shape, np.argwhere(self.grid == rank)[0].tolist()):
-            dim = split_dim(sbp)
-            if dim is not None:  # the first ranks get one more where n does not divide the size
-                start, stop = block[dim]
+        for sbp, n, position in zip(parse(self.sbp), self.grid.shape, np.argwhere(self.grid == rank)[0].tolist()):
+            if isinstance(sbp, Split):  # if n does not divide the size, the first ranks hold one more
+                start, stop = block[sbp.dim]
                 size, larger = divmod(stop - start, n)
                 start += position * size + min(position, larger)
-                block[dim] = (start, start + size + (position < larger))
+                block[sbp.dim] = (start, start + size + (position < larger))
         return block

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.measure.calls import replaced
 from harness.measure.entry import call_entry
+from harness.measure.events import UNNAMED
 from harness.measure.graph import boxings_of
 from harness.measure.sent import growth, quiet
 from harness.measure.trace import Trace
@@ -71,11 +72,11 @@ def run_as_main(path, argv, module=None):
 def shown_tensors(trace, names):
     """The global tensors of steps, modules and variables, each with its name and "after": the events before it."""
     in_steps = {
-        one["id"]
+        tensor["id"]
         for event in trace.events
-        for one in event.inputs + event.outputs
-        if not event.layer or one["id"] in names  # what a layer makes of its weights has none
+        for tensor in event.inputs + event.outputs
+        if not event.layer or tensor["id"] in names  # tensors that a layer makes of its weights have no name
     }
     shown = in_steps | trace.names.shown
-    seen = [one for number, one in trace.names.described.items() if number in shown and one["sbp"] != "local"]
-    return [{**one, "name": names.get(one["id"], "·")} for one in seen]
+    tensors = [tensor for number, tensor in trace.names.described.items() if number in shown]
+    return [{**tensor, "name": names.get(tensor["id"], UNNAMED)} for tensor in tensors if tensor["sbp"] != "local"]

@@ -1,8 +1,8 @@
 """The bytes that this rank has sent to other ranks: what it has written to its TCP connections over IPv4.
 
-By these OneFlow sends tensors; its remote calls, such as the barriers here, go by gRPC over IPv6. TCP counts each byte
-of the content once: no header, and nothing twice that was sent again. Files, pipes and Unix sockets are not counted,
-nor a connection of a rank to itself. Only `quiet` and `wait_for` need OneFlow, so they import it.
+OneFlow sends tensors over these; its remote calls, such as the barriers here, use gRPC over IPv6. TCP counts each byte
+of content once: no headers, no retransmissions. Files, pipes and Unix sockets are not counted, nor connections of a
+rank to itself. Only `quiet` and `wait_for` import OneFlow.
 """
 
 import contextlib
@@ -15,24 +15,24 @@ import time
 
 from harness.measure.tensors import tensors_in
 
-BYTES_ACKED = 120  # where it is in Linux' struct tcp_info
-QUIET = 3  # times that the count must be the same in a row
+BYTES_ACKED = 120  # offset in Linux' struct tcp_info
+QUIET = 3  # equal counts in a row after which no rank sends any more
 
 
 def connections():
     """{((address, port) here, (address, port) there): bytes written to it} of this rank's TCP connections to others."""
-    found = {}
+    counts = {}
     for entry in os.scandir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it was closed meanwhile, or it has no other end: it listens
+        with contextlib.suppress(OSError):  # it has been closed, or it listens
             if os.readlink(entry.path).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                     if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
-                        found[connection.getsockname(), connection.getpeername()] = written(connection)
-    return {(here, there): count for (here, there), count in found.items() if (there, here) not in found}
+                        counts[connection.getsockname(), connection.getpeername()] = written(connection)
+    return {(here, there): count for (here, there), count in counts.items() if (there, here) not in counts}
 
 
 def written(connection):
-    """What the other end has acknowledged, and what it has not yet: acknowledgements may come late."""
+    """The bytes written to a connection: those that are acknowledged, and those that are not yet."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_ACKED + 8)
     [acknowledged] = struct.unpack_from("Q", info, BYTES_ACKED)
     [on_the_way] = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
@@ -40,9 +40,9 @@ def written(connection):
 
 
 def quiet():
-    """What `connections` says once every rank has finished its work and sent everything. Collective.
+    """Wait until every rank has finished its work and sent everything; returns `connections()`. Collective.
 
-    No rank continues before all have read it, since what one rank sends makes others send.
+    No rank continues before all have counted: a rank that sends makes others send.
     """
     import oneflow as flow
 
@@ -58,12 +58,12 @@ def quiet():
 
 
 def growth(before, after):
-    """The bytes by which what `quiet` says has grown."""
+    """The bytes sent between two results of `connections` or `quiet`."""
     return sum(count - before.get(ends, 0) for ends, count in after.items())
 
 
 def sent_by(function):
-    """What a call returns, and the bytes that this rank sent for it. Collective: every rank makes the same call."""
+    """(what a call returns, the bytes that this rank sent for it). Collective: every rank makes the same call."""
     before = quiet()
     result = function()
     wait_for(result)
@@ -71,11 +71,11 @@ def sent_by(function):
 
 
 def between_ranks(before, after):
-    """{(sender, receiver): bytes} from what `quiet` said on each rank at two times."""
-    owner = {ends: rank for rank, found in enumerate(after) for ends in found}
+    """{(sender, receiver): bytes} sent between two results of `quiet`, which are lists by rank."""
+    owner = {ends: rank for rank, counts in enumerate(after) for ends in counts}
     sent = {}
-    for rank, found in enumerate(after):
-        for (here, there), count in found.items():
+    for rank, counts in enumerate(after):
+        for (here, there), count in counts.items():
             other = owner.get((there, here))
             if other is not None:
                 sent[rank, other] = sent.get((rank, other), 0) + count - before[rank].get((here, there), 0)
@@ -83,7 +83,7 @@ def between_ranks(before, after):
 
 
 def wait_for(result):
-    """Wait until this rank has its shard of every tensor in `result`: a graph still runs when its call returns."""
+    """Wait until this rank has its shard of every tensor in `result`: a graph's call returns before it has run."""
     import oneflow as flow
 
     for tensor in tensors_in(result):

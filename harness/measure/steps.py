@@ -1,23 +1,24 @@
-"""What a script did, as a list of its tensors and moves in order: what `show`, `bytes` and the atlas present."""
+"""What a script did, as a list of its tensors and moves in order, for `show`, `bytes` and the atlas."""
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Optional
 
 import numpy as np
 
 from harness.measure import theory
-from harness.measure.events import layout
+from harness.measure.events import UNNAMED, layout
 
 IMPLICIT, BY_LAYER = "OneFlow moved an operand", "of it"  # collectives of which only the bytes are known
-NOISE = 8_000  # bytes that OneFlow's own messages may take in a layer
-EXACT = 1e6  # bytes of a tensor below which OneFlow's own messages drown those of its content
-READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # they gather the value on every rank
+NOISE = 8_000  # bytes of OneFlow's own messages in a layer, at most
+EXACT = 1e6  # bytes of a tensor; for smaller ones OneFlow's own messages are a large part of what is measured
+READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # every rank gets the value
 
 
 @dataclass
 class Tensor:
-    """A tensor and, by rank, the (start, stop) of each dimension that the rank holds; None where it holds nothing."""
+    """A tensor. blocks: for each rank the (start, stop) of each dimension that it holds, None if it holds nothing."""
 
     name: str
     shape: tuple
@@ -32,13 +33,13 @@ class Tensor:
 
 @dataclass
 class Move:
-    """A step that can move data. `boxings` is None where it is not known what had to move."""
+    """A step that can move data. `boxings` is None if what moved is not known."""
 
     what: str  # such as "x @ w" or "partial -> out"
-    line: int  # of the script; 0 if it is not one of its own
-    sent: Optional[list]  # bytes that left each rank; None of a move inside a graph
-    times: int = 1  # how often it was made; `sent` is of the first time
-    source: tuple = ()  # the inputs and the kind of the step
+    line: int  # of the script; 0 outside of it
+    sent: Optional[list]  # bytes that each rank sent; None for a move inside a graph
+    times: int = 1  # how often the script made it; `sent` is of the first time
+    source: tuple = ()  # kind and inputs of the step
     size: int = 0  # bytes of the tensor that moves
     boxings: Optional[list] = None
     change: str = ""  # such as "P -> B"
@@ -46,23 +47,23 @@ class Move:
 
     @property
     def key(self):
-        """Equal for moves that are the same one, made again."""
+        """Equal for two moves if the second repeats the first."""
         return (*self.source, self.line, self.change, self.collective, self.size)
 
     @property
     def is_exact(self):
-        """Whether OneFlow's own messages are little beside what was measured."""
+        """Whether OneFlow's own messages are a small part of what was measured."""
         return max([self.size, *(boxing.size for boxing in self.boxings or [])]) >= EXACT
 
     @property
     def formula(self):
-        """Bytes that leave all ranks together, by theory.py."""
+        """Bytes that all ranks send together, by theory.py."""
         totals = [None] if self.boxings is None else [boxing.total for boxing in self.boxings]
         return None if None in totals else sum(totals)
 
     @property
     def by_rank(self):
-        """Bytes that leave each rank, where the formulas say it."""
+        """{rank: bytes that it sends}, None if the formulas do not say which rank sends."""
         if self.boxings is None or any(boxing.by_rank is None for boxing in self.boxings):
             return None
         ranks = {rank for boxing in self.boxings for rank in boxing.by_rank}
@@ -79,101 +80,140 @@ def tensors_and_moves(results):
 
     A move that is made again is one Move with `times`; a tensor that looks like an earlier one is left out.
     """
-    events, names = results[0]["events"], results[0]["names"]
-    known, new_moves, same_as = {}, [], []  # the last two by event: its moves without repeats; the first event like it
-    for number, event in enumerate(events):
-        moves = moves_of(event, [result["events"][number] for result in results], names)
-        firsts = [known.setdefault(move.key, (number, move)) for move in moves]
-        for move, (_, one) in zip(moves, firsts):
-            one.times += move.times if one is not move else 0
-        new_moves.append([move for move, (_, one) in zip(moves, firsts) if one is move])
-        same_as.append(number if new_moves[-1] or not firsts else firsts[0][0])
+    new_moves, is_repeat = distinct_moves(results)
+    tensors_after = distinct_tensors(results, is_repeat)
+    items = list(tensors_after[0])
+    for number, moves in enumerate(new_moves, 1):
+        items += moves + tensors_after[number]
+    return items
 
-    places = []  # (number of events before the tensor, whether one made it, tensor)
-    for tensor in results[0]["tensors"]:
-        after = tensor["after"]
-        is_output = after > 0 and tensor["id"] in [one["id"] for one in events[after - 1].outputs]
-        places.append((same_as[after - 1] + 1 if is_output else after, is_output, tensor))
-    items, done, shown = [], 0, set()
-    for place, is_output, tensor in sorted(places, key=lambda one: one[0]):
-        items += [move for moves in new_moves[done:place] for move in moves]
-        done = max(done, place)
-        where, shape = layout(tensor), tensor["shape"]
-        item = Tensor(tensor["name"], shape, *where, [where.block(shape, rank) for rank in range(len(results))])
-        if place == tensor["after"] if is_output else repr(item) not in shown:
-            items.append(item)
-            shown.add(repr(item))
-    return items + [move for moves in new_moves[done:] for move in moves]
+
+def distinct_moves(results):
+    """For each event the Moves that no earlier event made, and whether it made only moves that an earlier one made."""
+    first_moves, new_moves, is_repeat = {}, [], []
+    for number in range(len(results[0]["events"])):
+        moves, new = moves_of([result["events"][number] for result in results], results[0]["names"]), []
+        for move in moves:
+            first = first_moves.setdefault(move.key, move)
+            if first is move:
+                new.append(move)
+            else:
+                first.times += move.times
+        new_moves.append(new)
+        is_repeat.append(bool(moves) and not new)
+    return new_moves, is_repeat
+
+
+def distinct_tensors(results, is_repeat):
+    """{number of events before them: [Tensor]}, without those that look like an earlier one.
+
+    is_repeat: for each event whether it only repeats an earlier one; its outputs are left out.
+    """
+    events, world_size = results[0]["events"], len(results)
+    tensors_after, seen = defaultdict(list), set()
+    for described in results[0]["tensors"]:
+        where, shape, after = layout(described), described["shape"], described["after"]
+        tensor = Tensor(described["name"], shape, *where, [where.block(shape, rank) for rank in range(world_size)])
+        is_output = after > 0 and described["id"] in [output["id"] for output in events[after - 1].outputs]
+        was_shown = is_repeat[after - 1] if is_output else repr(tensor) in seen
+        if not was_shown:
+            tensors_after[after].append(tensor)
+            seen.add(repr(tensor))
+    return tensors_after
 
 
 def bytes_of(tensor):
     return tensor["item"] * int(np.prod(tensor["shape"]))
 
 
-def moves_of(event, by_rank, names):
-    """The Moves of one event: one, for the call of a graph also one for each boxing in it, for backward for each layer.
+def moves_of(events, names):
+    """The Moves of one event: one, for a graph's call also one for each boxing in it, for backward for each layer.
 
-    by_rank: the same event on each rank.
+    events: the event on each rank; names: {id of a tensor: its name}.
     """
-    kind, inputs, outputs = event.kind, event.inputs, event.outputs
-    sent = [one.sent for one in by_rank]
-    called = [names.get(tensor["id"], "·") for tensor in inputs]
-    looks = [f"{tensor['sbp']} {tensor['ranks']} {tensor['shape']}" for tensor in inputs]
-    where = [event.layer] if event.layer else called  # in a layer tensors have a name the first time only
-    move = Move(kind, event.line, sent, event.times, (kind, event.name, *where, *looks))
-    if kind == "graph":
+    event = events[0]
+    operands = [names.get(tensor["id"], UNNAMED) for tensor in event.inputs]
+    looks = [f"{tensor['sbp']} {tensor['ranks']} {tensor['shape']}" for tensor in event.inputs]
+    where = [event.layer] if event.layer else operands  # in a layer tensors have a name the first time only
+    source = (event.kind, event.name, *where, *looks)
+    move = Move(event.kind, event.line, [event.sent for event in events], event.times, source)
+    if event.kind == "graph":
         return moves_of_graph(event, replace(move, what=f"a call of {event.name}"))
-    if kind == "backward":  # only the bytes are known, in units of all weights
-        move = replace(move, size=sum(map(bytes_of, outputs)), collective="backward")
-        return [move, *moves_of_layers(move, [one.facts["by_layer"] for one in by_rank])]
-    if kind == "layer":
-        move.size = max(map(bytes_of, inputs + outputs))
-        change = f"{inputs[0]['sbp']} -> {outputs[0]['sbp']}" if outputs else inputs[0]["sbp"]
-        fields = {"what": f"inside {event.name}", "change": change, "collective": IMPLICIT}
-        return [replace(move, **fields)] if has_moved(move) else []
-    if kind == "module to_global":
+    if event.kind == "backward":
+        return moves_of_backward(events, move)
+    if event.kind == "layer":
+        move = move_in_layer(event, move)
+        return [move] if has_moved(move) else []
+    if event.kind == "module to_global":
         return [move_of_module(event, move)]
-    x, size = inputs[0], bytes_of(inputs[0])
-    if kind == "matmul":
-        product = names.get(outputs[0]["id"], "·")
-        what = f"{called[0]} @ {called[1]}" + (f" = {product}" if product != "·" else "")
-        what = f"{event.layer}: matmul" if event.layer and "·" in called else what
-        boxings = theory.matmul_boxings(inputs, outputs[0], event.facts["transposed"])
-        operands = {"x": called[0].replace("·", "left operand"), "w": called[1].replace("·", "right operand")}
-        collective, boxings = theory.boxings_in_words(boxings, operands), boxings and [one for _, one in boxings]
-        return [replace(move, what=what, size=size, boxings=boxings, collective=collective)]
-    if kind == "read":  # on every rank
-        return [move.of(theory.boxing_to(x, "B", list(range(len(sent)))), what=READS[event.name].format(called[0]))]
-    [out] = outputs
-    name = names.get(out["id"], "·")
-    what = f"{called[0]} -> {name}"
-    if called[0] == name == "·" or (event.layer and (called[0] == name or "·" in (called[0], name))):
+    if event.kind == "matmul":
+        return [move_of_matmul(event, move, operands, names.get(event.outputs[0]["id"], UNNAMED))]
+    if event.kind == "read":
+        boxing = theory.boxing_to(event.inputs[0], "B", list(range(len(events))))  # every rank gets the value
+        return [move.of(boxing, what=READS[event.name].format(operands[0]))]
+    return [move_of_to_global(event, move, operands[0], names.get(event.outputs[0]["id"], UNNAMED))]
+
+
+def move_of_matmul(event, move, operands, product):
+    """The Move of a matmul. operands, product: names of tensors."""
+    what = f"{operands[0]} @ {operands[1]}" + (f" = {product}" if product != UNNAMED else "")
+    if event.layer and UNNAMED in operands:
+        what = f"{event.layer}: matmul"
+    boxings = theory.matmul_boxings(event.inputs, event.outputs[0], event.facts["transposed"])
+    names = {"x": operands[0].replace(UNNAMED, "left operand"), "w": operands[1].replace(UNNAMED, "right operand")}
+    return replace(
+        move,
+        what=what,
+        size=bytes_of(event.inputs[0]),
+        boxings=None if boxings is None else [boxing for _, boxing in boxings],
+        collective=theory.boxings_in_words(boxings, names),
+    )
+
+
+def move_of_to_global(event, move, old_name, new_name):
+    """The Move of a tensor's to_global."""
+    old, new = event.inputs[0], event.outputs[0]
+    what = f"{old_name} -> {new_name}"
+    unnamed = [name for name in (old_name, new_name) if name == UNNAMED]
+    if len(unnamed) == 2 or (event.layer and (unnamed or old_name == new_name)):
         what = event.layer or event.text
-    if x["sbp"] == "local":
-        return [replace(move, what=what, size=size, change=f"local -> {out['sbp']}", collective="local to global")]
-    return [move.of(theory.boxing_to(x, out["sbp"], out["ranks"]), what=what)]
+    if old["sbp"] == "local":
+        change = f"local -> {new['sbp']}"
+        return replace(move, what=what, size=bytes_of(old), change=change, collective="local to global")
+    return move.of(theory.boxing_to(old, new["sbp"], new["ranks"]), what=what)
+
+
+def move_in_layer(event, move):
+    """What OneFlow moved inside a layer by itself."""
+    change = event.inputs[0]["sbp"]
+    if event.outputs:
+        change += f" -> {event.outputs[0]['sbp']}"
+    size = max(map(bytes_of, event.inputs + event.outputs))
+    return replace(move, what=f"inside {event.name}", size=size, change=change, collective=IMPLICIT)
 
 
 def has_moved(move):
-    """Whether a layer sent more than OneFlow's own messages: an operand is at least a part of what it takes."""
+    """Whether a layer sent more than OneFlow's own messages."""
     return max(move.sent) >= max(0.1 * move.size, NOISE)
 
 
-def moves_of_layers(backward, by_rank):
-    """The Moves of backward by layer, from the [path, bytes] that each rank counted."""
-    moves = []
-    for parts in zip(*by_rank):
-        sent = [count for _, count in parts]
-        if max(sent) >= max(0.02 * max(backward.sent), NOISE):
-            source = (*backward.source, parts[0][0])
-            moves.append(
-                replace(backward, what=f"  backward of {parts[0][0]}", sent=sent, source=source, collective=BY_LAYER)
-            )
+def moves_of_backward(events, move):
+    """The Move of a whole backward, of which only the bytes are known, and one for each layer that sent something.
+
+    The fact "by_layer" has [path of a layer, bytes that this rank sent].
+    """
+    whole = replace(move, size=sum(map(bytes_of, events[0].outputs)), collective="backward")
+    moves = [whole]
+    for counts in zip(*(event.facts["by_layer"] for event in events)):
+        path, sent = counts[0][0], [count for _, count in counts]
+        if max(sent) >= max(0.02 * max(whole.sent), NOISE):
+            source = (*whole.source, path)
+            moves.append(replace(whole, what=f"  backward of {path}", sent=sent, source=source, collective=BY_LAYER))
     return moves
 
 
 def move_of_module(event, move):
-    """The Move of all parameters and buffers of a module, which one call moves."""
+    """The Move of a module's to_global, which moves all its parameters and buffers."""
     pairs = list(zip(event.inputs, event.outputs))
     changes = {f"{old['sbp']} -> {new['sbp']}" for old, new in pairs}
     change = changes.pop() if len(changes) == 1 else ""
@@ -181,19 +221,19 @@ def move_of_module(event, move):
     if any(old["sbp"] == "local" for old, _ in pairs):
         return replace(move, collective="local to global", **fields)
     boxings = [theory.boxing_to(old, new["sbp"], new["ranks"]) for old, new in pairs]
-    collectives = ", ".join(dict.fromkeys(one.collective for one in boxings if one.collective != "nothing"))
+    collectives = ", ".join(dict.fromkeys(boxing.collective for boxing in boxings if boxing.collective != "nothing"))
     return replace(move, boxings=boxings, collective=collectives or "nothing", **fields)
 
 
 def moves_of_graph(event, call):
     """The Move of a graph's call, and that of each boxing in it."""
     edges, weights = event.facts["boxings"], event.facts["weights"]  # no weights if it does not train
-    boxings = [theory.Boxing(one["shape"], one["old"], one["new"], one["item"]) for one in edges]
+    boxings = [theory.Boxing(edge["shape"], edge["old"], edge["new"], edge["item"]) for edge in edges]
     size = weights or max((boxing.size for boxing in boxings), default=0)
     collectives = ", ".join(dict.fromkeys(boxing.collective for boxing in boxings)) or "nothing"
     moves = [replace(call, size=size, boxings=boxings, collective="a whole step" if weights else collectives)]
     micro_batches = event.facts["micro_batches"]
-    if micro_batches > 1:  # the graph tells what moves for one of them, and not which moves come once
+    if micro_batches > 1:  # the compiled graph does not say which moves come once, and which for each micro-batch
         moves[0].boxings, moves[0].collective = None, f"a whole step of {micro_batches} micro-batches"
     for edge, boxing in zip(edges, boxings):
         what = f"{op_in_words(edge['producer'])} -> {op_in_words(edge['consumer'])}"
@@ -202,7 +242,7 @@ def moves_of_graph(event, call):
 
 
 def op_in_words(op):
-    """The name of an op in a graph, without what OneFlow puts around it."""
+    """The name of an op in a graph, without OneFlow's prefix and number."""
     if "_output." in op or "_input." in op:
         which = "output" if "_output." in op else "input"
         return f"{which} {op.split('.')[-1].split('_')[0]}"

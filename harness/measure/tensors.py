@@ -1,4 +1,4 @@
-"""A tensor as data: its layout, its shape, this rank's shard, its value.
+"""Describe a tensor as plain data: its layout, its shape, this rank's shard, its value.
 
 OneFlow is imported by the functions that need it: sent.py is also used without it.
 """
@@ -12,13 +12,13 @@ def layout_of(tensor):
 
 
 def describe(tensor):
-    """A tensor without its content."""
-    item = tensor.element_size()  # bytes of an element
+    """A tensor's SBP, ranks, shape, bytes of an element and id."""
+    item = tensor.element_size()
     return {**layout_of(tensor)._asdict(), "shape": tuple(tensor.shape), "item": item, "id": id(tensor)}
 
 
 def is_whole(tensor):
-    """Whether every rank holds the whole value, so that reading it moves nothing and needs no other rank."""
+    """Whether every rank holds the whole value: then reading it needs no other rank."""
     if not tensor.is_global:
         return True
     import oneflow as flow
@@ -27,9 +27,9 @@ def is_whole(tensor):
 
 
 def snapshot(tensor):
-    """A tensor as this rank has it: global shape, dtype, SBP, placement, its own shard and the full value in numpy.
+    """A tensor's description, dtype, device, this rank's shard and the full value in numpy.
 
-    Reading the full value is collective: every rank calls this for the same tensors in the same order.
+    Collective, as it reads the full value: every rank calls this for the same tensors in the same order.
     """
     import oneflow as flow
 

@@ -1,14 +1,14 @@
-"""What moving a tensor between two layouts must cost: the collective, and how much each rank sends.
+"""The cost of moving a tensor between two layouts: the collective, and how much each rank sends.
 
 The formulas are those of J. Yuan et al., "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch",
 arXiv:2110.15032, table 2 (the same as in OneFlow's core/framework/sbp_infer_util.cpp), for equal and for disjoint
-placements. Counting the elements of each rank's block gives the same numbers, and also those of uneven splits, of
-overlapping placements and of meshes.
+placements. Counting the elements of each rank's block gives the same numbers, and covers uneven splits, overlapping
+placements and meshes.
 """
 
 import numpy as np
 
-from harness.measure.sbp import Layout, split_dim
+from harness.measure.sbp import Layout, Split, parse
 
 COLLECTIVES = {"SB": "all-gather", "SS": "all-to-all", "PB": "all-reduce", "PS": "reduce-scatter"}
 COLLECTIVES.update(BS="local slice", BP="local fill", SP="local fill")
@@ -20,8 +20,8 @@ MATMUL.update({("P", "B"): "P", ("B", "P"): "P"})
 class Boxing:
     """One tensor that moves from one Layout to another. item: bytes of an element; 1 counts elements.
 
-    total: what leaves all ranks together, None where no formula is known. by_rank: {rank: what leaves it}, None where
-    the formula does not say which rank sends.
+    total: what all ranks send together, None where no formula is known. by_rank: {rank: what it sends}, None where the
+    formula does not say which rank sends.
     """
 
     def __init__(self, shape, old, new, item=1):
@@ -47,7 +47,7 @@ def changed_axes(old, new):
 
 
 def collective(old, new):
-    """The field's name for the move between two layouts."""
+    """The name of the collective that takes a tensor from one layout to the other."""
     if old.ranks != new.ranks:
         if len(old.axes) > 1 or len(new.axes) > 1:
             return "between placements"
@@ -62,7 +62,7 @@ def collective(old, new):
 
 
 def count(*blocks):
-    """The number of elements that all of these blocks have in common."""
+    """The number of elements that are in all of these blocks."""
     lengths = [min(stop for _, stop in spans) - max(start for start, _ in spans) for spans in zip(*blocks)]
     return float(np.prod([max(0, length) for length in lengths]))
 
@@ -78,13 +78,13 @@ def elements_sent(shape, old, new):
     parts = [elements_sent(*line) for line in lines(shape, old, new)]
     if not parts:
         return None, None
-    return sum(total for total, _ in parts), {rank: sent for _, one in parts for rank, sent in one.items()}
+    return sum(total for total, _ in parts), {rank: sent for _, by_rank in parts for rank, sent in by_rank.items()}
 
 
 def lines(shape, old, new):
-    """The moves without a mesh that a move consists of: [(shape, old Layout, new Layout)].
+    """The moves along one axis that a move consists of: [(shape, old Layout, new Layout)].
 
-    On a mesh where one axis changes there is one for each line of ranks along it. [] where there are no such lines.
+    On a mesh where one axis changes there is a move for each line of ranks along it. [] where no formula is known.
     """
     if len(old.axes) == len(new.axes) == 1:
         return [(shape, old, new)]
@@ -95,31 +95,33 @@ def lines(shape, old, new):
     before, after, others = old.axes[axis], new.axes[axis], [*old.axes[:axis], *old.axes[axis + 1 :]]
     if set(others) & {before, after} - {"B", "P"}:  # both axes split one dimension
         return []
-    whole = Layout(", ".join([*old.axes[:axis], "B", *old.axes[axis + 1 :]]), old.ranks)  # of what a line has together
-    found = []
+    whole = Layout(
+        ", ".join([*old.axes[:axis], "B", *old.axes[axis + 1 :]]), old.ranks
+    )  # what the ranks of a line hold together
+    moves = []
     for ranks in np.moveaxis(old.grid, axis, -1).reshape(-1, old.grid.shape[axis]).tolist():
         part = [stop - start for start, stop in whole.block(shape, ranks[0])]
-        found.append((part, Layout(before, ranks), Layout(after, ranks)))
-    return found
+        moves.append((part, Layout(before, ranks), Layout(after, ranks)))
+    return moves
 
 
 def sent_to_copy(shape, old, new):
-    """Without P: each rank gets those elements of its new block that it does not hold."""
+    """(total, by rank) without P: each rank gets the elements of its new block that it does not hold."""
     total, sent = 0.0, dict.fromkeys(old.members, 0.0)
     for rank in new.members:
         block = new.block(shape, rank)
         total += count(block) - (count(block, old.block(shape, rank)) if rank in sent else 0.0)
         for sender in old.members:
             sent[sender] += count(block, old.block(shape, sender)) if sender != rank else 0.0
-    if total and "B" in old.axes and len(old.members) > 1:  # several ranks could send the same
+    if total and "B" in old.axes and len(old.members) > 1:  # any of several ranks could send
         return total, None
     return total, sent if total else dict.fromkeys(sent, 0.0)
 
 
 def sent_with_partial_sums(shape, old, new):
-    """From or to P, without a mesh."""
+    """(total, by rank) from or to P, not on a mesh."""
     whole = float(np.prod(shape))
-    if new.sbp == "P":  # what no target holds must come to one of them
+    if new.sbp == "P":  # elements that no new rank holds must go to one
         leaving = [rank for rank in old.members if rank not in new.members]
         if old.sbp == "B":
             total = whole if leaving == old.members else 0.0
@@ -136,10 +138,10 @@ def sent_with_partial_sums(shape, old, new):
 
 
 def matmul_boxings(inputs, out, transposed=(False, False)):
-    """What OneFlow must have moved for a matmul of two matrices, from the SBP of its product: [("x" or "w", Boxing)].
+    """What OneFlow must have moved for a matmul, from the SBP of its product: [("x" or "w", Boxing)].
 
-    Of all ways to that SBP it is the one that costs least. None where it is not known: where x has more dimensions, on
-    a mesh, or with a transposed x or w, unless the pair is legal. inputs, out: see tensors.describe.
+    Of all moves that lead to this SBP, the cheapest. None where they are not known: on a mesh, where x has more than
+    two dimensions, or where x or w is transposed, unless nothing moves. inputs, out: see tensors.describe.
     """
     x, w = inputs[:2]
     if "local" in (x["sbp"], w["sbp"]):
@@ -147,60 +149,72 @@ def matmul_boxings(inputs, out, transposed=(False, False)):
     if x["ranks"] != w["ranks"]:
         return None
     if len(w["shape"]) != 2:
-        return [] if product_of_batches(x, w, transposed) == out["sbp"] else None
-    swap = {ord("0"): "1", ord("1"): "0"}
-    x_sbp = x["sbp"] if len(x["shape"]) == 2 else as_matrix(x)
-    sbps = [sbp.translate(swap) if turned else sbp for sbp, turned in zip((x_sbp, w["sbp"]), transposed)]
-    axes = [sbp.split(", ") for sbp in sbps]
-    if all(pair in MATMUL for pair in zip(*axes)):
+        return [] if product_of_stacks(x, w, transposed) == out["sbp"] else None
+    if is_legal(x, w, transposed):
         return []
-    if len(axes[0]) > 1 or any(transposed) or len(x["shape"]) != 2:
+    if np.ndim(x["ranks"]) > 1 or any(transposed) or len(x["shape"]) != 2:
         return None
-    ways = []
-    for sbps in (sbps for sbps, product in MATMUL.items() if product == out["sbp"]):
-        moves = [(name, tensor, sbp) for name, tensor, sbp in zip("xw", (x, w), sbps) if tensor["sbp"] != sbp]
-        ways.append([(name, boxing_to(tensor, sbp, tensor["ranks"])) for name, tensor, sbp in moves])
-    return min(ways, key=lambda way: (sum(one.total for _, one in way), len(way)))
+    return cheapest_boxings({"x": x, "w": w}, out["sbp"])
 
 
-def product_of_batches(x, w, transposed):
-    """The SBP of x @ w, each of more than two dimensions, if nothing moves; None if something must."""
-    batch_dims = len(x["shape"]) - 2
+def is_legal(x, w, transposed):
+    """Whether OneFlow multiplies x and the matrix w as they are. All dimensions of x but the last count as rows."""
+    x_axes = [matrix_sbp(sbp, len(x["shape"]) - 2, transposed[0], stack_is_rows=True) for sbp in parse(x["sbp"])]
+    w_axes = [matrix_sbp(sbp, 0, transposed[1]) for sbp in parse(w["sbp"])]
+    return all(pair in MATMUL for pair in zip(x_axes, w_axes))
+
+
+def product_of_stacks(x, w, transposed):
+    """The SBP of x @ w, two stacks of matrices, if OneFlow multiplies them as they are; else None."""
     if len(x["shape"]) != len(w["shape"]):
         return None
-
-    def product(*pair):
-        dims = [split_dim(sbp) for sbp in pair]
-        if dims[0] == dims[1] is not None and dims[0] < batch_dims:  # each rank has some of the matrices
-            return pair[0]
-        matrices = []
-        for sbp, dim, turned in zip(pair, dims, transposed):
-            if dim is not None:
-                dim = dim - batch_dims
-                sbp = f"S({1 - dim if turned else dim})"
-            matrices.append(sbp)
-        out = MATMUL.get(tuple(matrices))
-        return f"S({split_dim(out) + batch_dims})" if out and out.startswith("S") else out
-
-    products = [product(*pair) for pair in zip(x["sbp"].split(", "), w["sbp"].split(", "))]
-    return None if None in products else ", ".join(products)
+    stack_dims = len(x["shape"]) - 2
+    axes = zip(parse(x["sbp"]), parse(w["sbp"]))
+    products = [product_on_axis(x_sbp, w_sbp, stack_dims, transposed) for x_sbp, w_sbp in axes]
+    return None if None in products else ", ".join(map(str, products))
 
 
-def as_matrix(x):
-    """The SBP that x has as a matrix of its last dimension by all others."""
-    last = len(x["shape"]) - 1
-    return ", ".join(
-        f"S({int(split_dim(one) == last)})" if one.startswith("S") else one for one in x["sbp"].split(", ")
-    )
+def product_on_axis(x_sbp, w_sbp, stack_dims, transposed):
+    """The SBP of the product of two stacks of matrices on one axis of the placement; None if something must move."""
+    if isinstance(x_sbp, Split) and x_sbp == w_sbp and x_sbp.dim < stack_dims:
+        return x_sbp  # each rank has some of the matrices
+    matrices = [matrix_sbp(sbp, stack_dims, turned) for sbp, turned in zip((x_sbp, w_sbp), transposed)]
+    if tuple(matrices) not in MATMUL:
+        return None
+    [product] = parse(MATMUL[tuple(matrices)])
+    return Split(product.dim + stack_dims) if isinstance(product, Split) else product
+
+
+def matrix_sbp(sbp, stack_dims, transposed, stack_is_rows=False):
+    """The name of the SBP that the matrices of a stack have as they are multiplied: S(0) splits rows, S(1) columns.
+
+    stack_is_rows: whether the stack is multiplied as one matrix of all its rows.
+    """
+    if not isinstance(sbp, Split):
+        return str(sbp)
+    dim = sbp.dim - stack_dims
+    if stack_is_rows:
+        dim = max(dim, 0)
+    return str(Split(1 - dim if transposed else dim))
+
+
+def cheapest_boxings(operands, product):
+    """[("x" or "w", Boxing)] that send least and after which x @ w, two matrices, has the SBP `product`."""
+    choices = []
+    for signature in (sbps for sbps, out in MATMUL.items() if out == product):
+        changed = [(name, sbp) for name, sbp in zip(operands, signature) if operands[name]["sbp"] != sbp]
+        choices.append([(name, boxing_to(operands[name], sbp, operands[name]["ranks"])) for name, sbp in changed])
+    return min(choices, key=lambda boxings: (sum(boxing.total for _, boxing in boxings), len(boxings)))
 
 
 def boxing_to(tensor, sbp, ranks):
-    """The Boxing that takes a tensor, see tensors.describe, to this layout."""
+    """The Boxing of a tensor, see tensors.describe, to this SBP on these ranks."""
     return Boxing(tensor["shape"], (tensor["sbp"], tensor["ranks"]), (sbp, ranks), tensor["item"])
 
 
 def boxings_in_words(boxings, operands):
-    """What `matmul_boxings` found, such as "b S(0) -> B: all-gather"; operands: {"x" and "w": their names}."""
+    """The result of `matmul_boxings` as text, "w S(0) -> B: all-gather"; operands: {"x" and "w": their names}."""
     if boxings is None:
         return "not known"
-    return ", ".join(f"{operands[name]} {one.change}: {one.collective}" for name, one in boxings) or "nothing"
+    moves = [f"{operands[name]} {boxing.change}: {boxing.collective}" for name, boxing in boxings]
+    return ", ".join(moves) or "nothing"

@@ -13,36 +13,36 @@ import oneflow as flow
 
 from harness.measure.events import Event
 from harness.measure.graph import modules_in
-from harness.measure.names import Names, looks
+from harness.measure.names import Names, look_of
 from harness.measure.recorder import Recorder, tensors_of
 from harness.measure.sbp import label
 from harness.measure.sent import growth, quiet, sent_by
 from harness.measure.tensors import describe, is_whole, tensors_in
 from harness.start.errors import UsageError
 
-MEASURED = 20  # times that a step on one line is measured, as its tensors may have other names; then it is only counted
-REPEATED = 2  # the same for a step that stays the same one: the first time ranks may connect, or gradients be new
-STEPS = {"matmul", "to_global", "module to_global", "backward", "read", "graph"}  # the calls that can move data
+MEASURED = 20  # times that a step is measured, as its tensors may have different names; then it is only counted
+REPEATED = 2  # the same in a module and for backward; not 1, as at first ranks connect and gradients are created
+STEPS = {"matmul", "to_global", "module to_global", "backward", "read", "graph"}  # kinds of calls that can move data
 
 
 @dataclass
 class Trace(Recorder):
-    """A Recorder whose events are only the steps that can move data, each measured. Collective.
+    """A Recorder that measures each step that can move data, and records nothing else. Collective.
 
-    A call that is part of a step is no step of its own. Events of a matmul have the fact "transposed"; those of a
-    graph's call "graph", the bytes of the "weights" that it trains and the number of "micro_batches". A part of a
-    module is an event "layer": its bytes are those that its steps and its own parts did not send, as OneFlow moved an
-    operand. Those of backward have "by_layer": [(path of a part, bytes that its backward sent)].
+    A call inside a step is part of the step. Facts of events: of a matmul "transposed"; of a graph's call "graph", the
+    bytes of the "weights" that it trains and the number of "micro_batches"; of backward "by_layer", [[path of a part
+    of the module, bytes that its backward sent]]. A call of a part of a module is an event "layer". Its bytes are
+    those that neither its steps nor its own parts sent: OneFlow moved an operand by itself.
     """
 
     keeps_initial: bool = False
     path: str = ""  # of the script
     others: tuple = ()  # paths of more files that belong to it
-    alike: dict = field(default_factory=dict)  # what looks alike -> its events
-    paths: dict = field(default_factory=dict)  # module -> its path in the outermost one
-    layers: list = field(default_factory=list)  # paths of the modules that are running, the innermost last
-    told: int = 0  # bytes of all events so far
-    by_layer: Optional[list] = None  # of the backward that is running
+    similar: dict = field(default_factory=dict)  # signature of a step -> its events
+    paths: dict = field(default_factory=dict)  # module -> its path in the outermost module
+    layers: list = field(default_factory=list)  # paths of the running modules, innermost last
+    accounted: int = 0  # bytes of all events so far
+    by_layer: Optional[list] = None  # of the running backward
     averages: bool = False  # whether DistributedDataParallel averages the gradients of local tensors
 
     def __post_init__(self):
@@ -57,11 +57,12 @@ class Trace(Recorder):
         tensors = tensors_in([call.arguments, call.keywords])
         if STEPS & set(call.around) or not self.can_move(call.kind, tensors):
             return call.proceed()
-        rest = [one for one in (*call.arguments, *call.keywords.values()) if not isinstance(one, flow.Tensor)]
-        return self.measured(call, tensors, str(rest), **facts)
+        arguments = (*call.arguments, *call.keywords.values())
+        options = [argument for argument in arguments if not isinstance(argument, flow.Tensor)]
+        return self.measured(call, tensors, str(options), **facts)
 
     def can_move(self, kind, tensors):
-        """Whether a call with these tensors is a step. Any other may be made on one rank only, and must not wait."""
+        """Whether a call with these tensors is a step. Other calls may run on a single rank, and must not wait."""
         if any(tensor.is_lazy for tensor in tensors):
             return False
         if kind == "read":
@@ -70,41 +71,49 @@ class Trace(Recorder):
             return True
         return any(tensor.is_global for tensor in tensors)
 
-    def measured(self, call, inputs, rest, name="", outputs_of=tensors_in, **facts):
-        """Make a call as one step; rest: what else than its inputs tells it from others on its line.
+    def measured(self, call, inputs, options, name="", outputs_of=tensors_in, **facts):
+        """Make a call as one step: measure it, or only count it once steps like it have been measured often enough.
 
-        outputs_of: the tensors of what it returns.
+        options: its other arguments, as text. name: of the event, by default that of the function. outputs_of: the
+        tensors of what the call returns. facts: of the event.
         """
-        line, text = self.line()
         layer = self.layers[-1] if self.layers else ""
-        parameters = [id(one) for one in inputs if id(one) in self.names.parameters]
-        look = (
-            call.kind,
-            line,
-            layer,
-            rest,
-            *(looks(one) if one.is_global else "local" for one in inputs),
-            *parameters,
-        )
-        events = self.alike.setdefault(look, [])  # as many on all ranks, so that they measure together
-        if len(events) == (REPEATED if layer or call.kind == "backward" else MEASURED):
-            events[-1].times += 1
+        similar = self.similar.setdefault(self.signature(call, inputs, options, layer), [])
+        enough = REPEATED if layer or call.kind == "backward" else MEASURED
+        if len(similar) == enough:  # on all ranks at the same call, so they measure together
+            similar[-1].times += 1
             return call.proceed()
         self.names.add(inputs)
-        self.names.add_variables(sys._getframe(), all_frames=True)
+        self.names.add_variables()
         result, sent = self.measure(call.proceed)
         outputs = outputs_of(result)
-        described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
-        events.append(Event(call.kind, name or call.name, *described, False, line, text, layer, sent, facts=facts))
-        self.events.append(events[-1])
-        self.told += sent
+        event = self.event(call.kind, name or call.name, inputs, outputs, layer=layer, sent=sent, facts=facts)
+        self.add_event(event, similar)
         self.names.add(outputs)
         if call.kind == "to_global":
             self.names.add_moved(inputs[0], result)
         return result
 
+    def signature(self, call, inputs, options, layer):
+        """Equal for calls that are the same step of the script, made again."""
+        looks = [look_of(tensor) if tensor.is_global else "local" for tensor in inputs]
+        parameters = [id(tensor) for tensor in inputs if id(tensor) in self.names.parameters]
+        return (call.kind, self.line(), layer, options, *looks, *parameters)
+
+    def event(self, kind, name, inputs, outputs, **fields):
+        """An Event on the line of the script that is running."""
+        line, text = self.line()
+        described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
+        return Event(kind, name, *described, line=line, text=text, **fields)
+
+    def add_event(self, event, similar):
+        """similar: the list of the events of the same step."""
+        similar.append(event)
+        self.events.append(event)
+        self.accounted += event.sent
+
     def measure(self, function):
-        """What a call returns, and the bytes that this rank sent for it."""
+        """(what a call returns, the bytes that this rank sent for it)."""
         return sent_by(function)
 
     def line(self):
@@ -123,7 +132,7 @@ class Trace(Recorder):
     def see_to_global(self, call):
         tensor, placement, sbp = (*call.arguments, None, None)[:3]
         placement, sbp = call.keywords.get("placement", placement), call.keywords.get("sbp", sbp)
-        if tensor.is_global:  # the size of the whole is not known from a local tensor
+        if tensor.is_global:  # a local tensor does not tell the global size
             self.check(tensor.shape, placement or tensor.placement, tensor.sbp if sbp is None else sbp)
         return self.record(call)
 
@@ -136,7 +145,7 @@ class Trace(Recorder):
         return result
 
     def gradient_arrived(self, path):
-        """The gradient of what this layer returned: what was sent since the last one is of the backward of that."""
+        """The gradient of this layer's output is there: what was sent before belongs to the layer before."""
         if self.by_layer is None:  # not in the backward that is measured
             return
         if self.by_layer:
@@ -154,34 +163,29 @@ class Trace(Recorder):
         module = call.arguments[0]
         self.averages = self.averages or getattr(module, "_is_ddp_module", False)
         if not {"module", *STEPS} & set(call.around):
-            self.names.add_variables(
-                sys._getframe(), all_frames=True
-            )  # what the script made before the module comes first
+            self.names.add_variables()  # tensors that are older than the module come first
             self.names.add_module(module)
             self.paths.update({part: path for path, part in module.named_modules() if path})
         return self.layer(call) if module in self.paths else call.proceed()
 
     def layer(self, call):
-        """Call a part of a module. The first time it is measured: what its steps did not send, it sent itself."""
+        """Call a part of a module. The first call is measured: bytes that its steps did not send, it sent itself."""
         path, inputs = self.paths[call.arguments[0]], tensors_in([call.arguments, call.keywords])
-        is_global = bool(inputs) and all(one.is_global and not one.is_lazy for one in inputs)
+        is_global = bool(inputs) and all(tensor.is_global and not tensor.is_lazy for tensor in inputs)
         if STEPS & set(call.around) or not is_global:
             return call.proceed()
-        events = self.alike.setdefault(("layer", path, *map(looks, inputs)), [])
+        similar = self.similar.setdefault(("layer", path, *map(look_of, inputs)), [])
         self.layers.append(path)
         try:
-            if events:
-                events[-1].times += 1
+            if similar:
+                similar[-1].times += 1
                 return call.proceed()
-            told = self.told
+            accounted_before = self.accounted
             result, sent = self.measure(call.proceed)
         finally:
             self.layers.pop()
-        own, outputs = sent - (self.told - told), tensors_in(result)
-        self.told += own
-        described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
-        events.append(Event("layer", path, *described, False, *self.line(), path, own))
-        self.events.append(events[-1])
+        sent_by_steps, outputs = self.accounted - accounted_before, tensors_in(result)
+        self.add_event(self.event("layer", path, inputs, outputs, layer=path, sent=sent - sent_by_steps), similar)
         self.names.add_returned(path, outputs)
         for tensor in outputs[:1]:
             if tensor.requires_grad and flow.is_grad_enabled():
@@ -189,11 +193,11 @@ class Trace(Recorder):
         return result
 
     def see_module_to_global(self, call):
-        """All parameters and buffers of a module move in one step."""
+        """A module's to_global is one step, in which all parameters and buffers move."""
         module = call.arguments[0]
         if STEPS & set(call.around):
             return call.proceed()
-        self.names.add_variables(sys._getframe(), all_frames=True)
+        self.names.add_variables()
         self.names.add_module(module)
         name = self.names.modules[module] or type(module).__name__
         options = str([*call.arguments[1:], *call.keywords.values()])
@@ -202,16 +206,17 @@ class Trace(Recorder):
         return result
 
     def see_graph(self, call):
-        """A graph's first call builds it; here it is built before, so that only the call is measured."""
+        """Build the graph before its first call, so that only the call is measured."""
         graph, *arguments = call.arguments
         if STEPS & set(call.around):
             return call.proceed()
-        self.names.add_variables(sys._getframe(), all_frames=True)
-        parameters = [one for module in modules_in(graph).values() for one in self.names.add_module(module)]
+        self.names.add_variables()
+        modules = modules_in(graph).values()
+        parameters = [parameter for module in modules for parameter in self.names.add_module(module)]
         if not graph._is_compiled:
             graph._compile(*arguments, **call.keywords)
         inputs = tensors_in([arguments, call.keywords]) + parameters
-        weights = sum(one.numel() * one.element_size() for one in parameters) if graph.training else 0
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters) if graph.training else 0
         facts = {"weights": weights, "micro_batches": graph.config.proto.num_gradient_accumulation_steps}
         return self.measured(call, inputs, str(id(graph)), type(graph).__name__, graph=graph, **facts)
 
@@ -219,7 +224,7 @@ class Trace(Recorder):
         """Raises UsageError if a rank would hold nothing of a tensor: OneFlow 0.9.0 ends the rank there."""
         for dim, size in enumerate(shape):
             axes = zip(placement.ranks.shape, label(sbp).split(", "))
-            ranks = math.prod(n for n, one in axes if one == f"S({dim})")
+            ranks = math.prod(n for n, axis_sbp in axes if axis_sbp == f"S({dim})")
             if size < ranks and ranks > 1:
                 place = f"{Path(self.path).name}:{self.line()[0]}"
                 what = f"a tensor of shape {tuple(shape)} cannot be split({dim}) over {ranks} ranks"

@@ -1,4 +1,4 @@
-"""What a training recipe costs on this rank: the bytes that a step sends, the memory that it keeps, and its peak."""
+"""What a training recipe costs on this rank: the bytes that a step sends, the resident memory and its peak."""
 
 import oneflow as flow
 
@@ -9,12 +9,12 @@ from harness.measure.sent import growth, quiet, sent_by, wait_for
 
 
 def per_step(path, **arguments):
-    """{"sent": bytes that this rank sends in a step, "graph": whether it runs in one}, and `costs`. Collective.
+    """{"sent": bytes that this rank sends in a step, "graph": whether it is an nn.Graph}, and `costs`. Collective.
 
-    In a graph of 3 steps the bytes from the end of the first call to the end of the last are those of 2. In eager mode
-    nothing marks the end of a step: there it is the difference between a run of 3 steps and one of 1.
+    A graph is called in 3 steps: between the ends of its first and last call, 2 steps send. In eager mode nothing marks
+    the end of a step, so 2 steps are the difference between a run of 3 steps and a run of 1.
     """
-    at_end = {}  # graph -> what was sent so far at the end of each of its calls
+    at_end = {}  # graph -> the result of `quiet` at the end of each call
 
     def count(call):
         result = call.proceed()
@@ -32,29 +32,32 @@ def per_step(path, **arguments):
 
 
 def costs(tensors):
-    """Bytes of what a training recipe returned: {"weights": of all trained weights on all ranks together, "kept": of
-    this rank's shards {"weights": after the last step, "gradients", "state": of the optimizer}}."""
-    weights, kept = 0, dict.fromkeys(("weights", "gradients", "state"), 0)
+    """Bytes of the tensors of a training recipe, see `observed`.
+
+    {"weights": of the trained weights in full, "kept": of this rank's shards of {"weights", "gradients", "state": of
+    the optimizer} after the last step}.
+    """
+    weights, resident = 0, dict.fromkeys(("weights", "gradients", "state"), 0)
     for name, tensor in tensors.items():
         first, _, rest = name.partition(" ")
         if first == "new" or (rest and f"new {first}" in tensors):
             shard = tensor.to_local() if tensor.is_global else tensor
             kind = "weights" if first == "new" else "gradients" if rest.endswith("grad") else "state"
-            kept[kind] += shard.numel() * shard.element_size()
+            resident[kind] += shard.numel() * shard.element_size()
             weights += tensor.numel() * tensor.element_size() * (first == "new")
-    return {"weights": weights, "kept": kept}
+    return {"weights": weights, "kept": resident}
 
 
 def memory(path, **arguments):
-    """Run the training recipe at `path`; returns what this rank keeps, see `costs`, and its "peak". Collective.
+    """Run the training recipe at `path`; returns the "kept" of `costs` and the "peak" on this rank. Collective.
 
-    The peak is how far the resident memory rises during the run: inputs, weights before and after, what is kept, and
-    what a step needs on top. OneFlow gives no memory back to the system, so only the first run in a process counts.
+    The peak is the rise of the process's resident memory during the run. OneFlow gives no memory back to the system, so
+    only the first run in a process counts.
     """
     flow.comm.barrier()
     before = memory_size("VmRSS")
     with open("/proc/self/clear_refs", "w") as references:
-        references.write("5")  # VmHWM starts again from VmRSS
+        references.write("5")  # resets VmHWM to VmRSS
     tensors, _ = observed(path, Recorder(keeps_initial=False), **arguments)
     flow._oneflow_internal.eager.Sync()
     peak = memory_size("VmHWM") - before
@@ -63,6 +66,6 @@ def memory(path, **arguments):
 
 
 def memory_size(field):
-    """Bytes from /proc/self/status: "VmRSS", the resident memory, or "VmHWM", the highest it has been."""
+    """Bytes of a field of /proc/self/status: "VmRSS", the resident memory, or "VmHWM", its peak."""
     with open("/proc/self/status") as lines:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

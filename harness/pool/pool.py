@@ -1,7 +1,7 @@
-"""A pool of ranks: processes that run one call after another, since starting a job takes about a second.
+"""A pool of ranks: processes that run one call after another, as starting a job takes about a second.
 
-`Pool(4).call("file.py:function", ...)` calls the function on each of 4 ranks and returns the results by rank. A call in
-which a rank raises, dies or hangs fails with a PoolError that has the rank's traceback; the next call gets fresh ranks.
+`Pool(4).call("file.py:function", ...)` calls the function on each of 4 ranks and returns the results by rank. If a rank
+raises, dies or hangs, the call raises PoolError with the rank's traceback, and the next call starts new ranks.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from pathlib import Path
 from harness.start.ranks import RankAssignment, RankProcesses, is_consequence, reserve_port
 
 WORKER = str(Path(__file__).with_name("worker.py"))
-LARGE = 2**30  # bytes of memory of a rank
-START_TIMEOUT = 300  # seconds until fresh ranks have met; on a busy machine that may take a minute
+LARGE = 2**30  # bytes of resident memory after which a rank is replaced
+START_TIMEOUT = 300  # seconds until new ranks are connected; on a busy machine that may take a minute
 
 
 def resident(pid):
-    """The bytes of memory that a process uses."""
+    """The bytes of resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class PoolError(Exception):
     """A call failed; the text says on which rank and how.
 
-    rank: that rank; signal: what killed it, or None; hung: whether it gave no answer in time; answers: {rank: result}
-    of the ranks that have answered; waiting: {rank: traceback} of those that hung.
+    rank: that rank; signal: that killed it, or None; hung: whether it did not answer in time; answers: {rank: result}
+    of the ranks that answered; waiting: {rank: traceback} of those that hung.
     """
 
     def __init__(self, rank, text, signal=None, hung=False, answers=None, waiting=None):
@@ -40,7 +40,7 @@ class PoolError(Exception):
 
 
 class TimeOver(Exception):
-    """Raise it in a signal handler to end a call as if its time were over."""
+    """Raise it in a signal handler to end a call as at its timeout."""
 
 
 class Pool:
@@ -49,8 +49,8 @@ class Pool:
     def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, bind=True, place=RankAssignment):
         """timeout: seconds after which a call counts as hung; the start of the ranks is not counted.
 
-        repeat: whether a call may run on fresh ranks: once more, if a rank died of SIGSEGV, as OneFlow 0.9.0 rarely
-        does; and after a call in which a rank has come to use more than LARGE.
+        repeat: whether calls may run twice and on different processes: a call runs again if a rank died of SIGSEGV, as
+        OneFlow 0.9.0 rarely does, and the ranks are replaced when one uses more memory than LARGE.
         variables: more environment variables of the ranks. bind: whether to bind each rank to its cores.
         place: a function from world_size and a port to a RankAssignment; by default all ranks run on this host.
         """
@@ -67,7 +67,7 @@ class Pool:
         self.close()
 
     def close(self):
-        """End the ranks, if any run."""
+        """End the ranks, if they run."""
         if self.ranks:
             self.ranks.end(grace=0)
             for file in [self.port, *self.connections, *self.logs]:
@@ -75,7 +75,7 @@ class Pool:
             self.ranks = None
 
     def time_left(self, result):
-        """The seconds that other ranks still have once one has answered with this result; None: all that are left."""
+        """The seconds that other ranks get after one has answered with this result; None: all that are left."""
         return None
 
     def call(self, function, **arguments):
@@ -98,7 +98,7 @@ class Pool:
             self._answers("the start", START_TIMEOUT)
         results = self._answers(function, self.timeout, (function, arguments))
         if self.repeat and any(resident(process.pid) > LARGE for process in self.ranks.processes):
-            self.close()  # a rank keeps all its graphs
+            self.close()  # a rank never frees its graphs
         return results
 
     def _start(self):
@@ -114,7 +114,7 @@ class Pool:
         self.starts += 1
 
     def _answers(self, what, timeout, request=None):
-        """What each rank answers to a request, or says of itself when it has met the others. Raises PoolError."""
+        """The answers to a request by rank; without a request, wait until the ranks are connected. Raises PoolError."""
         answers, failure, deadline = {}, None, time.monotonic() + timeout
         try:
             for connection in self.connections if request else ():
@@ -130,9 +130,9 @@ class Pool:
                         deadline = min(deadline, time.monotonic() + left)
         except TimeOver:
             pass
-        except (EOFError, OSError):  # a rank has closed its socket: it is about to end
+        except (EOFError, OSError):  # a rank has closed its socket: it is ending
             self._wait_until(self.ranks.exit_codes)
-        except BaseException:  # Ctrl-C, or an answer that cannot be unpickled: later answers belong to this call
+        except BaseException:  # Ctrl-C, or an answer that cannot be unpickled: its ranks may still answer this call
             self.close()
             raise
         if len(answers) == self.world_size and not failure:
@@ -144,7 +144,7 @@ class Pool:
         raise error
 
     def _error(self, what, timeout, failure, waiting):
-        """The PoolError of a call. failure: a rank that raised, and its traceback; waiting: ranks without an answer."""
+        """The PoolError of a call. failure: (rank that raised, its traceback); waiting: ranks without an answer."""
         codes, died_of, where = self.ranks.exit_codes(), None, {}
         if failure:
             rank, traceback = failure
@@ -164,9 +164,9 @@ class Pool:
         return PoolError(rank, words, died_of, hung=not failure and not codes, waiting=where)
 
     def _is_traced(self, rank, before):
-        """Whether the log of a rank ends with a traceback which was not there before."""
+        """Whether the log of a rank ends with a new traceback."""
         log = self._log(rank)
-        return log != before and 'rank.py"' in log.rpartition("\n")[2]  # the outermost frame comes last
+        return log != before and 'rank.py"' in log.rpartition("\n")[2]  # the outermost frame is last
 
     def _wait_until(self, condition):
         deadline = time.monotonic() + 5
@@ -174,14 +174,14 @@ class Pool:
             time.sleep(0.01)
 
     def _log(self, rank):
-        """The last lines that a rank wrote to its standard output and error."""
-        again = Path(f"/proc/self/fd/{self.logs[rank].fileno()}")  # to read the file itself would move the rank's place
-        text = again.read_text("utf-8", "replace")
+        """The last lines of a rank's standard output and error."""
+        log = Path(f"/proc/self/fd/{self.logs[rank].fileno()}")  # opened again, as reading would move the rank's offset
+        text = log.read_text("utf-8", "replace")
         return "\n".join(text.splitlines()[-30:])
 
 
 @contextlib.contextmanager
 def pool_cache(make=Pool):
-    """A function from a world size to its pool, which `make` makes at the first call; in the end they are closed."""
+    """A function from a world size to its pool, created by `make` at the first call; closes all pools at the end."""
     with contextlib.ExitStack() as stack:
         yield lru_cache(maxsize=None)(lambda world_size: stack.enter_context(make(world_size)))

@@ -1,6 +1,6 @@
-"""The script of a pool's ranks: it takes calls from the pool, and answers each with a result or a traceback.
+"""The script of a pool's ranks: it runs the calls of the pool, and answers with a result or a traceback.
 
-Its first answer, without a call, says that all ranks have met."""
+Its first answer says that all ranks are connected."""
 
 import os
 import sys
@@ -22,11 +22,11 @@ if __name__ != "__main__":  # it only needs the import hook of `recipe`
 
 
 def keep_graphs(graph_class):
-    """Keep every graph that is called: OneFlow 0.9.0 aborts or hangs where one is freed."""
-    kept, call = [], graph_class.__call__
+    """Keep every graph that is called, as OneFlow 0.9.0 may abort or hang when a graph is freed."""
+    graphs, call = [], graph_class.__call__
 
     def keeping_call(graph, *arguments, **named):
-        kept.append(graph)
+        graphs.append(graph)
         return call(graph, *arguments, **named)
 
     graph_class.__call__ = keeping_call
@@ -34,7 +34,7 @@ def keep_graphs(graph_class):
 
 def main():
     connection = Connection(int(os.environ.pop("HARNESS_POOL")))
-    import oneflow  # all ranks meet here
+    import oneflow  # connects the ranks
 
     connection.send((None, None))
     keep_graphs(oneflow.nn.Graph)

@@ -1,4 +1,4 @@
-"""Every conversion and every matmul signature, measured, and the bytes that each should send."""
+"""Measure every conversion and every matmul signature, and the bytes that each should send by the formulas."""
 
 import itertools
 
@@ -20,8 +20,8 @@ MATMULS = {  # shapes of x and w
     "large w": ((720, 720), (720, 2160)),
 }
 
-# (mode, placements, old SBP, new SBP) -> what leaves all ranks in units of the tensor, the same in words, and what each
-# rank sends and why. p1 ranks hold the tensor before, p2 after; on the same ranks both are p.
+# What OneFlow 0.9.0 sends where that is not the formula: (mode, placements, old SBP, new SBP) -> what all ranks send in
+# units of the tensor, the same as text, and the reason. p1 ranks hold the tensor before, p2 after.
 ALL_TO_ALL = (
     "Each rank sends (p-1)/p + (p-1)/p². The second part is an extra all-to-all between S(1) and S(0). It is left out"
     " unless p divides both dimensions."
@@ -56,10 +56,10 @@ DEVIATIONS = {
         (lambda p1, p2: p2 if p1 > 1 else 1, "p2 (1 if p1 = 1)", SENDS_WHOLE),
     ),
 }
-# The paper's formulas in words, for the same p ranks and from p1 to p2 other ones: units of the tensor, all ranks.
+# The paper's formulas as text, for all ranks together: on the same p ranks, and from p1 ranks to p2 other ranks.
 SAME_RANKS = {("S", "S"): "(p-1)/p", ("S", "B"): "p-1", ("P", "S"): "p-1", ("P", "B"): "2(p-1)"}
 OTHER_RANKS = {("S", "B"): "p2", ("B", "B"): "p2", ("P", "S"): "p1", ("P", "B"): "p1+p2-1", ("P", "P"): "p1"}
-# The same for a single rank. Of other ranks: what each old and each new one sends; any old one can send what is B.
+# The same for one rank; from p1 to p2 ranks: what each old rank and each new rank sends. A B any old rank can send.
 EACH_SENDS = {("S", "S"): "(p-1)/p²", ("S", "B"): "(p-1)/p", ("P", "S"): "(p-1)/p", ("P", "B"): "2(p-1)/p"}
 EACH_TO_OTHERS = {
     ("B", "B"): ("p2/p1 on average", "0"),
@@ -83,51 +83,51 @@ def formula(source, target, old, new, shape=SHAPE):
 
 
 def formula_in_words(which, old, new):
-    """The paper's formula, "same" or "disjoint"."""
+    """The paper's formula for "same" or "disjoint" ranks."""
     if which == "same":
         return "0" if old == new else SAME_RANKS.get((old[0], new[0]), "0")
     return OTHER_RANKS.get((old[0], new[0]), "1")
 
 
 def sent_by_each(old, new):
-    """What each of the same p ranks sends by the formula, in words."""
+    """What each of the same p ranks sends by the formula, as text."""
     return "0" if old == new else EACH_SENDS.get((old[0], new[0]), "0")
 
 
 def sent_to_others(old, new):
-    """What each old and each new rank sends by the formula, in words, where no rank is both."""
+    """What each old and each new rank sends by the formula, as text, for disjoint ranks."""
     return EACH_TO_OTHERS.get((old[0], new[0]), ("1/p1", "0"))
 
 
 def expected(mode, shape, old, new):
-    """Elements that leave all ranks for a conversion between two (SBP, ranks), with what OneFlow 0.9.0 adds."""
+    """Elements that all ranks send for a conversion between two (SBP, ranks) in OneFlow 0.9.0."""
     lines = theory.lines(shape, Layout(*old), Layout(*new))
-    for _, before, after in lines[:1]:  # the others are like it
-        known = DEVIATIONS.get((mode, kind(before.ranks, after.ranks), before.sbp, after.sbp))
-        if known:
-            return sum(known[0](len(a.ranks), len(b.ranks)) * float(np.prod(part)) for part, a, b in lines)
+    for _, before, after in lines[:1]:  # all lines are alike
+        deviation = DEVIATIONS.get((mode, kind(before.ranks, after.ranks), before.sbp, after.sbp))
+        if deviation:
+            return sum(deviation[0](len(a.ranks), len(b.ranks)) * float(np.prod(part)) for part, a, b in lines)
     return theory.Boxing(shape, old, new).total
 
 
 def measured_on(pool):
-    """Measure all that a harness.pool.Pool of this world size can measure. Units are of the tensor.
+    """Measure all conversions and signatures on the ranks of a harness.pool.Pool.
 
-    Returns {("conversions", source, target, mode): {(old, new): [units sent by each rank]},
+    Returns {("conversions", source, target, mode): {(old, new): [multiple of the tensor that each rank sent]},
     ("signatures", n, which of MATMULS, mode): {(x, w): (out, [bytes sent by each rank])}}.
     """
-    functions, n, found = HARNESS / "measure" / "conversions.py", pool.world_size, {}
+    functions, n, tables = HARNESS / "measure" / "conversions.py", pool.world_size, {}
     for mode in MODES:
         for number, (source, target) in enumerate([SAME[n], DISJOINT[n], *OVERLAPPING.get(n, [])]):
             ranks = {"source": source, "target": target}
             by_rank = pool.call(f"{functions}:conversions", shape=SHAPE, graph=mode == "graph", **ranks)
             table = {pair: [sent[pair] / (4 * np.prod(SHAPE)) for sent in by_rank] for pair in PAIRS}
-            found["conversions", tuple(source), tuple(target), mode] = table
+            tables["conversions", tuple(source), tuple(target), mode] = table
             if mode == "graph" and number % 2:
-                pool.close()  # frees the memory of its graphs; the next call starts it anew
+                pool.close()  # frees the memory of its graphs; the next call starts new ranks
         for which in {(2, "eager"): list(MATMULS), (2, "graph"): ["equal"]}.get((n, mode), []):
             shapes = dict(zip(("x_shape", "w_shape"), MATMULS[which]))
             by_rank = pool.call(f"{functions}:signatures", graph=mode == "graph", **shapes)
             table = {pair: (by_rank[0][pair][0], [sent[pair][1] for sent in by_rank]) for pair in PAIRS}
-            found["signatures", n, which, mode] = table
+            tables["signatures", n, which, mode] = table
     pool.close()
-    return found
+    return tables

@@ -1,4 +1,4 @@
-"""Run the recipes on pools of ranks: all that a run does, and what a training step costs."""
+"""Run the recipes on pools of ranks: record a run, and measure what a training step costs."""
 
 from harness.report.atlas import MODES
 from harness.start.recipe import HARNESS, all_paths, entry, path_of, world_sizes
@@ -12,12 +12,12 @@ TRAINED_ON = (2, 4)  # ranks
 
 
 def modes(path):
-    """The modes of a recipe: eager and graph, or only the one that it has."""
+    """The modes of a recipe: eager and graph, or "only"."""
     return MODES if "graph" in entry(path) else ("only",)
 
 
 def measured_modes(path):
-    """The modes in which its run is measured: one, if it trains."""
+    """The modes in which the run of a recipe is measured: the first one, if it trains."""
     return modes(path)[:1] if "steps" in entry(path) else modes(path)
 
 
@@ -26,7 +26,7 @@ def with_mode(keywords, mode):
 
 
 def recipe_run(pool, path, mode, **sizes):
-    """What measure_script says of one recipe, by rank. sizes: in place of SIZES."""
+    """The result of measure_script for a recipe, by rank. sizes: in place of SIZES."""
     keywords = {name: size for name, size in {**SIZES, **sizes}.items() if name in entry(path)}
     return pool.call(MEASURE_SCRIPT, path=str(path), keywords=with_mode(keywords, mode))
 
@@ -39,7 +39,7 @@ def compared():
 
 
 def training_runs():
-    """(name, number of ranks, mode) of every run of a recipe whose costs are compared."""
+    """(name, number of ranks, mode) of each run whose costs are compared."""
     for path in compared():
         for n in (n for n in TRAINED_ON if n in world_sizes(path)):
             yield from ((path.stem, n, mode) for mode in modes(path))
@@ -51,6 +51,6 @@ def training_sizes(name, **more):
 
 
 def training_run(pool, name, n, mode, **more):
-    """What per_step says of one training recipe on a pool of n ranks, by rank."""
+    """The result of per_step for a training recipe on a pool of n ranks, by rank."""
     keywords = with_mode(training_sizes(name, **more), mode)
     return pool.call(PER_STEP, path=str(path_of(name)), **keywords)

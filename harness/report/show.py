@@ -1,7 +1,7 @@
-"""`launch.sh show` and `launch.sh bytes`: run a script on all ranks, recorded, and draw or list what it made and moved.
+"""`launch.sh show` and `launch.sh bytes`: run a script on all ranks, and show its tensors and moves, or its bytes.
 
-A recipe's `train` or `run` is called alone, and so is that of a script in which each parameter has a default; any other
-script is run whole. Its output is not shown.
+Only its function `train` or `run` is called, if each parameter has a default or is a recipe's placement; else the
+whole script runs. Its output is not shown.
 """
 
 import os
@@ -26,13 +26,13 @@ TIMEOUT = 600.0  # seconds, by default: nobody sees whether a script that hangs 
 
 
 def keywords_of(script, arguments):
-    """The keyword arguments for a script's `run`, from the command line; None if the script must be run whole.
+    """The keyword arguments for a script's `run`, from the command line; None if the whole script must run.
 
     Raises UsageError.
     """
     try:
         defaults = recipe.entry(script)
-    except ValueError:  # it has no `run`, or one that options cannot call
+    except ValueError:  # it has no `run`, or one that needs more than options
         return None
     parser = Parser(prog=str(script), add_help=False, allow_abbrev=False)
     options = {name: f"--{name.replace('_', '-')}" for name in defaults}
@@ -40,9 +40,9 @@ def keywords_of(script, arguments):
         if isinstance(default, bool):
             parser.add_argument(options[name], action="store_true", default=default)
             continue
-        many = isinstance(default, tuple)
-        kind = type((*default, 0)[0]) if many else int if default is None else type(default)
-        parser.add_argument(options[name], type=kind, nargs="+" if many else None, default=default)
+        is_list = isinstance(default, tuple)
+        kind = type((*default, 0)[0]) if is_list else int if default is None else type(default)
+        parser.add_argument(options[name], type=kind, nargs="+" if is_list else None, default=default)
     try:
         return vars(parser.parse_args(arguments))
     except UsageError as error:
@@ -51,7 +51,7 @@ def keywords_of(script, arguments):
 
 
 def measured(options):
-    """What measure_script says of the script on each rank. Raises UsageError, PoolError."""
+    """The result of measure_script for the script, by rank. Raises UsageError, PoolError."""
     keywords = keywords_of(options.script, options.arguments)
     timeout = TIMEOUT if options.timeout is None else options.timeout or 1e9
     with Pool(options.nproc_per_node, timeout) as pool:
@@ -65,7 +65,7 @@ def measured(options):
 def main(command, arguments):
     """Run `launch.sh show` or `launch.sh bytes` with these arguments; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # on its way out the pool ends its ranks
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # the pool then ends its ranks
     try:
         options = checked(arguments)
         results = measured(options)
@@ -128,11 +128,11 @@ def row(move, world_size):
 
 
 def explain_implicit(console, items, options):
-    """Say how to learn more, where OneFlow moved an operand by itself."""
+    """If OneFlow moved operands by itself, say how to see which."""
     if any(isinstance(item, Move) and item.collective == IMPLICIT for item in items):
         words = "OneFlow moved operands inside these layers; in eager mode it does not tell which ones."
-        known = "graph" in recipe.entry(options.script) if keywords_of(options.script, []) is not None else False
-        more = "Add --graph" if known else "Run the model in an nn.Graph"
+        has_graph = keywords_of(options.script, []) is not None and "graph" in recipe.entry(options.script)
+        more = "Add --graph" if has_graph else "Run the model in an nn.Graph"
         console.print(Text(f"\n{words} {more}: there each move is listed.", "dim"))
 
 

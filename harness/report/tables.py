@@ -1,4 +1,4 @@
-"""The tables of docs/sbp-atlas.md, from what was measured: "found" is what atlas.measured_on returns."""
+"""The tables of docs/sbp-atlas.md. `measured` is what atlas.measured_on returns."""
 
 import itertools
 import re
@@ -14,13 +14,13 @@ FIGURE = re.compile(r"\d+\.\d\d\b")
 
 
 def units(number):
-    """A measured multiple of the tensor, two decimals; 0 means OneFlow's own messages at most."""
+    """A multiple of the tensor with two decimals; 0 if only OneFlow's own messages are sent."""
     return f"{number:.2f}" if number >= 0.02 else "0"
 
 
 def by_rank(sent, separator=" "):
     """A figure for each rank; one 0 if no rank sends anything."""
-    figures = [units(one) for one in sent]
+    figures = [units(multiple) for multiple in sent]
     return separator.join(figures) if set(figures) != {"0"} else "0"
 
 
@@ -38,20 +38,20 @@ def bold(text, off):
     return f"**{text}**" if off else text
 
 
-def alike(one, other, apart=0.011):
-    """Whether two lines are the same text, with numbers of two decimals that differ by 2 % and `apart` at most."""
-    if FIGURE.sub("#", one) != FIGURE.sub("#", other):
+def near(old, new, tolerance=0.011):
+    """Whether two lines are the same text, with numbers of two decimals that differ by 2 % and `tolerance` at most."""
+    if FIGURE.sub("#", old) != FIGURE.sub("#", new):
         return False
-    numbers = zip(FIGURE.findall(one), FIGURE.findall(other))
-    return all(abs(float(a) - float(b)) <= 0.02 * float(a) + apart for a, b in numbers)
+    numbers = zip(FIGURE.findall(old), FIGURE.findall(new))
+    return all(abs(float(a) - float(b)) <= 0.02 * float(a) + tolerance for a, b in numbers)
 
 
 def folded(rows):
-    """Rows with the same figures as one: [(key, cells)] -> [([keys], cells of the first)]."""
+    """Merge rows with the same figures: [(key, cells)] -> [([keys], cells of the first)]."""
     groups = []
     for key, cells in rows:
         for keys, first in groups:
-            if alike(" | ".join(first), " | ".join(cells), apart=0.03):
+            if near(" | ".join(first), " | ".join(cells), tolerance=0.03):
                 keys.append(key)
                 break
         else:
@@ -60,7 +60,7 @@ def folded(rows):
 
 
 def pairs_in_words(pairs):
-    """Such as "B → S(0), S(1)", a line for each list of targets."""
+    """Text such as "B → S(0), S(1)", a line for each list of targets."""
     if len(pairs) > 1 and all(old == new for old, new in pairs):
         return f"{sbps_in_words([old for old, _ in pairs])} → the same"
     if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
@@ -77,14 +77,14 @@ def sbps_in_words(sbps):
     return "any" if len(sbps) == len(NAMES) else ", ".join(sbps)
 
 
-def same_ranks(found, pairs=PAIRS):
+def same_ranks(measured, pairs=PAIRS):
     """Conversions on the same 2, 3 and 4 ranks: what each of them sends."""
 
     def each(pair, mode):
         figures, off = [], False
         for source, target in atlas.SAME.values():
-            sent = found["conversions", tuple(source), tuple(target), mode][pair]
-            figures.append(sum(sent) / len(sent))  # all ranks send as much: see test_atlas.py
+            sent = measured["conversions", tuple(source), tuple(target), mode][pair]
+            figures.append(sum(sent) / len(sent))  # all ranks send the same: see test_atlas.py
             off = off or is_off(sum(sent), atlas.formula(source, target, *pair).total)
         return bold(by_rank(figures, " · "), off)
 
@@ -104,33 +104,33 @@ def formulas_of_other_ranks():
     return table(["from → to", "each old rank", "each new rank"], lines)
 
 
-def other_ranks(found, source, target):
-    """Every conversion for one pair of placements, by rank."""
+def other_ranks(measured, source, target):
+    """Every conversion between two placements, with what each rank sends."""
     rows = []
     for pair in PAIRS:
-        one = atlas.formula(source, target, *pair)
-        measured = [found["conversions", tuple(source), tuple(target), mode][pair] for mode in MODES]
-        formula = f"{units(one.total)} from any"
-        if one.by_rank is not None:
-            formula = by_rank(of_each(one, rank) for rank in range(len(measured[0])))
-        rows.append((pair, [formula, *(bold(by_rank(sent), ranks_differ(sent, one)) for sent in measured)]))
+        boxing = atlas.formula(source, target, *pair)
+        sent_by_mode = [measured["conversions", tuple(source), tuple(target), mode][pair] for mode in MODES]
+        formula = f"{units(boxing.total)} from any"
+        if boxing.by_rank is not None:
+            formula = by_rank(sent_by_rank(boxing, rank) for rank in range(len(sent_by_mode[0])))
+        rows.append((pair, [formula, *(bold(by_rank(sent), ranks_differ(sent, boxing)) for sent in sent_by_mode)]))
     lines = [[pairs_in_words(group), *cells] for group, cells in folded(rows)]
     return table(["from → to", "formula", *MODES], lines)
 
 
-def of_each(boxing, rank):
+def sent_by_rank(boxing, rank):
     return boxing.by_rank.get(rank, 0.0)
 
 
 def ranks_differ(sent, boxing):
-    """Whether ranks did not send what the formula says; where it names no sender, whether all together did not."""
+    """Whether a rank did not send what the formula says, or all together where it does not say which rank sends."""
     if boxing.by_rank is None:
         return is_off(sum(sent), boxing.total)
-    return any(is_off(one, of_each(boxing, rank)) for rank, one in enumerate(sent))
+    return any(is_off(multiple, sent_by_rank(boxing, rank)) for rank, multiple in enumerate(sent))
 
 
 def deviations(which):
-    """Where OneFlow 0.9.0 does not keep to the formulas, one line for each reason; which: "same" or "disjoint"."""
+    """Where OneFlow 0.9.0 differs from the formulas, a line for each reason; which: "same" or "disjoint" ranks."""
     lines = {}
     for (mode, kind, old, new), (_, _, why) in atlas.DEVIATIONS.items():
         if kind == which:
@@ -138,43 +138,43 @@ def deviations(which):
     return "".join(f"- **{' and '.join(pairs)}, {mode}**. {why}\n" for (mode, why), pairs in lines.items())
 
 
-def moved(found, x, w, which):
-    """The SBP of the product of two matrices, and what was moved for it, which follows from that SBP."""
-    out, _ = found["signatures", 2, which, "eager"][x, w]
+def moved(measured, x, w, which):
+    """The SBP of the product of two matrices, and the boxings before it, which follow from that SBP."""
+    out, _ = measured["signatures", 2, which, "eager"][x, w]
     shapes = zip((x, w), MATMULS[which])
     inputs = [{"sbp": sbp, "ranks": [0, 1], "shape": shape, "item": 4} for sbp, shape in shapes]
     return out, theory.matmul_boxings(inputs, {"sbp": out})
 
 
-def legal_signatures(found):
+def legal_signatures(measured):
     """The matmuls for which nothing moves, as a list."""
-    products = {pair: moved(found, *pair, "equal") for pair in PAIRS}
+    products = {pair: moved(measured, *pair, "equal") for pair in PAIRS}
     lines = [f"- {' @ '.join(pair)} = {out}" for pair, (out, moves) in products.items() if not moves]
     return "\n".join(lines) + "\n"
 
 
 def moves_in_words(moves):
-    return ", ".join(f"{name} {one.change.replace('->', '→')}" for name, one in moves)
+    return ", ".join(f"{name} {boxing.change.replace('->', '→')}" for name, boxing in moves)
 
 
-def signatures(found):
-    """The other matmuls: what was moved first, the product, and what each of 2 ranks sent for it."""
+def signatures(measured):
+    """The other matmuls: the product, what moves first, and what each of 2 ranks sends for it."""
     rows = []
     for pair in PAIRS:
-        out, moves = moved(found, *pair, "equal")
+        out, moves = moved(measured, *pair, "equal")
         if moves:
-            [(_, one)] = moves
-            sent = [sum(found["signatures", 2, "equal", mode][pair][1]) / (2 * 4 * 720 * 720) for mode in MODES]
+            [(_, boxing)] = moves
+            sent = [sum(measured["signatures", 2, "equal", mode][pair][1]) / (2 * 4 * 720 * 720) for mode in MODES]
             product = f"{' @ '.join(pair)} = {out}"
-            rows.append([product, f"{moves_in_words(moves)}, {one.collective}", *map(units, sent)])
+            rows.append([product, f"{moves_in_words(moves)}, {boxing.collective}", *map(units, sent)])
     return table(["x @ w = out", "moves first", *MODES], rows)
 
 
-def larger_signatures(found):
-    """The matmuls for which something else moves when x or w is larger."""
+def larger_signatures(measured):
+    """The matmuls before which a different tensor moves when x or w is larger."""
     rows = []
     for pair in PAIRS:
-        equal, *larger = (moved(found, *pair, which) for which in MATMULS)
+        equal, *larger = (moved(measured, *pair, which) for which in MATMULS)
         cells = [f"{moves_in_words(moves)}, out {out}" for out, moves in (equal, *larger)]
         if len(set(cells)) > 1:
             rows.append([" @ ".join(pair), *cells[1:]])
@@ -194,22 +194,19 @@ def mesh(results):
 
 
 def figure_of_all(sent):
-    """One figure if all ranks send as much."""
+    """One figure if all ranks send the same."""
     figures = by_rank(sent).split(" ")
     return figures[0] if len(set(figures)) == 1 else " ".join(figures)
 
 
 def graph_to_formula(results):
-    """What the graph of a recipe sent, as a multiple of the formula."""
+    """What the graph of a recipe sends, as a multiple of the formula."""
     [call] = [item for item in tensors_and_moves(results) if isinstance(item, Move) and item.sent]
     return f"{sum(call.sent) / call.formula:.2f}"
 
 
-KEPT = ("weights", "gradients")
-
-
 def runs_of(results, name):
-    """{(mode, number of ranks): what runs.training_run returned on each rank} of a recipe."""
+    """{(mode, number of ranks): the result of runs.training_run by rank} of a recipe."""
     runs = {}
     for mode, n in itertools.product((*MODES, "only"), TRAINED_ON):
         if ("step", name, n, mode) in results:
@@ -219,28 +216,32 @@ def runs_of(results, name):
 
 
 def on_two_and_four(runs, mode, amount):
-    """The figure of the rank that has most, on 2 and on 4 ranks; a dash where the recipe does not run so."""
+    """The largest figure of a rank, on 2 and on 4 ranks; a dash where the recipe does not run on so many ranks."""
     figures = [units(max(map(amount, runs[mode, n]))) if (mode, n) in runs else "–" for n in TRAINED_ON]
     return " · ".join(figures) if set(figures) != {"–"} else "–"
 
 
 def training_sends(results):
-    """What the rank that sends most sends in a step, in units of all weights; results: of `pages.calls`."""
+    """What the rank that sends most sends in a step, in units of all weights; results: of atlas_page.calls."""
     rows = []
     for path in compared():
         runs = runs_of(results, path.stem)
-        sent = [on_two_and_four(runs, mode, lambda one: one["sent"] / one["weights"]) for mode in MODES]
+        sent = [on_two_and_four(runs, mode, lambda result: result["sent"] / result["weights"]) for mode in MODES]
         rows.append([path.name, *sent])
     return table(["recipe", *MODES], rows)
 
 
+KEPT = ("weights", "gradients")
+
+
 def training_keeps(results):
-    """What the rank that keeps most keeps from one step to the next, in units of all weights."""
+    """What the rank that holds most holds between two steps, in units of all weights."""
     rows = []
     for path in compared():
         runs = runs_of(results, path.stem)
         first = min(mode for mode, _ in runs)
-        cells = [on_two_and_four(runs, first, lambda one, of=of: one["kept"][of] / one["weights"]) for of in KEPT]
+        amounts = [lambda result, kind=kind: result["kept"][kind] / result["weights"] for kind in KEPT]
+        cells = [on_two_and_four(runs, first, amount) for amount in amounts]
         rows.append((path.name, cells))
     lines = [["<br>".join(names), *cells] for names, cells in folded(rows)]
     return table(["recipe", *KEPT], lines)

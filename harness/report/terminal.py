@@ -1,4 +1,4 @@
-"""Draw what a script did on a terminal: a row for each tensor, its ranks side by side, and the moves between."""
+"""Draw on a terminal what a script did: a row for each tensor, with the ranks side by side, and the moves between."""
 
 from itertools import chain, zip_longest
 
@@ -25,7 +25,7 @@ def shape_in_words(shape):
 
 
 def held_in_words(tensor, rank):
-    """ "(2, 4) rows 0-1": the shape of a rank's block, and where in the tensor it lies."""
+    """The shape of a rank's block and its place in the tensor: "(2, 4) rows 0-1"."""
     block = tensor.blocks[rank]
     if block is None:
         return "-"
@@ -45,13 +45,13 @@ def colour(rank):
     return COLOURS[rank % len(COLOURS)]
 
 
-def rank_lines(tensor, named):
-    """What each rank holds as it is shown: all on one line, those of a mesh on one for each row of it."""
+def rank_lines(tensor, with_rank):
+    """The cells of the ranks in one line, on a mesh in a line for each row. with_rank: whether to name the rank."""
     ranks = tensor.ranks if np.ndim(tensor.ranks) == 2 else [range(len(tensor.blocks))]
     return [
         [
             Text(
-                (f"rank {rank} " if named else "") + held_in_words(tensor, rank),
+                (f"rank {rank} " if with_rank else "") + held_in_words(tensor, rank),
                 "dim" if tensor.blocks[rank] is None else colour(rank),
             )
             for rank in line
@@ -61,7 +61,7 @@ def rank_lines(tensor, named):
 
 
 def on_terminal(console, items):
-    """Print tensors and moves, one below the other: as a table, or, where the console is too narrow, as a list."""
+    """Print tensors and moves in order: as a table, or as a list if the console is too narrow."""
     tensors = [item for item in items if isinstance(item, Tensor)]
     mesh = any(np.ndim(tensor.ranks) == 2 for tensor in tensors)
     ranks = range(0 if mesh or not tensors else len(tensors[0].blocks))
@@ -85,10 +85,12 @@ def on_terminal(console, items):
                 console.print(Padding(cell, (0, 0, 0, 2)))
 
 
-def rows_of(tensor, named):
+def rows_of(tensor, with_rank):
     """The lines of a tensor in the table, each a list of Texts."""
     first = [Text(tensor.name, "bold"), Text(shape_in_words(tensor.shape)), Text(tensor.sbp, "bold")]
-    return [(first if not number else [Text("")] * 3) + line for number, line in enumerate(rank_lines(tensor, named))]
+    return [
+        (first if not number else [Text("")] * 3) + line for number, line in enumerate(rank_lines(tensor, with_rank))
+    ]
 
 
 def aligned(line, widths, style=""):
@@ -97,14 +99,14 @@ def aligned(line, widths, style=""):
 
 
 def quiet(move):
-    """Whether a step moves nothing, by the formula and by what was measured."""
+    """Whether a step moves nothing, by the formula and by the measured bytes."""
     if move.collective in (IMPLICIT, BY_LAYER):
         return False
     return not move.formula and not (move.is_exact and max(move.sent or [0]) >= 0.02 * move.size)
 
 
 def in_words(move):
-    """A move in one line."""
+    """A move as a line of text."""
     words = f"{move.what}:" + (f" {move.change}," if move.change and move.change != move.collective else "")
     words += f" {move.collective}" if move.collective != "nothing" else " nothing moves"
     if move.what == "backward":

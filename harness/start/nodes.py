@@ -105,21 +105,24 @@ class Nodes:
 
 
 def shares_of(members, nproc_per_node):
-    """How nodes share addresses and cores: for each the local_rank and cores of a RankAssignment.
+    """The local_rank and the cores of each node's RankAssignment, by node. members: (address, hello) of each node.
 
-    members: (address, hello) of each node. local_rank is None where addresses differ in their number of ranks or take
-    turns: with such LOCAL_RANKs, OneFlow 0.9.0 leaves ranks without their shards.
+    Several nodes may be on one host: their ranks are numbered together, and those with the same cores divide them.
+    local_rank is None unless `has_local_ranks`.
     """
     addresses = [address for address, _ in members]
-    runs = [len(list(run)) for _, run in itertools.groupby(addresses)]
-    even = len(set(runs)) == 1 and len(runs) == len(set(addresses))
     shares = []
     for node, (address, hello) in enumerate(members):
-        same_address = [other for other, where in enumerate(addresses) if where == address]
-        same_cores = [other for other in same_address if members[other][1]["cores"] == hello["cores"]]
-        local_rank = nproc_per_node * same_address.index(node)
-        first = nproc_per_node * same_cores.index(node)
-        sharing = nproc_per_node * len(same_cores)
-        cores = [cores_of(first + i, sharing, hello["cores"]) for i in range(nproc_per_node)]
-        shares.append({"local_rank": local_rank if even else None, "cores": cores})
+        on_host = [other for other, other_address in enumerate(addresses) if other_address == address]
+        on_cores = [other for other in on_host if members[other][1]["cores"] == hello["cores"]]
+        first_rank, rank_count = nproc_per_node * on_cores.index(node), nproc_per_node * len(on_cores)
+        cores = [cores_of(first_rank + i, rank_count, hello["cores"]) for i in range(nproc_per_node)]
+        local_rank = nproc_per_node * on_host.index(node) if has_local_ranks(addresses) else None
+        shares.append({"local_rank": local_rank, "cores": cores})
     return shares
+
+
+def has_local_ranks(addresses):
+    """Whether each host has as many nodes, one after another; else OneFlow 0.9.0 leaves ranks without shards."""
+    nodes_in_turn = [len(list(nodes)) for _, nodes in itertools.groupby(addresses)]
+    return len(set(nodes_in_turn)) == 1 and len(nodes_in_turn) == len(set(addresses))

@@ -78,7 +78,7 @@ FUNCTIONS = {
 
 
 def expected(kind, arrays, clipped):
-    """{"out" and the gradients: value} from what measure/layers.py returned as "arrays"."""
+    """{"out" and the gradients: value} from what on_rank_layers.py returned as "arrays"."""
     names = [name[: -len(GRADIENT)] for name in arrays if name.endswith(GRADIENT)]
     inputs = {name: arrays[name].astype(np.float64) for name in names}
     parameters = [name for name in names if name != "x"]
@@ -89,14 +89,14 @@ def expected(kind, arrays, clipped):
         x = inputs.get("x", arrays["x"])
         return FUNCTIONS[kind](x, *arrays["more"], **{name: inputs[name] for name in parameters})
 
-    found = {"out": forward()}
+    values = {"out": forward()}
     for name, array in inputs.items():
-        found[name + GRADIENT] = difference(lambda: (forward() * arrays["d"]).sum(), array)
+        values[name + GRADIENT] = difference(lambda: (forward() * arrays["d"]).sum(), array)
     if clipped:
-        norm = math.sqrt(sum((found[name + GRADIENT] ** 2).sum() for name in parameters))
+        norm = math.sqrt(sum((values[name + GRADIENT] ** 2).sum() for name in parameters))
         for name in parameters:
-            found[name + GRADIENT] *= min(1, MAX_NORM / norm)
-    return found
+            values[name + GRADIENT] *= min(1, MAX_NORM / norm)
+    return values
 
 
 def difference(function, array):

@@ -56,7 +56,9 @@ def activation_checkpointing(
 ):
     """block(block(x)), where block(x) = relu(x @ w_up) @ w_down."""
     ranks, widths = list(range(n)), [in_features, hidden_size, in_features, hidden_size, out_features]
-    trained = reference.trained("sgd", batch=batch, widths=widths, linear=(1,), shrink=4, steps=steps, **more)
+    trained = reference.trained(
+        "sgd", batch=batch, widths=widths, linear=(1,), weights_divided_by=4, steps=steps, **more
+    )
     values = {" ".join(BLOCKS.get(word, word) for word in name.split()): value for name, value in trained.items()}
     a0 = a2 = ("S(0)", ranks, (batch, hidden_size))
     a1, out = [("S(0)", ranks, values[name].exact.shape) for name in ("x", "y")]
@@ -92,7 +94,7 @@ def auto_parallel(
     """What OneFlow chooses cannot be derived: these are the two layouts, and the sizes here are not near the border."""
     ranks = list(range(n))
     sizes = {"batch": batch, "in_features": in_features, "hidden_size": hidden_size, "out_features": out_features}
-    values = reference.trained("sgd", steps=steps, matmul_scale=matmul_scale, shrink=16, **sizes)
+    values = reference.trained("sgd", steps=steps, matmul_scale=matmul_scale, weights_divided_by=16, **sizes)
     values = {name: value for name, value in values.items() if not name.endswith(" grad")}
     columns, rows = ("S(1)", "S(0)") if batch <= 512 and in_features > 100 else ("B", "B")
     layout = placed([name for name in values if name.startswith("new ")], ranks, w0=columns, w1=rows)

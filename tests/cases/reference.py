@@ -216,8 +216,8 @@ class Optimizer:
         return self.moment(name, float(held), (1 - float(held)) * new) / (1 - float(power))
 
 
-def descend(weights, forward, steps, update=None, rows=0, parts=0, fixed=()):
-    """Train; forward: (weights, slice of the rows) -> (tensors by name, loss). Those in `fixed` only get a gradient.
+def descend(weights, forward, steps, update=None, rows=0, parts=0):
+    """Train; forward: (weights, slice of the rows) -> (tensors by name, loss).
 
     Returns by name the tensors and gradients of the last step, the optimizer's state, the new weights and the losses;
     and what each of `parts` of the rows adds to the last gradients.
@@ -226,7 +226,7 @@ def descend(weights, forward, steps, update=None, rows=0, parts=0, fixed=()):
     for _ in range(steps):
         before, (made, loss) = weights, forward(weights, slice(rows))
         last = gradients(loss, weights)
-        weights = {**weights, **update.step({name: weights[name] for name in weights if name not in fixed}, last)}
+        weights = update.step(weights, last)
         losses.append(loss.exact.item())
     added = {f"{name} grad": [] for name in last}
     for part in rows_of(rows, parts):
@@ -234,7 +234,7 @@ def descend(weights, forward, steps, update=None, rows=0, parts=0, fixed=()):
         for name, gradient in gradients(share, before).items():
             added[f"{name} grad"].append(gradient)
     values = {**made, **{f"{name} grad": gradient for name, gradient in last.items()}, **update.state}
-    values.update({f"new {name}": w for name, w in weights.items() if name not in fixed})
+    values.update({f"new {name}": w for name, w in weights.items()})
     return {**values, "losses": Value(losses, rounded=True)}, added
 
 
@@ -250,40 +250,25 @@ def mse(out, y):
     return ((out - y) ** 2).mean()
 
 
-def network(
-    optimizer="momentum",
-    seed=0,
-    steps=3,
-    batch=8,
-    in_features=4,
-    hidden_size=8,
-    out_features=4,
-    layers=2,
-    matmul_scale=1.0,
-    input_gradient=False,
-    shrink=1,
-    widths=None,
-    linear=(),
-    parts=0,
-    returned=(),
-    graph=False,
+def mlp_inputs(
+    seed=0, batch=8, in_features=4, hidden_size=8, out_features=4, layers=2, widths=None, weights_divided_by=1
 ):
-    """x, y, w0, w1, ..., and what `descend` returns of an mlp on the mean squared error.
-
-    shrink: a power of two that divides the weights; widths: of all layers, in place of the sizes; returned: "out", if
-    the output is wanted too.
-    """
-    widths, rng = widths or [in_features, *[hidden_size] * (layers - 1), out_features], np.random.default_rng(seed)
+    """x, y and {"w0", "w1", ...: weight} of an mlp. widths: of all layers, in place of the four sizes above."""
+    widths = widths or [in_features, *[hidden_size] * (layers - 1), out_features]
+    rng = np.random.default_rng(seed)
     x, y = drawn(rng, batch, widths[0]), drawn(rng, batch, widths[-1])
-    weights = {f"w{i}": drawn(rng, *shape, by=shrink) for i, shape in enumerate(zip(widths, widths[1:]))}
+    shapes = zip(widths, widths[1:])
+    return x, y, {f"w{i}": drawn(rng, *shape, by=weights_divided_by) for i, shape in enumerate(shapes)}
+
+
+def network(optimizer="momentum", steps=3, matmul_scale=1.0, linear=(), parts=0, graph=False, **inputs):
+    """x, y, w0, w1, ..., and what `descend` returns of an mlp on the mean squared error; inputs: of `mlp_inputs`."""
+    x, y, weights = mlp_inputs(**inputs)
 
     def forward(w, rows):
-        inputs = w.get("x", x)
-        out = mlp(inputs[rows], {name: w[name] for name in weights}, matmul_scale, linear)
-        return {name: out for name in returned}, mse(out, y[rows])
+        return {}, mse(mlp(x[rows], w, matmul_scale, linear), y[rows])
 
-    fixed, update = {"x": x} if input_gradient else {}, Optimizer(optimizer, graph=graph)
-    values, added = descend({**weights, **fixed}, forward, steps, update, batch, parts, tuple(fixed))
+    values, added = descend(weights, forward, steps, Optimizer(optimizer, graph=graph), len(x.exact), parts)
     return {"x": x, "y": y, **weights, **values}, added
 
 

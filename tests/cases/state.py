@@ -88,8 +88,10 @@ def loss_placement(n, graph=False, steps=3, loss="first", matmul_scale=1.0, **si
     """The loss on all ranks, on rank 0, or on the last rank, which then is no worker."""
     ranks = list(range(n - (loss == "other")))
     rows, there = ("S(0)", ranks), {"each": ("S(0)", ranks), "first": ("B", [0]), "other": ("B", [n - 1])}[loss]
-    values, _ = reference.network("sgd", steps=steps, matmul_scale=matmul_scale, returned=("out",), **sizes)
-    out = values["out"]
+    runs = [reference.trained("sgd", steps=k, matmul_scale=matmul_scale, **sizes) for k in (steps, steps - 1)]
+    values, before_last = runs
+    last_weights = {name: before_last[f"new {name}"] for name in ("w0", "w1")}
+    out = values["out"] = reference.mlp(values["x"], last_weights, matmul_scale)
     names = ("x", "y", "w0", "w1", "out", "moved", "w0 grad", "w1 grad", "new w0", "new w1", "losses")
     layout = placed(names, ranks, x=rows, y=there, out=rows, moved=there, grad="P" if graph else "B")
     share, gathered = out.exact.size / len(ranks), (n - 1) / n * out.exact.size
@@ -138,7 +140,11 @@ TEXTS = {"uneven": UNEVEN_TEXT, "all": {"home": "all"}, "uneven all": {**UNEVEN_
     variants=[{"batch": 8192, "hidden_size": 8}, {"home": "all"}],  # large outputs, little weight
 )
 def replicate_scatter_gather(n, graph=False, steps=3, home="first", seed=0, batch=8, hidden_size=4, matmul_scale=1.0):
-    """Everything at home on rank 0 and moved in each step, or at home where it is used."""
+    """Everything at home on rank 0 and moved in each step, or at home where it is used.
+
+    Rank 0 broadcasts the weights. In eager mode OneFlow does that along a binary tree: rank k sends them to the ranks
+    2k + 1 and 2k + 2. In a graph rank 0 sends them to every other rank itself.
+    """
     ranks, values = list(range(n)), next_characters(steps, seed, batch, hidden_size, matmul_scale)
     split, whole, on_all = ("S(0)", ranks), ("B", ranks), home == "all"
     inputs, weights = (split, whole) if on_all else (("B", [0]), ("B", [0]))
@@ -151,13 +157,15 @@ def replicate_scatter_gather(n, graph=False, steps=3, home="first", seed=0, batc
     }
     moves = [(inputs, split), (weights, whole, "P"), (weights, whole, "P"), (split, inputs, "S(0)")]
     size, outputs = weights_of(values), values["y"].exact.size
-    moved = (n - 1) / n * (batch + outputs)
-    children = [sum(child < n for child in (2 * rank + 1, 2 * rank + 2)) for rank in ranks]
-    sends = [reduced(n, size)] * n
+    to_others = (n - 1) / n  # the share of the rows that are not those of rank 0
+    sends = [reduced(n, size)] * n  # an all-reduce of the gradients
     if not on_all and graph:
-        sends = [(n - 1) * size + moved] + [size + outputs / n] * (n - 1)
+        scattered = to_others * (batch + outputs)  # x, and the gradient of the gathered outputs
+        sends = [(n - 1) * size + scattered] + [size + outputs / n] * (n - 1)
     elif not on_all:
-        sends = [sends[k] + moved + (n - 1) / n * outputs + children[k] * size for k in ranks]
+        tree_children = [sum(child < n for child in (2 * rank + 1, 2 * rank + 2)) for rank in ranks]
+        scattered_and_gathered = to_others * (batch + 2 * outputs)  # eager mode has each rank send as much
+        sends = [sends[k] + scattered_and_gathered + tree_children[k] * size for k in ranks]
     product = (("S(0)", ranks, (batch, hidden_size)), ("B", ranks, (hidden_size, 27)), ("S(0)", ranks, (batch, 27)))
     return Case(
         layout,

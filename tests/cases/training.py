@@ -75,7 +75,7 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
 
 @case_of_recipe({"other": MICRO, "many": {"batch": 9, "micro_batches": 9}}, variants=[{"micro_batches": 8}])
 def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
-    values = reference.trained(steps=steps, matmul_scale=matmul_scale, layers=n, shrink=2, **sizes)
+    values = reference.trained(steps=steps, matmul_scale=matmul_scale, layers=n, weights_divided_by=2, **sizes)
     layout = placed(values, [n - 1], x=("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)})
     if graph:
         layout = {name: place for name, place in layout.items() if not name.endswith(" grad")}

@@ -7,7 +7,7 @@ import pytest
 from harness.measure import theory
 from harness.measure.sbp import NAMES
 from harness.measure.steps import Move, tensors_and_moves
-from harness.report import atlas, pages, runs, tables
+from harness.report import atlas, atlas_page, runs, tables
 from harness.start.recipe import path_of
 from tests.background import step_call
 from tests.cases import CASES, GRAPH_ONLY, PROOFS, TRAINED, proven_on
@@ -25,7 +25,7 @@ def background_calls(item):
     if "found" in item.fixturenames:
         calls = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
     if item.originalname == "test_page_is_that_of_this_run":
-        calls = pages.calls()
+        calls = atlas_page.calls()
     if item.originalname == "test_memory_of_adam_is_that_of_the_moments_that_a_recipe_has":
         calls = step_call(*item.callspec.params["run"])
     for name, n, mode in wanted:
@@ -155,9 +155,9 @@ def where(mode, boxing):
 
 
 def test_page_is_that_of_this_run(measured):
-    text = pages.page({key: measured(*key) for key in pages.calls()})
-    difference = pages.differs(pages.ATLAS.read_text(), text)
-    assert difference is None, f"{pages.ATLAS}: {difference}; ./launch.sh docs makes it anew"
+    text = atlas_page.page({key: measured(*key) for key in atlas_page.calls()})
+    difference = atlas_page.differs(atlas_page.ATLAS.read_text(), text)
+    assert difference is None, f"{atlas_page.ATLAS}: {difference}; ./launch.sh docs makes it anew"
 
 
 @pytest.mark.parametrize("run", runs.training_runs(), ids=lambda run: "-".join(map(str, run)))
@@ -172,10 +172,10 @@ def test_memory_of_adam_is_that_of_the_moments_that_a_recipe_has(measured, run):
 
 def test_difference_between_pages_is_seen():
     page = "| P | 1.00 1.00 |\n| B | 0 |\n"
-    assert pages.differs(page, page) is None
-    assert pages.differs(page, page.replace("1.00 |", "1.01 |")) is None
+    assert atlas_page.differs(page, page) is None
+    assert atlas_page.differs(page, page.replace("1.00 |", "1.01 |")) is None
     for old, new in (("1.00 |", "1.05 |"), ("B", "S(0)"), ("0 |\n", "0.50 |\n"), ("| B", "x\n| B")):
-        assert pages.differs(page, page.replace(old, new))
+        assert atlas_page.differs(page, page.replace(old, new))
 
 
 def test_rows_with_the_same_figures_are_one():

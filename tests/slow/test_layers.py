@@ -1,81 +1,314 @@
-"""The page of the ready-made layers: made anew from runs, its values against numpy, its bytes against formulas."""
+"""The page of the ready-made layers: its tables are read, and each row is compared with runs and with numpy."""
 
-import numpy as np
+import re
+from typing import NamedTuple
+
 import pytest
 
-from harness.report import layers, layers_page, pages
+from harness.pool import PoolError
+from harness.start.recipe import path_of
+from tests.cases import ROOT
 from tests.cases.ladder import Checks
 from tests.cases.layers import expected
 
-CELLS = {key: (kind, cell) for key, kind, cell in layers.cells()}
+PAGE = (ROOT / "docs" / "layers.md").read_text()
+RUN = f"{ROOT / 'tests' / 'on_rank_layers.py'}:run"
+ON_RANK = ROOT / "tests" / "on_rank_refused.py"
+CONTROL = 60_000  # bytes of OneFlow's own messages for a step, at most
 TOLERANCE = 4e-6  # of the largest entry, or of 1
+EAGER = "in eager mode only"
+STRATEGIES = {  # in the tables of the rows -> in the first table
+    "data parallel": "data",
+    "column parallel": "column",
+    "row parallel": "row",
+    "fully sharded": "sharded",
+}
+ROUNDING = 1e-5  # between one rank and several, which add in another order
+
+# What all p ranks send for a collective, in units of its tensor. From or to S(1) eager mode adds an all-to-all.
+FORMULAS = {
+    "all-gather": lambda p: p - 1,
+    "reduce-scatter": lambda p: p - 1,
+    "all-reduce": lambda p: 2 * (p - 1),
+    "all-to-all": lambda p: (p - 1) / p,
+    "all-gather from S(1)": lambda p: (p - 1) + (p - 1) / p,
+    "reduce-scatter to S(1)": lambda p: (p - 1) + (p - 1) / p,
+}
+
+
+class Kind(NamedTuple):
+    """A layer of oneflow.nn: functions from sizes to its arguments and to the shape of x.
+
+    large: sizes at which bytes are measured, and its tensors differ in size; small: at which values are compared.
+    """
+
+    options: object
+    shape: object
+    large: tuple
+    small: tuple
+
+
+PLAIN = Kind(lambda n, m: {}, lambda n, m: (n, m), (512, 1024), (12, 6))
+NORM = Kind(None, lambda n, m: (n, m), (8, 65536), (12, 6))
+KINDS = {
+    "Linear": Kind(
+        lambda n, i, o: {"in_features": i, "out_features": o}, lambda n, i, o: (n, i), (1024, 512, 768), (12, 6, 18)
+    ),
+    "Embedding": Kind(
+        lambda n, v, m: {"num_embeddings": v, "embedding_dim": m}, lambda n, v, m: (n,), (512, 768, 512), (12, 18, 6)
+    ),
+    "LayerNorm": NORM._replace(options=lambda n, m: {"normalized_shape": m}),
+    "Conv2d": Kind(
+        lambda n, i, o, side: {"in_channels": i, "out_channels": o, "kernel_size": 3, "padding": 1},
+        lambda n, i, o, side: (n, i, side, side),
+        (8, 128, 192, 16),
+        (6, 6, 12, 3),
+    ),
+    "BatchNorm1d": NORM._replace(options=lambda n, m: {"num_features": m}),
+    "BatchNorm2d": NORM._replace(options=lambda n, m: {"num_features": m}, shape=lambda n, m: (n, m, 1, 2)),
+    **dict.fromkeys(("ReLU", "GELU", "Dropout", "CrossEntropyLoss"), PLAIN),
+    "LSTM": Kind(
+        lambda n, i, o: {"input_size": i, "hidden_size": o}, lambda n, i, o: (4, n, i), (512, 1024, 256), (6, 4, 6)
+    ),
+}
+KINDS_OF_TITLE = {  # where the heading is not the name of the layer
+    "Linear as Column, Row": ["Linear"],
+    "BatchNorm1d, BatchNorm2d": ["BatchNorm1d", "BatchNorm2d"],
+    "LSTM, h0 S(1)": ["LSTM"],
+    "clip_grad_norm_": ["Linear"],
+}
+
+
+class Row(NamedTuple):
+    """A row of a table of the page, for one layer.
+
+    sbps: of "x", "out" and the parameters by name, "W" being all. sends: {"forward", "backward" or "clip": {"x", "W"
+    or "out": (how much of it one of 2 ranks sends, in which collectives)}}. graph: the same for a graph's call, or how
+    it fails; None if the graph sends what eager mode does.
+    """
+
+    title: str
+    kind: str
+    strategy: str
+    sbps: dict
+    sends: dict
+    graph: object
+    wrong: bool
+
+    @property
+    def name(self):
+        return f"{self.title}: {self.kind}, {self.strategy}, x {self.sbps['x']}"
+
+    @property
+    def clips(self):
+        return "clip" in self.sends
+
+
+def tables(text):
+    """(heading, column heads, rows of cells) of each section with a table."""
+    for section in text.split("\n### ")[1:]:
+        lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+        yield section.splitlines()[0], lines[0], lines[2:]
+
+
+def rows():
+    text = PAGE.split("## What each layer sends")[1].split("## What OneFlow refuses")[0]
+    return [
+        row_of(title, kind, heads[1:], cells)
+        for title, heads, lines in tables(text)
+        for cells in lines
+        for kind in KINDS_OF_TITLE.get(title, [title])
+    ]
+
+
+def row_of(title, kind, phases, cells):
+    strategy, *facts = cells[0].split("<br>")
+    sbps, graph = {}, None
+    for fact in facts:
+        if " → " in fact:
+            sbps["x"], sbps["out"] = re.fullmatch(r"x (\S+) → out (\S+)", fact).groups()
+        elif fact.startswith("in a graph: "):
+            graph = multiples(fact.partition(": ")[2])
+        elif fact.startswith("**graph "):
+            graph = fact.strip("*").partition(" ")[2]
+        elif fact != "**wrong**":
+            names, _, sbp = fact.rpartition(" ")
+            sbps.update(dict.fromkeys(names.split(", "), sbp))
+    sends = {phase: multiples(cell) for phase, cell in zip(phases, cells[1:])}
+    return Row(title, kind, strategy.strip("*"), sbps, sends, graph, "**wrong**" in facts)
+
+
+def multiples(cell):
+    """{unit: (multiple, [(how often, collective)])} of "0.25 x (all-to-all) + 0.50 W (all-gather)"; {} of "0"."""
+    units = {}
+    for part in cell.split(" + ") if cell != "0" else []:
+        multiple, unit, collectives = re.fullmatch(r"([\d.]+) (\w+)(?: \((.+)\))?", part).groups()
+        words = collectives.split(", ") if collectives else []
+        counted = [re.fullmatch(r"(?:([\d.]+) × )?(.+)", word).groups() for word in words]
+        units[unit] = float(multiple), [(float(times or 1), name) for times, name in counted]
+    return units
+
+
+ROWS = {row.name: row for row in rows()}
+
+
+def run(pool, row, sizes, **options):
+    """What on_rank_layers.run returns on each rank for the layer of a row."""
+    kind = KINDS[row.kind]
+    how = None
+    if row.strategy == "fully sharded":
+        how = f"{path_of('fully_sharded_module')}:shard"
+    elif row.title == "Linear as Column, Row":
+        how = f"{path_of('tensor_parallel_module')}:{row.strategy.split()[0].title()}"
+    splits_batch = row.sbps["x"] == "S(0)" or row.kind == "LSTM"  # and with it the targets, or h0
+    layout = {"x": row.sbps["x"], "more": row.sbps["x"] if splits_batch else "B", "sbps": row.sbps, "how": how}
+    layer = {"kind": row.kind, "options": kind.options(*sizes), "shape": kind.shape(*sizes)}
+    return pool.call(RUN, **layer, layout=layout, clip=row.clips, **options)
+
+
+def measured_eager(pool):
+    return {name: run(pool, row, KINDS[row.kind].large) for name, row in ROWS.items()}
+
+
+def measured_graph(pool):
+    """{name of a row: results by rank, or the PoolError}."""
+    results = {}
+    for name, row in ROWS.items():
+        try:
+            results[name] = run(pool, row, KINDS[row.kind].large, graph=True)
+        except PoolError as error:
+            results[name] = error
+    return results
 
 
 def background_calls(item):
     """What a test needs: see background.py."""
-    calls = layers_page.calls()
-    return calls if "4_ranks" not in item.name else {("layers", 4): (4, sent_on)}
+    calls = {2: {("layers", 2): (2, measured_eager), ("layers in a graph", 2): (2, measured_graph)}}
+    calls[4] = {("layers", 4): (4, measured_eager)}
+    return calls.get(item.callspec.params.get("ranks"), {}) if hasattr(item, "callspec") else {}
 
 
-def sent_on(pool):
-    """{key of a cell: what a run returned on each rank}, in eager mode."""
-    return {key: layers.call(pool, kind, cell, layers.sizes_of(kind)[0]) for key, (kind, cell) in CELLS.items()}
+def sent(by_rank, phase):
+    """The bytes that all ranks sent."""
+    return sum(result["sent"][phase] for result in by_rank)
 
 
-@pytest.fixture(scope="module")
-def results(measured):
-    return {key: measured(*key) for key in layers_page.calls()}
+def near(bytes_sent, wanted):
+    """Within 2 % and OneFlow's own messages."""
+    return abs(bytes_sent - wanted) <= 0.02 * wanted + CONTROL
 
 
-@pytest.fixture(scope="module")
-def found(results):
-    return results[next(iter(layers_page.calls()))]
+def by_formula(collectives, ranks):
+    """What all ranks send of a tensor, in units of it."""
+    return sum(times * FORMULAS[name](ranks) for times, name in collectives)
 
 
-def test_page_is_that_of_this_run(results):
-    difference = pages.differs(layers_page.PAGE.read_text(), layers_page.page(results))
-    assert difference is None, f"{layers_page.PAGE}: {difference}; ./launch.sh docs makes it anew"
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layers_send_what_the_page_says(measured, ranks):
+    for name, by_rank in measured("layers", ranks).items():
+        row, sizes = ROWS[name], by_rank[0]["sizes"]
+        for tensor, sbp in by_rank[0]["sbp"].items():
+            Checks.equal(sbp, row.sbps.get(tensor, row.sbps.get("W")), name, tensor, "SBP")
+        for phase, units in row.sends.items():
+            wanted = sum(sizes[unit] * by_formula(collectives, ranks) for unit, (_, collectives) in units.items())
+            sent_here = sent(by_rank, phase)
+            Checks.that(near(sent_here, wanted), name, phase, ranks, "ranks sent", sent_here, "not", wanted)
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_graphs_send_what_the_page_says_or_fail(measured, ranks):
+    eager = measured("layers", ranks)
+    for name, by_rank in measured("layers in a graph", ranks).items():
+        row, failed = ROWS[name], isinstance(by_rank, PoolError)
+        if failed or isinstance(row.graph, str):
+            Checks.equal(failed and ("aborts" if by_rank.signal else "is refused"), row.graph, name, "graph")
+            continue
+        Checks.equal(by_rank[0]["sbp"], eager[name][0]["sbp"], name, "SBPs in a graph")
+        wanted = sent(eager[name], "forward") + sent(eager[name], "backward")
+        if row.graph is not None:
+            here = sum(ranks * by_rank[0]["sizes"][unit] * multiple for unit, (multiple, _) in row.graph.items())
+            wanted = wanted + here if row.clips else here
+        Checks.that(near(sent(by_rank, "graph"), wanted), name, "graph sent", sent(by_rank, "graph"), "not", wanted)
+
+
+def test_multiples_are_those_of_the_collectives_on_2_ranks():
+    for name, row in ROWS.items():
+        for unit, (multiple, collectives) in (pair for units in row.sends.values() for pair in units.items()):
+            Checks.that(abs(multiple - by_formula(collectives, 2) / 2) < 0.005, name, unit, multiple, collectives)
 
 
 @pytest.mark.parametrize("n, graph", [(2, False), (3, False), (2, True)])
-def test_values_are_those_of_numpy(pools, found, n, graph):
-    for key, (kind, cell) in CELLS.items():
-        if graph and isinstance(found[key]["graph"], str):  # it aborts, or is refused
+def test_values_are_those_of_numpy(pools, n, graph):
+    for name, row in ROWS.items():
+        if graph and isinstance(row.graph, str):  # it aborts, or is refused
             continue
-        name = kind.split()[-1]
-        [seen, *_] = layers.call(pools(n), kind, cell, layers.KINDS[name].small, graph=graph, arrays=True)
-        wanted = expected(name, seen["arrays"], clipped=kind != name)
-        off = {
-            what: abs(seen["arrays"][what] - value).max() / max(abs(value).max(), 1) for what, value in wanted.items()
-        }
-        wrong = max(off.values()) > TOLERANCE or seen["same mask"]
-        Checks.equal(wrong, found[key]["wrong"], *key, n, "graph" if graph else "eager", off, "wrong")
+        [result, *_] = run(pools(n), row, KINDS[row.kind].small, graph=graph, arrays=True)
+        arrays = result["arrays"]
+        values = expected(row.kind, arrays, clipped=row.clips)
+        off = {key: abs(arrays[key] - value).max() / max(abs(value).max(), 1) for key, value in values.items()}
+        wrong = max(off.values()) > TOLERANCE or result["same mask"]
+        Checks.equal(wrong, row.wrong, name, n, "graph" if graph else "eager", off, "wrong")
 
 
-def test_what_moves_on_2_ranks_is_what_the_page_names(found):
-    for key, (_, cell) in CELLS.items():
-        for phase, sent in found[key]["sent"].items():
-            for unit, amount in sent.items():
-                wanted = layers.formula(cell, phase, unit, 2)
-                Checks.that(abs(amount - wanted) <= 0.02 * wanted + 0.03, *key, phase, amount, unit, "not", wanted)
+def answer_to(rows):
+    """The cell of the page's first table: whether a layer can be used, by strategy if that is not the same for all."""
+    verdicts = [(row, "**wrong**" if row.wrong else EAGER if isinstance(row.graph, str) else "yes") for row in rows]
+    places = {}
+    for row, verdict in verdicts:
+        same = {other for other_row, other in verdicts if other_row.strategy == row.strategy} == {verdict}
+        place = STRATEGIES[row.strategy] + ("" if same else f" with x {row.sbps['x']}")
+        places.setdefault(verdict, {})[place] = None
+    if len(places) == 1:
+        return verdicts[0][1]
+    return "<br>".join(f"{verdict}: {', '.join(names)}" for verdict, names in places.items())
 
 
-def test_what_moves_on_4_ranks_is_what_the_page_names(measured):
-    for key, by_rank in measured("layers", 4).items():
-        kind, cell = CELLS[key]
-        sizes = by_rank[0]["sizes"]
-        for phase in layers.phases(kind):
-            wanted = sum(size * layers.formula(cell, phase, unit, 4) for unit, size in sizes.items())
-            sent = layers.sent(by_rank, phase)
-            Checks.that(layers.near(sent, wanted), *key, phase, "sent", sent, "not", wanted)
+def test_answers_are_those_of_the_rows():
+    answers = dict(re.findall(r"^\| \[(.+?)\]\(#.+?\) \| (.+) \|$", PAGE, flags=re.MULTILINE))
+    titles = list(dict.fromkeys(row.title for row in ROWS.values()))
+    assert answers == {title: answer_to([row for row in ROWS.values() if row.title == title]) for title in titles}
 
 
-def test_what_is_used_instead_is_right(results):
-    *_, errors = results.values()
-    assert all(line != "nothing" and right is not False for line, right in errors)
+RECURRENT, CELLS = ("LSTM", "GRU", "RNN"), ("LSTMCell", "GRUCell", "RNNCell")
+REFUSED = [  # in the order of the page: words of it, a function of on_rank_refused.py, its arguments, kinds of layers
+    ("and no h0", "forward", {"sbp": "S(0)", "batch_first": True}, RECURRENT),
+    ("in an nn.Graph with a split batch", "forward", {"sbp": "S(1)", "graph": True}, RECURRENT),
+    ("on local tensors", "local", {}, RECURRENT),
+    ("RNNCell without h0", "cell", {}, CELLS),
+    ("nn.SyncBatchNorm", "sync_batch_norm", {}, ()),
+    ("nn.MultiheadAttention", "missing", {"name": "MultiheadAttention"}, ()),
+]
+ENTRIES = re.findall(r"^\*\*(.+?)\*\*\. .*\n\n```text\n(.*)\n```", PAGE, flags=re.MULTILINE)
 
 
-def test_numbers_of_two_sizes_give_the_units():
-    runs = [[{"sizes": {"x": 10.0, "W": 4.0}}], [{"sizes": {"x": 20.0, "W": 4.0}}]]
-    found = layers.in_units(runs, ("x", "W"), [0.5 * 10 + 2 * 4, 0.5 * 20 + 2 * 4])
-    assert np.allclose([found["x"], found["W"]], [0.5, 2])
+def test_each_refused_layer_is_tried():
+    assert [words in entry for (words, *_), (entry, _) in zip(REFUSED, ENTRIES)] == [True] * len(ENTRIES)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda number: REFUSED[number][0])
+def test_error_of_a_refused_layer_is_that_of_the_page(pools, number):
+    _, function, arguments, kinds = REFUSED[number]
+    for kind in kinds or [None]:
+        given = {**arguments, "kind": kind} if kind else arguments
+        if "graph" in arguments:  # one rank raises, and the others wait
+            with pytest.raises(PoolError) as failed:
+                pools(2).call(f"{ON_RANK}:{function}", **given)
+            line = re.sub(r"\x1b\[[\d;]*m", "", str(failed.value).strip().splitlines()[-1]).strip()
+        else:
+            line = next(filter(None, pools(2).call(f"{ON_RANK}:error", what=function, **given)))
+        assert line == ENTRIES[number][1], kind
+
+
+@pytest.mark.parametrize(
+    "function, arguments, kinds, graph",
+    [
+        ("recurrent_with_h0", {"sbp": "S(0)", "batch_first": True}, RECURRENT, False),
+        ("recurrent_with_h0", {"sbp": "S(1)"}, RECURRENT, False),
+        ("cell_in_a_loop", {}, CELLS, False),
+        ("cell_in_a_loop", {}, CELLS, True),
+    ],
+)
+def test_what_is_used_instead_is_right(pools, function, arguments, kinds, graph):
+    for kind in kinds:
+        off = pools(2).call(f"{ON_RANK}:{function}", kind=kind, graph=graph, **arguments)
+        Checks.that(max(off) <= ROUNDING, kind, function, arguments, "is off by", off)

@@ -1,7 +1,4 @@
-"""Layers of oneflow.nn that OneFlow 0.9.0 refuses: the last line of its error, and what to use instead.
-
-docs/layers.md is made of these. `instead` compares with the same code on rank 0 alone.
-"""
+"""On each rank, for test_layers.py: layers of oneflow.nn that OneFlow 0.9.0 refuses, and what works instead."""
 
 import re
 import traceback
@@ -110,9 +107,9 @@ def cell_in_a_loop(kind, graph):
 
 def compared(kind, function, inputs, graph, **options):
     """The largest difference of the output and of the gradients from those on rank 0 alone, in eager mode."""
-    found = step_of(kind, function, inputs, everywhere(), graph, options)
-    wanted = step_of(kind, function, inputs, flow.placement("cpu", [0]), False, options)
-    return max(float(abs(one - other).max()) for one, other in zip(found, wanted))
+    results = step_of(kind, function, inputs, everywhere(), graph, options)
+    expected = step_of(kind, function, inputs, flow.placement("cpu", [0]), False, options)
+    return max(float(abs(array - other).max()) for array, other in zip(results, expected))
 
 
 def step_of(kind, function, inputs, ranks, graph, options):

@@ -1,0 +1,81 @@
+"""`launch.sh docs`: make docs/sbp-atlas.md from fresh runs."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from harness.pool import Pool
+from harness.report import atlas, runs, tables
+from harness.start.recipe import path_of
+
+ROOT = Path(__file__).resolve().parents[2]
+ATLAS = ROOT / "docs" / "sbp-atlas.md"
+TEMPLATE = Path(__file__).with_name("atlas_template.md")  # with a {name} for each table
+
+
+def calls():
+    """The measurements for the page: key -> (number of ranks, function of a pool)."""
+    measurements = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
+    for name, n, mode in runs.training_runs():
+        measurements["step", name, n, mode] = (n, partial(runs.training_run, name=name, n=n, mode=mode))
+    for mode in atlas.MODES:
+        measurements["run", "two_d_sbp", 4, mode] = (4, partial(runs.recipe_run, path=path_of("two_d_sbp"), mode=mode))
+    return measurements
+
+
+def measured(measurements):
+    """Run them, see `calls`, with a thread and a pool for each number of ranks; returns {key: result}."""
+
+    def on(n):
+        with Pool(n, timeout=600, repeat=True) as pool:
+            return {key: function(pool) for key, (ranks, function) in measurements.items() if ranks == n}
+
+    with ThreadPoolExecutor() as threads:
+        return {key: result for part in threads.map(on, atlas.SAME) for key, result in part.items()}
+
+
+def page(results):
+    """The text of the page; results: of `calls`."""
+    atlas_tables = {key: table for n in atlas.SAME for key, table in results["atlas", n].items()}
+    others = [*atlas.DISJOINT.values()], [pair for pairs in atlas.OVERLAPPING.values() for pair in pairs]
+    disjoint, overlapping = (
+        "\n".join(f"### {a} → {b}\n\n{tables.other_ranks(atlas_tables, a, b)}" for a, b in group) for group in others
+    )
+    return TEMPLATE.read_text().format(
+        shape=" x ".join(map(str, atlas.SHAPE)),
+        megabytes=f"{4 * np.prod(atlas.SHAPE) / 1e6:.1f}",
+        example=tables.same_ranks(atlas_tables, [("S(0)", "B")]),
+        same=tables.same_ranks(atlas_tables),
+        same_deviations=tables.deviations("same"),
+        formulas=tables.formulas_of_other_ranks(),
+        disjoint=disjoint,
+        disjoint_deviations=tables.deviations("disjoint"),
+        overlapping=overlapping,
+        legal=tables.legal_signatures(atlas_tables),
+        signatures=tables.signatures(atlas_tables),
+        larger=tables.larger_signatures(atlas_tables),
+        mesh=tables.mesh(results["run", "two_d_sbp", 4, "eager"]),
+        mesh_graph=tables.graph_to_formula(results["run", "two_d_sbp", 4, "graph"]),
+        sends=tables.training_sends(results),
+        keeps=tables.training_keeps(results),
+    )
+
+
+def differs(old, new):
+    """The first line in which two texts differ, numbers with two decimals by more than 2 %; None if there is none."""
+    for number, (old_line, new_line) in enumerate(zip(old.splitlines() + [""], new.splitlines() + [""]), 1):
+        if not tables.near(old_line, new_line):
+            return f"line {number}: {old_line!r} is now {new_line!r}"
+    return None if old.count("\n") == new.count("\n") else "the number of lines"
+
+
+def main():
+    print("measuring every conversion, matmul signature and recipe: 3 minutes", flush=True)
+    text = page(measured(calls()))
+    changed = not ATLAS.exists() or differs(ATLAS.read_text(), text)
+    if changed:
+        ATLAS.write_text(text)
+    print(f"{ATLAS.relative_to(ROOT)}: {'made anew' if changed else 'as it was'}")
+    return 0
