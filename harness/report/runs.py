@@ -15,7 +15,9 @@ OTHER_SIZES = {
     # Many features and short sequences: much moves, and little is computed.
     "transformer_block": {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16},
     "sequence_parallel": {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16},
-    "context_parallel": {"seq_len": 120, "num_heads": 12, "head_size": 256},
+    **dict.fromkeys(
+        ("all_gather_kv", "ulysses", "ring_attention"), {"seq_len": 120, "num_heads": 12, "head_size": 256}
+    ),
     "mixture_of_experts": {"group_size": 512, "hidden_size": 256, "ffn_size": 96, "capacity": 256},
     "vocab_parallel": {"tokens": 9600, "vocab_size": 200, "hidden_size": 32},
     # Whole models, which compute much more for what they send.

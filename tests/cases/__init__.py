@@ -36,7 +36,7 @@ def modes(name):
 def sizes_of(name, n):
     """name -> arguments: those with which a recipe is proven on n ranks."""
     sizes = SIZES[name](n)
-    every = (*ONE_LAYER, *YOUR_MODEL, "loss_placement", "context_parallel", "random_numbers")
+    every = (*ONE_LAYER, *YOUR_MODEL, "loss_placement", "random_numbers")
     if name in every or n == proven_on(name)[0]:
         return sizes
     which = list(sizes)[:2][-1]  # elsewhere the uneven ones

@@ -14,7 +14,6 @@ VARIANTS = {  # what else than the default sends something else
     "train_data_tensor": [{"hidden_size": 8}],  # little weight: what is left runs along axis 1
     "train_pipeline": [{"micro_batches": 8}],
     "loss_placement": [{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
-    "context_parallel": [{"method": "all_to_all"}, {"method": "ring"}],
     "batch_norm": [{"batch": 8, "in_features": 1, "out_features": 50_000}],  # little weight: the four rows show
     "replicate_scatter_gather": [{"batch": 8192, "hidden_size": 8}, {"home": "all"}],  # large outputs, little weight
 }
