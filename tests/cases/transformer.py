@@ -24,9 +24,8 @@ OTHER_BLOCK = {"batch": 4, "seq_len": 5, "num_heads": 12, "head_size": 2, "seed"
 
 @case_of_recipe({"other": OTHER_BLOCK, "one axis": {"tensor": 4, "steps": 2}})
 def transformer_block(
-    n, graph=False, steps=3, tensor=None, batch=None, seq_len=4, num_heads=None, head_size=4, matmul_scale=1.0, seed=0
+    n, graph=False, steps=3, tensor=2, batch=4, seq_len=4, num_heads=4, head_size=4, matmul_scale=1.0, seed=0
 ):
-    tensor, batch, num_heads = tensor or (2 if n % 2 == 0 else n), batch or n, num_heads or n
     data = n // tensor
     mesh, tokens, hidden_size = np.arange(n).reshape(data, tensor).tolist(), batch * seq_len, num_heads * head_size
     values, parts = reference.trained_block(seed, steps, batch, seq_len, num_heads, head_size, data, matmul_scale)
@@ -57,10 +56,8 @@ def transformer_block(
 
 
 @case_of_recipe({"uneven": {**OTHER_BLOCK, "batch": 3}})
-def sequence_parallel(
-    n, graph=False, steps=3, batch=2, seq_len=None, num_heads=None, head_size=4, matmul_scale=1.0, seed=0
-):
-    ranks, seq_len, num_heads = list(range(n)), seq_len or max(4, n), num_heads or n
+def sequence_parallel(n, graph=False, steps=3, batch=2, seq_len=4, num_heads=4, head_size=4, matmul_scale=1.0, seed=0):
+    ranks = list(range(n))
     tokens, hidden_size = batch * seq_len, num_heads * head_size
     sizes = (batch, seq_len, num_heads, head_size)
     values, parts = reference.trained_block(seed, steps, *sizes, matmul_scale=matmul_scale, sequence_first=True)
@@ -94,10 +91,7 @@ ONE_AXIS = {"tensor": 4, "tokens": 6, "vocab_size": 16, "steps": 2}
 
 
 @case_of_recipe({"other": OTHER_VOCABULARY, "one axis": ONE_AXIS})
-def vocab_parallel(
-    n, graph=False, steps=3, tensor=None, tokens=None, vocab_size=61, hidden_size=4, matmul_scale=1.0, seed=0
-):
-    tensor, tokens = tensor or (2 if n % 2 == 0 else n), tokens or 2 * n
+def vocab_parallel(n, graph=False, steps=3, tensor=2, tokens=8, vocab_size=61, hidden_size=4, matmul_scale=1.0, seed=0):
     data, padded = n // tensor, -(-vocab_size // tensor) * tensor
     mesh = np.arange(n).reshape(data, tensor).tolist()
     values, parts = reference.vocab_parallel(seed, steps, tokens, vocab_size, padded, hidden_size, data, matmul_scale)
