@@ -74,7 +74,7 @@ def test_on_one_host_no_address_is_needed():
 
 DATA, HYBRID = "recipes/data_parallel.py", "recipes/hybrid_parallel.py"
 BAD_INPUT = {
-    f"-n 1 {DATA}": "data_parallel.py runs on 2 to 64 ranks, not on 1: type -n 2",
+    f"-n 1 {DATA}": "data_parallel.py runs on 2 to 4 ranks, not on 1: type -n 2",
     f"-n 3 {HYBRID}": "hybrid_parallel.py runs on 4 ranks, not on 3: type -n 4",
     "-n 2 recipes/single_device.py": "single_device.py runs on 1 ranks, not on 2: type -n 1",
     f"-n 0 {DATA}": "-n must be 1 or more, got 0",

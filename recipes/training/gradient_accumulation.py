@@ -1,12 +1,12 @@
 """Gradient accumulation: the gradients of micro-batches add up before one update.
 
-    loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0      rank 1      SBP
-    x          (8, 4)                         rows 0-3    rows 4-7    S(0)
-    y          (8, 4)                         rows 0-3    rows 4-7    S(0)
-    w0         (4, 8)                         whole       whole       B
-    w1         (8, 4)                         whole       whole       B
-    w0 grad    (4, 8)                         whole       whole       B
-    w1 grad    (8, 4)                         whole       whole       B
+    loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0      rank 1       SBP
+    x          (16, 4)                        rows 0-7    rows 8-15    S(0)
+    y          (16, 4)                        rows 0-7    rows 8-15    S(0)
+    w0         (4, 8)                         whole       whole        B
+    w1         (8, 4)                         whole       whole        B
+    w0 grad    (4, 8)                         whole       whole        B
+    w1 grad    (8, 4)                         whole       whole        B
 
 Micro-batch i is the i-th part of each rank's rows, and only its activations are alive. The m losses, each divided by m,
 have gradients that add up to that of the large batch. A graph takes the large batch and cuts it by itself.
@@ -24,7 +24,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
+WORLD_SIZES = (2, 4)  # numbers of ranks; launch.sh refuses others
 
 
 class MLP(flow.nn.Module):
@@ -64,9 +64,8 @@ def accumulate(model, x, y, micro_batches):
     return losses
 
 
-def train(ranks, graph=False, steps=3, micro_batches=2, batch=None, in_features=4, hidden_size=8, out_features=4):
+def train(ranks, graph=False, steps=3, micro_batches=2, batch=16, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on a placement; returns the model and the loss of each step."""
-    batch = batch or 4 * flow.env.get_world_size()  # 4 rows for each rank
     rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)

@@ -1,15 +1,15 @@
 """Sequence parallel: tensor parallel that splits norms and residual too.
 
     loss = mean((block(x) - y)^2)    rank 0           rank 1           SBP
-    x            (8, 8)              rows 0-3         rows 4-7         S(0)
-    attention_in (8, 8)              whole            whole            B
-    w_qkv        (8, 24)             columns 0-11     columns 12-23    S(1)
-    w_out        (8, 8)              rows 0-3         rows 4-7         S(0)
-    residual     (8, 8)              rows 0-3         rows 4-7         S(0)
-    mlp_in       (8, 8)              whole            whole            B
-    w_up         (8, 32)             columns 0-15     columns 16-31    S(1)
-    w_down       (32, 8)             rows 0-15        rows 16-31       S(0)
-    out          (8, 8)              rows 0-3         rows 4-7         S(0)
+    x            (8, 16)             rows 0-3         rows 4-7         S(0)
+    attention_in (8, 16)             whole            whole            B
+    w_qkv        (16, 48)            columns 0-23     columns 24-47    S(1)
+    w_out        (16, 16)            rows 0-7         rows 8-15        S(0)
+    residual     (8, 16)             rows 0-3         rows 4-7         S(0)
+    mlp_in       (8, 16)             whole            whole            B
+    w_up         (16, 64)            columns 0-31     columns 32-63    S(1)
+    w_down       (64, 16)            rows 0-31        rows 32-63       S(0)
+    out          (8, 16)             rows 0-3         rows 4-7         S(0)
 
 A row is a token, ordered sequence before batch, so that the sequence is S(0): eager mode sends more to gather S(1).
 Moves: forward an all-gather into attention and MLP each and a reduce-scatter out of them; backward both again. Each is
@@ -25,7 +25,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
+WORLD_SIZES = (2, 4)  # numbers of ranks; launch.sh refuses others
 
 
 class Block(flow.nn.Module):
@@ -84,10 +84,8 @@ class TrainingGraph(flow.nn.Graph):
         return out, loss
 
 
-def train(ranks, graph=False, seed=0, steps=3, batch=2, seq_len=None, num_heads=None, head_size=4):
+def train(ranks, graph=False, seed=0, steps=3, batch=2, seq_len=4, num_heads=4, head_size=4):
     """Train in float32 on a placement; returns the model, the block's last output and the loss of each step."""
-    seq_len = seq_len or max(4, flow.env.get_world_size())
-    num_heads = num_heads or flow.env.get_world_size()  # a head for each rank
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch * seq_len, num_heads * head_size), dtype=np.float32)
     y = rng.standard_normal((batch * seq_len, num_heads * head_size), dtype=np.float32)

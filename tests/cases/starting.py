@@ -47,7 +47,7 @@ def rendezvous(n, graph=False):
 @case_of_recipe(
     {"uneven": UNEVEN, "three ranks": {**UNEVEN, "ranks": 3}},
     whole_job=True,
-    refused={"--ranks 0": "1 or more"},
+    refused=dict.fromkeys(("--ranks 0", "--ranks 5"), "1 to 4, a row of x for each rank"),
     tests=[
         *("tests/test_spawn.py", "tests/test_cures.py", "tests/test_recipes.py", "tests/slow/test_starting.py"),
         *("-k", "spawned or does_not_work and spawn"),

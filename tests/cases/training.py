@@ -49,7 +49,7 @@ def train_model_parallel(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
 
 @case_of_recipe({"other": MICRO})
 def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
-    ranks, sizes = list(range(n)), {"batch": 4 * n, "matmul_scale": matmul_scale, **sizes}
+    ranks, sizes = list(range(n)), {"batch": 16, "matmul_scale": matmul_scale, **sizes}
     values, before = (reference.trained(steps=k, **sizes) for k in (steps, steps - 1))
     weights = {name: before[f"new {name}"] for name in ("w0", "w1")}
     micro_losses = []  # of the last step; the i-th micro-batch has the i-th part of the rows of each rank
@@ -138,9 +138,9 @@ def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
 
 
 @case_of_recipe({"uneven": {**UNEVEN, "steps": 2, "seed": 1}}, refused={"--batch 0": "1 or more"})
-def ddp(n, graph=False, seed=0, steps=3, batch=None, matmul_scale=1.0, **sizes):
+def ddp(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0, **sizes):
     """Each rank draws weights of its own; those of rank 0 are trained on the whole batch."""
-    start = reference.trained("sgd", seed=seed, steps=0, batch=batch or 4 * n, **sizes)  # what all ranks draw
+    start = reference.trained("sgd", seed=seed, steps=0, batch=batch, **sizes)  # what all ranks draw
     x, y = start["x"], start["y"]
     rngs = [np.random.default_rng([seed, rank]) for rank in range(n)]
     own = [{name: reference.drawn(rng, *start[name].exact.shape) for name in ("w0", "w1")} for rng in rngs]

@@ -26,9 +26,8 @@ MEASURED_BLOCK = {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16}
 
 @case_of_recipe({"other": OTHER_BLOCK, "one axis": {"tensor": 4, "steps": 2}}, measured_at=MEASURED_BLOCK)
 def transformer_block(
-    n, graph=False, steps=3, tensor=None, batch=None, seq_len=4, num_heads=None, head_size=4, matmul_scale=1.0, seed=0
+    n, graph=False, steps=3, tensor=2, batch=4, seq_len=4, num_heads=4, head_size=4, matmul_scale=1.0, seed=0
 ):
-    tensor, batch, num_heads = tensor or (2 if n % 2 == 0 else n), batch or n, num_heads or n
     data = n // tensor
     mesh, tokens, hidden_size = np.arange(n).reshape(data, tensor).tolist(), batch * seq_len, num_heads * head_size
     values, parts = reference.trained_block(seed, steps, batch, seq_len, num_heads, head_size, data, matmul_scale)
@@ -59,10 +58,8 @@ def transformer_block(
 
 
 @case_of_recipe({"uneven": {**OTHER_BLOCK, "batch": 3}}, measured_at=MEASURED_BLOCK)
-def sequence_parallel(
-    n, graph=False, steps=3, batch=2, seq_len=None, num_heads=None, head_size=4, matmul_scale=1.0, seed=0
-):
-    ranks, seq_len, num_heads = list(range(n)), seq_len or max(4, n), num_heads or n
+def sequence_parallel(n, graph=False, steps=3, batch=2, seq_len=4, num_heads=4, head_size=4, matmul_scale=1.0, seed=0):
+    ranks = list(range(n))
     tokens, hidden_size = batch * seq_len, num_heads * head_size
     sizes = (batch, seq_len, num_heads, head_size)
     values, parts = reference.trained_block(seed, steps, *sizes, matmul_scale=matmul_scale, sequence_first=True)
@@ -99,10 +96,7 @@ ONE_AXIS = {"tensor": 4, "tokens": 6, "vocab_size": 16, "steps": 2}
     {"other": OTHER_VOCABULARY, "one axis": ONE_AXIS},
     measured_at={"tokens": 9600, "vocab_size": 200, "hidden_size": 32},
 )
-def vocab_parallel(
-    n, graph=False, steps=3, tensor=None, tokens=None, vocab_size=61, hidden_size=4, matmul_scale=1.0, seed=0
-):
-    tensor, tokens = tensor or (2 if n % 2 == 0 else n), tokens or 2 * n
+def vocab_parallel(n, graph=False, steps=3, tensor=2, tokens=8, vocab_size=61, hidden_size=4, matmul_scale=1.0, seed=0):
     data, padded = n // tensor, -(-vocab_size // tensor) * tensor
     mesh = np.arange(n).reshape(data, tensor).tolist()
     values, parts = reference.vocab_parallel(seed, steps, tokens, vocab_size, padded, hidden_size, data, matmul_scale)
@@ -124,48 +118,50 @@ def vocab_parallel(
     )
 
 
-@case_of_recipe(
-    {
-        "uneven ring": {"method": "ring", "seq_len": 10, "num_heads": 3, "steps": 1, "seed": 1},
-        "other": {"seq_len": 24, "num_heads": 12, "head_size": 2, "steps": 2, "seed": 1},
-        "all-to-all": {"method": "all_to_all", "seed": 1},
-        "ring": {"method": "ring"},
-    },
-    every_size=True,
-    measured_at={"seq_len": 120, "num_heads": 12, "head_size": 256},
-    variants=[{"method": "all_to_all"}, {"method": "ring"}],
-)
-def context_parallel(
-    n, graph=False, steps=3, method="all_gather", seq_len=None, num_heads=None, head_size=4, matmul_scale=1.0, seed=0
-):
-    seq_len, num_heads = seq_len or 4 * n, num_heads or n
+UNEVEN_ATTENTION = {"seq_len": 10, "num_heads": 5, "steps": 1, "seed": 1}
+MEASURED_ATTENTION = {"seq_len": 120, "num_heads": 12, "head_size": 256}
+
+
+@case_of_recipe({"uneven": UNEVEN_ATTENTION}, measured_at=MEASURED_ATTENTION)
+def all_gather_kv(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, matmul_scale=1.0, seed=0):
     values = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
-    if method == "ring":
-        return ring(n, graph, steps, values)
     ranks, size = list(range(n)), values["q"].exact.size
-    inside = "S(0)" if method == "all_gather" else "S(1)"  # of q, and of k and v
-    others = "B" if method == "all_gather" else inside
-    turned = {"S(0)": "S(1)", "S(1)": "S(0)", "B": "B"}  # heads first
     layout = {name: ("S(0)", ranks) for name in values}
-    layout.update({name: (turned[inside], ranks) for name in ("scores", "probs")})
-    layout["mask"] = ("S(0)" if method == "all_gather" else "B", ranks)
-    q, v = ((turned[sbp], ranks, (num_heads, seq_len, head_size)) for sbp in (inside, others))
-    moves = [(("S(0)", ranks), (sbp, ranks), "S(0)") for sbp in ((others, others) if others == "B" else [inside] * 3)]
-    moves += [] if others == "B" else [((inside, ranks), ("S(0)", ranks), inside)]
-    layout, matmuls = unnamed(("scores", "probs"), layout, values, [(q, v, "scores"), ("probs", v, q)])
+    q, kv = (("S(1)", ranks, (num_heads, seq_len, head_size)), ("B", ranks, (num_heads, seq_len, head_size)))
+    scores = ("S(1)", ranks, (num_heads, seq_len, seq_len))
+    gather = (("S(0)", ranks), ("B", ranks), "S(0)")
     return Case(
         layout,
         values,
-        in_steps(graph, steps, matmuls),
-        in_steps(graph, steps, moves),
+        in_steps(graph, steps, [(q, kv, scores), (scores, kv, q)]),
+        in_steps(graph, steps, [gather] * 2),
         reads=[("P", ranks)] * steps,
-        sends=[4 * (n - 1) / n * size if method == "all_gather" else 8 * (n - 1) / n**2 * size] * n,
+        sends=[4 * (n - 1) / n * size] * n,
     )
 
 
-def ring(n, graph, steps, whole):
-    """The case of context_parallel by a ring; whole: the values of the split tensors, of which each rank has rows."""
-    seq_len, num_heads, head_size = whole["q"].exact.shape
+@case_of_recipe({"uneven": UNEVEN_ATTENTION}, measured_at=MEASURED_ATTENTION)
+def ulysses(n, graph=False, steps=3, seq_len=8, num_heads=8, head_size=4, matmul_scale=1.0, seed=0):
+    values = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
+    ranks, size = list(range(n)), values["q"].exact.size
+    layout = {**{name: ("S(0)", ranks) for name in values}, "mask": ("B", ranks)}
+    by_head = ("S(0)", ranks, (num_heads, seq_len, head_size))
+    scores = ("S(0)", ranks, (num_heads, seq_len, seq_len))
+    rows, heads = ("S(0)", ranks), ("S(1)", ranks)
+    return Case(
+        layout,
+        values,
+        in_steps(graph, steps, [(by_head, by_head, scores), (scores, by_head, by_head)]),
+        in_steps(graph, steps, [(rows, heads, "S(0)")] * 3 + [(heads, rows, "S(1)")]),
+        reads=[("P", ranks)] * steps,
+        sends=[8 * (n - 1) / n**2 * size] * n,
+    )
+
+
+@case_of_recipe({"uneven": UNEVEN_ATTENTION}, measured_at=MEASURED_ATTENTION)
+def ring_attention(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, matmul_scale=1.0, seed=0):
+    """The reference has the whole tensors; q0 and so on are the rows of a rank."""
+    whole = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
     rows = rows_of(seq_len, n)
     values, layout = {"losses": whole["losses"]}, {"losses": ("B", [0])}
     per_rank = ["q", "k", "v", "y", "q grad", "k grad", "v grad", "new q", "new k", "new v", *["out"] * (not graph)]

@@ -1,4 +1,4 @@
-"""More ranks than the ladder has: each recipe without a fixed mesh, at the sizes that it chooses by itself.
+"""More ranks than the ladder has: each recipe whose default sizes allow them.
 
 In eager mode where there is one; the recipes of a single layer also in a graph.
 """

@@ -25,9 +25,9 @@ def test_recipe_on_the_last_ranks(pools, name, n, graph):
 @WORLDS
 def test_ring_on_the_last_ranks(pools, n, graph):
     """The first of them has the first rows."""
-    given = {"method": "ring", "seq_len": 5, "num_heads": 2}
-    values = CASES["context_parallel"](n, graph, **given).values
-    arguments = {"path": str(path_of("context_parallel")), "ranks": LATER[n], "graph": graph, **given}
+    given = {"seq_len": 5, "num_heads": 2}
+    values = CASES["ring_attention"](n, graph, **given).values
+    arguments = {"path": str(path_of("ring_attention")), "ranks": LATER[n], "graph": graph, **given}
     for seen in pools(n).call(OBSERVE, **arguments):
         assert_close(np.array(seen["arrays"]["losses"]), values["losses"], "losses")
         found = [seen["tensors"][f"q{k}"] for k in range(2)]

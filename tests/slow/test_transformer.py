@@ -25,7 +25,8 @@ TRAPS = [  # recipe, cure, what one would write without it, graph or not, how ma
 ABORTS = [  # recipe, cure, what one would write without it
     ("vocab_parallel", LOSS, ENTROPY),
     ("vocab_parallel", ", grad_sbp=ids.sbp", ""),
-    ("context_parallel", "flow._C.identity(self.k)", "self.k"),
+    ("all_gather_kv", "flow._C.identity(self.k)", "self.k"),
+    ("ring_attention", "flow._C.identity(block.k)", "block.k"),
     ("fully_sharded", "flow._C.identity(self.w0)", "self.w0"),
     ("fully_sharded", "flow._C.identity(self.w1)", "self.w1"),
     ("zero_optimizer", "flow._C.identity(self.w0)", "self.w0"),
@@ -108,6 +109,6 @@ def rounding():
 
 
 def test_permute_of_8_by_8_rounds(pools):
-    """So context_parallel.py transposes keys within the matmul."""
+    """So all_gather_kv, ulysses and ring_attention transpose keys within the matmul."""
     [found] = pools(1).call(f"{__file__}:rounding")
     assert {shape for shape, off in found.items() if off > 0} == {(8, 8), (8, 2, 4)} and max(found.values()) < 1e-4
