@@ -11,10 +11,10 @@ import subprocess
 import uuid
 from pathlib import Path
 
-from harness.jobs.hosts import Hosts
-from harness.jobs.run import MARK, Run, free_port, marked, wait_until
 from tests.cases import ROOT
 from tests.environments import apt_install
+from tests.hosts import Hosts
+from tests.run import MARK, Run, free_port, marked, wait_until
 
 PROGRAMS = {  # program -> the package of Debian and Ubuntu that has it
     "srun": "slurm-client",

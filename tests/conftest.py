@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from harness.jobs.hosts import Hosts
 from harness.pool import pool_cache
 from tests import jobs
 from tests.background import Background
 from tests.cases.ladder import Checks
+from tests.hosts import Hosts
 from tests.pools import RecipePool
 
 BEGIN = time.monotonic()

@@ -4,8 +4,8 @@ import shutil
 import signal
 import sys
 
-from harness.jobs.run import LAUNCH, Run, free_port
 from tests.cases import ROOT
+from tests.run import LAUNCH, Run, free_port
 
 # The first lines of a script: ranks that have met, and ranks without OneFlow, where it makes no difference.
 MET = "import os, signal, sys, time\nimport oneflow as flow\nrank = flow.env.get_rank()\nflow.comm.barrier()\n"

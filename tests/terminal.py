@@ -10,7 +10,7 @@ import subprocess
 import time
 import uuid
 
-from harness.jobs.run import CLEAN, LAUNCH, LONG, MARK, marked, wait_until
+from tests.run import CLEAN, LAUNCH, LONG, MARK, marked, wait_until
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[>=]|\x07|\r")
 

@@ -12,7 +12,6 @@ ROOMS = {  # the modules of a room -> those that it may import, besides its own 
     "harness.start": (),
     "harness.plan": (),
     "harness.pool": ("harness.start",),
-    "harness.jobs": ("harness.start",),
     "harness.measure": ("harness.start",),
     "harness.report": ("harness.start", "harness.pool", "harness.measure"),
     "harness.shell": ("harness.start", "harness.pool", "harness.measure", "harness.report"),

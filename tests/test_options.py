@@ -6,13 +6,13 @@ import subprocess
 
 import pytest
 
-from harness.jobs.run import LAUNCH, Run
 from harness.start.errors import UsageError
 from harness.start.options import NO_SUCH_SCRIPT, checked, parser, same_on_all_nodes
 from harness.start.ranks import RankAssignment
 from harness.start.recipe import find, path_of
 from tests.cases import ROOT
 from tests.markdown import CLUSTERS
+from tests.run import LAUNCH, Run
 
 FOR_USERS, FOR_MAINTAINERS = ("list", "show", "bytes", "test"), ("mutate", "docs", "meshes", "bench")
 

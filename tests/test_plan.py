@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from harness.jobs.run import Run
 from harness.plan import __main__ as plan
 from harness.plan import cost, devices, formulas, page, report
 from harness.plan.megatron import ROWS, case_of_row, first_layouts, modelled
@@ -20,6 +19,7 @@ from harness.plan.model import ConfigError, Model, of_config
 from harness.start.recipe import load, path_of
 from tests.cases import ROOT
 from tests.markdown import blocks
+from tests.run import Run
 
 GB = 1e9
 A100 = devices.DEVICES["a100-80"]

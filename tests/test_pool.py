@@ -4,11 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from harness.jobs.run import LONG, wait_until
 from harness.pool import Pool, PoolError
 from tests.cases import ROOT
 from tests.hanging import assert_hangs
 from tests.pools import RecipePool
+from tests.run import LONG, wait_until
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 

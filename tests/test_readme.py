@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from harness.jobs.run import LAUNCH, Run
 from harness.start.recipe import all_paths, path_of
 from tests.cases import CASES, ONE_LAYER, ROOT, WITHOUT_CASE
 from tests.markdown import (
@@ -25,6 +24,7 @@ from tests.markdown import (
     tables_of,
     without_targets,
 )
+from tests.run import LAUNCH, Run
 
 DOCS = ROOT / "docs"
 PAIRS = {

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from harness.jobs.run import LAUNCH, Run
 from tests.cases import ROOT
 from tests.markdown import blocks
+from tests.run import LAUNCH, Run
 
 PAGE = ROOT / "docs" / "testing.md"
 

@@ -17,7 +17,7 @@ from tests.cases.reference import Value
 def hello_ranks(n, graph=False, nodes=1):
     """A row of (rank, local rank, address as a number) from each; each node has as many ranks."""
     ranks, each = list(range(n)), n // nodes
-    first = ipaddress.ip_address("127.0.0.1" if nodes == 1 else "10.0.0.1")  # as harness/jobs/hosts.py gives them
+    first = ipaddress.ip_address("127.0.0.1" if nodes == 1 else "10.0.0.1")  # as tests/hosts.py gives them
     rows = Value([[rank, rank % each, int(first + rank // each)] for rank in ranks], dtype="int64")
     return Case(
         {"mine": ("S(0)", ranks), "everyone": ("B", ranks)},

@@ -7,13 +7,13 @@ import signal
 
 import pytest
 
-from harness.jobs.run import Run, wait_until
 from tests.cases import ROOT
 from tests.clusters import Cluster, install
 from tests.jobs import EQUAL, MET, SLEEPS, ended, launch
 from tests.linters import linter
 from tests.markdown import CLUSTERS as PAGE
 from tests.markdown import blocks
+from tests.run import Run, wait_until
 
 # Files that the page gives in full: name -> text.
 FILES = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))

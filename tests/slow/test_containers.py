@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.jobs.hosts import NO_HOSTS
-from harness.jobs.run import MARK, Run
 from tests.cases import ROOT
 from tests.environments import apt_install
+from tests.hosts import NO_HOSTS
 from tests.jobs import EQUAL, MET, PLAIN, SLEEPS, ended
 from tests.linters import linter
 from tests.markdown import blocks
+from tests.run import MARK, Run
 
 PAGE = ROOT / "docs" / "containers.md"
 FILES = dict(re.findall(r"`([\w.]+)`[^`\n]*:\n\n```\w+\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))

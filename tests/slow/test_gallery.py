@@ -5,11 +5,11 @@ import shlex
 
 import pytest
 
-from harness.jobs.run import LAUNCH, Run
 from harness.start import options
 from tests.cases import PROOFS
 from tests.cases.ladder import MAIN
 from tests.markdown import GALLERY, sections
+from tests.run import LAUNCH, Run
 
 SECTIONS = {section.recipe: section for section in sections(GALLERY)}
 WHOLE_JOBS = [name for name, proof in PROOFS.items() if proof.whole_job]

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 
-from harness.jobs.hosts import NO_HOSTS
 from harness.measure import theory
 from harness.measure.sbp import Layout
 from harness.pool import pool_cache
@@ -12,6 +11,7 @@ from harness.report import atlas
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, modes, sizes_of
 from tests.cases.ladder import Checks, check_recipe
+from tests.hosts import NO_HOSTS
 from tests.markdown import CLUSTERS, tables
 from tests.pools import RecipePool
 

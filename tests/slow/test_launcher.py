@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from harness.jobs.run import LAUNCH, Run, free_port, wait_until
 from harness.start.cores import available
 from harness.start.ranks import RankAssignment, cores_of
 from harness.start.recipe import RECIPES, path_of
 from tests.jobs import MET, PLAIN, SLEEPS, ended, launch
 from tests.markdown import GALLERY, sections
+from tests.run import LAUNCH, Run, free_port, wait_until
 
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.01)"  # the test makes the file
 

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from harness.jobs.hosts import NO_HOSTS
-from harness.jobs.run import LAUNCH, Run, free_port, wait_until
 from harness.start.peer import Peer
+from tests.hosts import NO_HOSTS
 from tests.jobs import EQUAL, MET, PLAIN, SLEEPS, ended, start
 from tests.markdown import BY_HAND
+from tests.run import LAUNCH, Run, free_port, wait_until
 
 NOWHERE = ("--master_addr", "nowhere.invalid", "--master_port", 29500)
 

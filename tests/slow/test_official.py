@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from harness.jobs.run import Run
 from tests.jobs import official
 from tests.markdown import ENGLISH, blocks
+from tests.run import Run
 
 
 def early_jobs(tmp_path_factory):

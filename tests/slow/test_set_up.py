@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from harness.jobs.run import Run, wait_until
 from harness.start import packages
 from tests.cases import ROOT
+from tests.run import Run, wait_until
 
 NO_NAMESPACE = 77  # exit code
 PYTHON = Path(sys._base_executable).resolve()  # uv takes no environment's Python for one of the machine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.jobs.run import CLEAN, LAUNCH, LONG, MARK, marked, wait_until
+from tests.run import CLEAN, LAUNCH, LONG, MARK, marked, wait_until
 from tests.terminal import Terminal, piped
 
 BEGIN = """import os, signal, time, oneflow as flow

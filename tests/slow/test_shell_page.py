@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.jobs.run import CLEAN, LONG, MARK, marked, wait_until
 from tests.cases import ROOT
 from tests.markdown import blocks_of
+from tests.run import CLEAN, LONG, MARK, marked, wait_until
 from tests.terminal import piped
 
 TEXT = (ROOT / "docs" / "shell.md").read_text()

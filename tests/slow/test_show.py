@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.jobs.run import LAUNCH, Run, wait_until
 from harness.measure.theory import matmul_boxings
 from harness.report import show as program
 from tests.cases import ROOT
 from tests.jobs import ended, launch
+from tests.run import LAUNCH, Run, wait_until
 
 PLAIN = """
 import oneflow as flow

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from harness.jobs.hosts import NO_HOSTS
-from harness.jobs.run import LAUNCH, Run, free_port, wait_until
 from tests.cases import ROOT
+from tests.hosts import NO_HOSTS
 from tests.jobs import ELASTIC, changed, ended, saved, train, undisturbed
 from tests.markdown import BY_HAND, CLUSTERS, blocks
+from tests.run import LAUNCH, Run, free_port, wait_until
 
 HELLO, RENDEZVOUS, SPAWN = (f"recipes/starting/{name}.py" for name in ("hello_ranks", "rendezvous", "spawn"))
 BARE = {name: None for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")}
