@@ -8,7 +8,7 @@
 Moves: nothing, 0 bytes: each rank computes its own columns of out. (Training adds one all-reduce of x's gradient.)
 Run:   ./launch.sh recipes/model_parallel.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/model_parallel.py [--graph]
-Use it when w is too big for one device, and follow it by row_parallel.py, which takes x split by columns as it is.
+Use it when w is too big for one device, and follow it with row_parallel.py, which takes x split by columns as it is.
 Source: M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
 

@@ -1,4 +1,4 @@
-"""Asynchronous update: a slow worker's gradients come from an old copy of the weights.
+"""Asynchronous SGD: how training suffers when a slow worker's gradients come from old weights.
 
     the last rank is slow    rank 0     rank 1     SBP
     x0         (4, 4)        whole      nothing    B
@@ -63,12 +63,12 @@ def apply_gradients(model, optimizer, gradients):
 
 
 def placements(device, n):
-    """One for each worker; the first of them is the server too, and the last is slow."""
+    """One rank for each worker; the first is also the server, and the last is slow."""
     return [flow.placement(device, [rank]) for rank in range(n)]
 
 
 def train(workers, steps=4, sync_every=2, batch=8, in_features=4, hidden_size=8, out_features=4):
-    """Train in float32; returns the model, the loss of each step, and how old each worker's weights were in it."""
+    """Train in float32; returns the model, the loss of each step, and the age of each worker's weights in steps."""
     n = len(workers)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
@@ -83,7 +83,7 @@ def train(workers, steps=4, sync_every=2, batch=8, in_features=4, hidden_size=8,
     model = MLP(w0, w1)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
     copies = [None] * n  # each worker's copy of the model
-    fetched_at = np.zeros(n, dtype=int)  # the step in which it was made
+    fetched_at = np.zeros(n, dtype=int)  # the step in which it was fetched
     losses, staleness = [], []
     for step in range(steps):
         results = []

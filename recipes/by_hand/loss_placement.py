@@ -15,7 +15,7 @@ Moves: first: (n-1)/n of out to rank 0, (n-1)/n of its gradient back; eager mode
        other: out and its gradient, once. each: neither. All: the all-reduce of train_data_parallel.py.
 Run:   ./launch.sh recipes/by_hand/loss_placement.py [--graph] [--loss each|first|other]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/by_hand/loss_placement.py [--graph]
-Use it to choose: take "each" unless the loss needs all outputs in one place, as a ranking loss does.
+Use it to choose: use "each" unless the loss needs all outputs in one place, as a ranking loss does.
 Source: OneFlow documentation, oneflow.Tensor.to_global (grad_sbp).
 """
 
@@ -97,7 +97,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    words = "on each rank that has rows of x, on the first one, or on another one"
+    words = "on every rank, on the first, or on the last, which has no part of the model"
     parser.add_argument("--loss", choices=["each", "first", "other"], default="first", help=words)
     args = parser.parse_args()
 

@@ -65,7 +65,7 @@ class TrainingGraph(flow.nn.Graph):
 
 
 def placements(device, n):
-    """One for each worker; the first of them is the server too."""
+    """One rank for each worker; the first is also the server."""
     return [flow.placement(device, [rank]) for rank in range(n)]
 
 

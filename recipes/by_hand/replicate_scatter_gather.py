@@ -16,7 +16,7 @@ Moves: from rank 0 n-1 copies of the weights, (n-1)/n of x and of out's gradient
        Eager mode sends more: (n-1)/n from every rank, and an all-reduce. --home all: only an all-reduce of gradients.
 Run:   ./launch.sh recipes/by_hand/replicate_scatter_gather.py [--graph] [--home first|all]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/by_hand/replicate_scatter_gather.py [--graph]
-Use it to read code with nn.DataParallel; to train, take --home all, as train_data_parallel.py does.
+Use it to read code with nn.DataParallel; to train, use --home all, as train_data_parallel.py does.
 Source: PyTorch documentation, torch.nn.DataParallel.
 """
 
@@ -113,7 +113,7 @@ def main():
     _, alone = train(one_device, one_device, args.graph)  # the same code on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if flow.env.get_rank() == 0:
-        print("text and weights are at home on ranks", *home.ranks, "and used on", *ranks.ranks)
+        print("text and weights are kept on ranks", *home.ranks, "and used on", *ranks.ranks)
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 

@@ -72,7 +72,7 @@ def main():
     sent = [str((rank - i) % n) for i in range(2 * (n - 1))]
     print("sends chunks", *sent[: n - 1], "to add, then finished chunks", *sent[n - 1 :])
 
-    stacked = own.to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()  # those of all ranks, one below the other
+    stacked = own.to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()  # those of all ranks, stacked
     expected = stacked.reshape(n, *own.shape).sum(axis=0)
     np.testing.assert_allclose(summed.numpy(), expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(reduced.numpy(), expected, rtol=1e-5, atol=1e-5)

@@ -7,7 +7,7 @@
 Each rank loads local tensors, and to_global in S(0) joins them into one batch for a model with global weights. numbers
 says which samples are in x. Every sample is loaded once in an epoch, by one of the ranks.
 
-Moves: nothing; the ranks only compare the shapes of their blocks, and to_global refuses blocks that are no even split.
+Moves: nothing but the shapes of the blocks: to_global raises an error if the blocks are not an even split.
 Run:   ./launch.sh recipes/data_and_state/data_loading.py
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_and_state/data_loading.py
 Use it when every rank can read the data set. In a graph add drop_last=True: the last batch of an epoch may be smaller.
@@ -34,7 +34,7 @@ class Samples(flow.utils.data.Dataset):
 
 
 def run(ranks, seed=0, epochs=2, samples=None, batch=4, features=5):
-    """Load some epochs, `batch` rows at a time on each rank.
+    """Load the data for some epochs, `batch` rows at a time on each rank.
 
     Returns all samples, the numbers of those that this rank loaded in each epoch, and numbers and x of the last batch.
     """

@@ -65,7 +65,7 @@ def main():
     args = parser.parse_args()
 
     x, _, repeated, out = run(flow.placement.all(args.device), args.graph)
-    by_built_in = repeated.to_local().numpy().ravel()[:8] != 0  # what is kept of the first numbers of this rank
+    by_built_in = repeated.to_local().numpy().ravel()[:8] != 0  # which of this rank's first 8 numbers are kept
     by_mask = out.to_local().numpy().ravel()[:8] != 0
     print(f"nn.Dropout keeps {by_built_in.astype(int)}, a global mask keeps {by_mask.astype(int)}")
     x, repeated, out = (tensor.numpy() for tensor in (x, repeated, out))  # collective: all ranks call it

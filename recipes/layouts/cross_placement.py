@@ -48,14 +48,14 @@ class ConversionsGraph(flow.nn.Graph):
 
 
 def placements(device, n, source=(), target=()):
-    """Those of x and of its conversions, by default each one half of the ranks."""
+    """The ranks of x and those of its conversions: by default one half each."""
     source = list(source or range(n // 2))
     target = list(target or range(n // 2, n))
     return flow.placement(device, source), flow.placement(device, target)
 
 
 def run(source, target, graph=False, seed=0, rows=4, columns=6):
-    """Returns x (rows, columns) in each SBP, by its name, and its 16 conversions, by names as "S(0) -> B"."""
+    """Returns x (rows, columns) in each SBP, by its name, and its 16 conversions, by names such as "S(0) -> B"."""
     n, rank = flow.env.get_world_size(), flow.env.get_rank()
     rng = np.random.default_rng(seed)
     parts = rng.integers(-9, 10, (n, rows, columns)).astype(np.float32)  # small integers, so nothing rounds

@@ -12,7 +12,7 @@ back: block = rows.to_local() is local. `numpy` gives the full value to every ra
 Moves: for first, its size to each rank but rank 0; for value, an all-reduce, as for any P; nothing for the others.
 Run:   ./launch.sh recipes/layouts/global_and_local.py
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/layouts/global_and_local.py
-Use it where data enters and leaves: each rank reads its own batch (S(0)), every rank makes the same weight (B). Make
+Use it where data enters and leaves: each rank reads its own batch (S(0)), every rank creates the same weight (B). Make
 tensors global before they enter an nn.Graph: one that is given local tensors computes wrong values, then aborts.
 Source: OneFlow documentation, "Global Tensor".
 """

@@ -44,7 +44,7 @@ class ProductsGraph(flow.nn.Graph):
 
 
 def run(ranks, graph=False, seed=0, batch=4, in_features=4, out_features=4):
-    """Returns x (batch, in) and w (in, out) in each SBP, by its name, and their 16 products, by names as "S(0) @ B"."""
+    """Returns x (batch, in) and w (in, out) by SBP, and their 16 products by names such as "S(0) @ B"."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     w = rng.standard_normal((in_features, out_features), dtype=np.float32)

@@ -44,7 +44,7 @@ class ConversionsGraph(flow.nn.Graph):
 
 
 def run(ranks, graph=False, seed=0, rows=4, columns=6):
-    """Returns x (rows, columns) in each SBP, by its name, and its 16 conversions, by names as "S(0) -> B"."""
+    """Returns x (rows, columns) in each SBP, by its name, and its 16 conversions, by names such as "S(0) -> B"."""
     n, rank = flow.env.get_world_size(), flow.env.get_rank()
     rng = np.random.default_rng(seed)
     parts = rng.integers(-9, 10, (n, rows, columns)).astype(np.float32)  # small integers, so nothing rounds

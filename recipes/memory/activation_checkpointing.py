@@ -82,9 +82,9 @@ def train(ranks, graph=False, steps=3, checkpointing=True, batch=8, in_features=
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
     blocks = []
-    for width in (in_features, out_features):  # the features of each block's output
+    for features in (in_features, out_features):  # the features of each block's output
         w_up = rng.standard_normal((in_features, hidden_size), dtype=np.float32) / 4
-        w_down = rng.standard_normal((hidden_size, width), dtype=np.float32) / 4
+        w_down = rng.standard_normal((hidden_size, features), dtype=np.float32) / 4
         blocks.append(Block(w_up, w_down, ranks))
 
     x = flow.tensor(x, placement=ranks, sbp=flow.sbp.split(0))

@@ -71,7 +71,7 @@ def train(ranks, graph=False, steps=3, batch=8, in_features=4, hidden_size=8, ou
         if graph:
             loss = training(x, y)
         else:
-            optimizer.zero_grad(set_to_none=True)  # first: old gradients need not lie beside the gathered weights
+            optimizer.zero_grad(set_to_none=True)  # first, to free the old gradients before the weights are gathered
             loss = flow.nn.functional.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()

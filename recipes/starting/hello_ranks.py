@@ -1,11 +1,11 @@
-"""Hello, ranks: what each rank knows, and whether it was started right.
+"""Hello, ranks: what each rank knows, and whether it started correctly.
 
     (rank, local rank, host)     rank 0      rank 1      SBP
     mine        (2, 3)           row 0       row 1       S(0)
     everyone    (2, 3)           whole       whole       B
 
 The rank counts from 0 to n-1 over the whole job, and a placement is a list of ranks. The local rank counts on one host:
-it says which GPU a rank takes. The host is given by its IPv4 address, as a number; links between hosts are slower.
+it selects the rank's GPU. The host is given by its IPv4 address, as a number; links between hosts are slower.
 
 Trap:  OneFlow believes LOCAL_RANK: if two ranks of one host have the same, shards are empty and sums wrong, silently.
        Two jobs that start on the same port may swap ranks, also silently: then the ranks of one launcher print
@@ -29,14 +29,14 @@ WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 
 def own_address():
-    """The address of this host on the way to rank 0: OneFlow tells hosts apart by it."""
+    """The address from which this host reaches rank 0; OneFlow tells hosts apart by it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing
         return probe.getsockname()[0]
 
 
 def check_shard(device):
-    """End the job if this rank does not hold the shard of its rank."""
+    """End the job if this rank holds the shard of a different rank."""
     rank, n = flow.env.get_rank(), flow.env.get_world_size()
     ranks = flow.tensor(np.arange(n), placement=flow.placement.all(device), sbp=flow.sbp.split(0))
     shard = ranks.to_local().numpy().tolist()
@@ -49,7 +49,7 @@ def run(ranks):
     """Each rank gives a row of (rank, local rank, host); returns the rows of all, split and whole."""
     host = int.from_bytes(socket.inet_aton(own_address()), "big")
     row = flow.tensor([[flow.env.get_rank(), flow.env.get_local_rank(), host]], device=ranks.type)
-    mine = row.to_global(placement=ranks, sbp=flow.sbp.split(0))  # the rows of all ranks, one below the other
+    mine = row.to_global(placement=ranks, sbp=flow.sbp.split(0))  # the rows of all ranks, stacked
     everyone = mine.to_global(sbp=flow.sbp.broadcast)
     return mine, everyone
 

@@ -1,4 +1,4 @@
-"""Rendezvous: ranks find each other through environment variables, a TCP address or a file.
+"""Rendezvous: how ranks find each other: by environment variables, a TCP address or a shared file.
 
     sum of all ranks    rank 0          rank 1          SBP
     number     (2, 1)   row 0           row 1           S(0)
@@ -14,7 +14,7 @@ Moves: an all-reduce of one number, 2 (n-1)/n x its bytes from each of n ranks.
 Run:   ./launch.sh recipes/starting/rendezvous.py
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/starting/rendezvous.py
        WORLD_SIZE=2 RANK=0 python recipes/starting/rendezvous.py --init-method file:///shared/job-17   (and with RANK=1)
-Use it where nobody knows beforehand on which host rank 0 starts. Else use a launcher, which sets all four.
+Use it when rank 0's host is not known in advance. Otherwise use a launcher, which sets all four.
 Source: OneFlow, "Launching distributed training"; PyTorch, init_process_group, whose init_method these are.
 """
 
@@ -36,7 +36,7 @@ def arguments():
 
 
 def init_by_env(nothing):
-    """All four variables are there."""
+    """A launcher has set all four variables."""
 
 
 def init_by_tcp(address):
@@ -47,9 +47,9 @@ def init_by_file(path):
     if os.environ["RANK"] == "0":
         with open(f"{path}.unfinished", "w") as file:
             file.write(free_address())
-        os.replace(f"{path}.unfinished", path)  # so that nobody reads half an address
+        os.replace(f"{path}.unfinished", path)  # so that no rank reads half an address
     deadline = time.monotonic() + 60
-    while not os.path.exists(path):  # give each job a path of its own: a file of an earlier job leads nowhere
+    while not os.path.exists(path):  # give each job a path of its own: the file of an earlier job has an old address
         if time.monotonic() > deadline:
             sys.exit(f"rank {os.environ['RANK']} waited 60 seconds for rank 0 to write {path}")
         time.sleep(1)
@@ -78,7 +78,7 @@ WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 def run(ranks):
     """Each rank gives its number; returns the numbers (n, 1) and their sum (1, 1)."""
     number = flow.tensor([[float(flow.env.get_rank())]], device=ranks.type)
-    number = number.to_global(placement=ranks, sbp=flow.sbp.split(0))  # the rows of all ranks, one below the other
+    number = number.to_global(placement=ranks, sbp=flow.sbp.split(0))  # the rows of all ranks, stacked
     partial = number.sum(0, keepdim=True)  # of this rank's rows: P
     total = partial.to_global(sbp=flow.sbp.broadcast)
     return number, total

@@ -1,4 +1,4 @@
-"""Spawn: a program starts ranks by multiprocessing and gets their results.
+"""Spawn: start ranks from an ordinary Python program, with multiprocessing, and get their results.
 
     in the program
     x      (4, 5)     whole, a numpy array
@@ -13,7 +13,7 @@ Moves: nothing between the ranks; x and w to each rank, and its shard of out bac
 Run:   ./launch.sh recipes/starting/spawn.py [--graph]
        python recipes/starting/spawn.py [--graph] [--ranks 4]
        python -m oneflow.distributed.launch --nproc_per_node 1 recipes/starting/spawn.py [--graph]
-Use it when a program needs ranks for a while, as a test, a search or a service does; for a job, use a launcher.
+Use it when a program needs ranks only for a while, such as a test or a service; for a job, use a launcher.
 Source: Python documentation, multiprocessing, "Contexts and start methods".
 """
 
@@ -122,7 +122,7 @@ def on_ranks(n, *arguments):
                 processes.append(process)
                 pipes.append(pipe)
                 if rank == 0 and n > 1:
-                    wait_until_listening(process, address, port)  # a rank that comes too early sleeps for 10 s
+                    wait_until_listening(process, address, port)  # a rank that starts too early sleeps for 10 s
             receive(processes, pipes)  # all are ready
             for pipe in pipes:
                 pipe.send(arguments)  # not as args of Process: more than 64 KB would fill its pipe and block the start

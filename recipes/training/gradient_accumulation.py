@@ -9,7 +9,7 @@
     w1 grad    (8, 4)                         whole       whole        B
 
 Micro-batch i is the i-th part of each rank's rows, and only its activations are alive. The m losses, each divided by m,
-have gradients that add up to that of the large batch. A graph takes the large batch and cuts it by itself.
+have gradients that add up to that of the large batch. A graph takes the large batch and splits it itself.
 
 Moves: in eager mode an all-reduce of the weights' gradients for each micro-batch, m x 2 (n-1)/n x the weights from each
        of n ranks. A graph adds up the partial sums first and pays once: 2 (n-1)/n x the weights.

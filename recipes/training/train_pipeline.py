@@ -10,10 +10,10 @@ With one batch, one stage works at a time. A graph cuts the batch into m micro-b
 stage 1 has the first: the bubble, when stages wait, is (n-1)/(m+n-1) of the time; the weights come out the same. Eager
 mode takes one micro-batch after the other through all stages: the same values, without overlap.
 
-Moves: forward each stage's output, backward its gradient, (batch, hidden) between neighbours, whatever m is.
+Moves: forward each stage's output, backward its gradient, (batch, hidden) between neighbours, for any m.
 Run:   ./launch.sh recipes/training/train_pipeline.py [--graph] [--micro-batches 4]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/training/train_pipeline.py [--graph]
-Use it when there are many layers, or links are slow: it moves the least. Take m several times n.
+Use it when there are many layers, or links are slow: it moves the least. Choose m several times n.
 Source: Y. Huang et al., "GPipe", arXiv:1811.06965.
 """
 
@@ -60,11 +60,11 @@ def placements(device, n):
 
 def train(stages, graph=False, steps=3, micro_batches=2, batch=8, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on a placement for each stage; returns the model and the loss of each step."""
-    widths = [in_features, *[hidden_size] * (len(stages) - 1), out_features]
+    features = [in_features, *[hidden_size] * (len(stages) - 1), out_features]
     rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)
-    weights = [rng.standard_normal(shape, dtype=np.float32) / 2 for shape in zip(widths, widths[1:])]
+    weights = [rng.standard_normal(shape, dtype=np.float32) / 2 for shape in zip(features, features[1:])]
 
     x = flow.tensor(x, placement=stages[0], sbp=flow.sbp.broadcast)
     y = flow.tensor(y, placement=stages[-1], sbp=flow.sbp.broadcast)

@@ -107,7 +107,7 @@ def attend(q, k, v, mask=0):
 
 
 def merge(state, new):
-    """The state of the keys of both: sums that were taken relative to one row_max are scaled to the larger one."""
+    """The state of the keys of both. Each sum is relative to its row_max, and is rescaled to the larger one."""
     row_max = flow.maximum(state.row_max, new.row_max)
     state_scale = flow.exp(state.row_max - row_max)
     new_scale = flow.exp(new.row_max - row_max)

@@ -124,7 +124,7 @@ def main():
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if flow.env.get_rank() == 0:
         heads = model.w_qkv.to_local().shape[1] // (3 * model.head_size)
-        print(f"each rank computes the attention of {heads} of {model.num_heads} heads, and sends no score")
+        print(f"each rank computes the attention of {heads} of {model.num_heads} heads, and sends no scores")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 

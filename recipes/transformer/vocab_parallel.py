@@ -104,7 +104,7 @@ def main():
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if flow.env.get_rank() == 0:
         columns, vocab_size = model.head.to_local().shape[1], model.head.shape[1]
-        print(f"of each of its tokens a rank computes the logits of {columns} of {vocab_size} words")
+        print(f"for each of its tokens a rank computes the logits of {columns} of {vocab_size} words")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 

@@ -8,7 +8,7 @@
 
 Between steps weights, biases, gradients and Adam's state take 1/n of their bytes; what has fewer rows than ranks stays
 whole. model.to_global(sbp=S(0)) alone is not this: it splits activations by columns, and aborts in a graph.
-The model need not fit on one rank: each block is made, split and let go before the next one is made.
+The model need not fit on one rank: each block is created, sharded and freed before the next one is created.
 
 Moves: an all-gather of each parameter, a reduce-scatter of its gradient: each (n-1)/n x their bytes from each rank.
 Run:   ./launch.sh recipes/your_model/fully_sharded_module.py [--graph]
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
-    """An ordinary model of a text's class: nothing in it knows of ranks."""
+    """An ordinary text classifier; nothing in it refers to ranks."""
 
     def __init__(self, vocab_size=12, hidden_size=8, num_layers=2, num_classes=5, dropout=0.0):
         super().__init__()
@@ -61,7 +61,7 @@ class Gathered:
         self.layer = layer
         self.sbps = sbps
 
-    def __getattr__(self, name):  # called for what is not an attribute yet
+    def __getattr__(self, name):  # called only for attributes that are not set yet
         value = getattr(self.layer, name)
         if name in self.sbps:
             # without identity OneFlow 0.9.0 aborts a graph that gathers a parameter: "register.cpp:75 Check failed"
@@ -85,7 +85,7 @@ def shard(module, ranks):
 
 
 def gather_in_forward(layer, sbps):
-    """Make a layer gather its own parameters in forward: its new class is a subclass with another forward."""
+    """Make a layer gather its own parameters in forward: its new class is a subclass with a different forward."""
     kind = type(layer)
 
     def forward(self, *inputs):
@@ -95,7 +95,7 @@ def gather_in_forward(layer, sbps):
 
 
 def make_model(ranks, hidden_size, num_layers):
-    """The model of shards. No rank ever holds more than one whole block."""
+    """The sharded model. No rank ever holds more than one full block."""
     model = shard(Classifier(hidden_size=hidden_size, num_layers=0), ranks)
     for _ in range(num_layers):
         model.blocks.append(shard(Block(hidden_size, dropout=0.0), ranks))
@@ -131,7 +131,7 @@ def train(ranks, graph=False, seed=0, steps=20, optimizer="adam", batch=8, hidde
         if graph:
             loss = training(ids, targets)
         else:
-            optimizer.zero_grad(set_to_none=True)  # first: old gradients need not lie beside the gathered weights
+            optimizer.zero_grad(set_to_none=True)  # first, to free the old gradients before the weights are gathered
             loss = nn.functional.cross_entropy(model(ids), targets)
             loss.backward()
             optimizer.step()

@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
-    """An ordinary model of a text's class: nothing in it knows of ranks."""
+    """An ordinary text classifier; nothing in it refers to ranks."""
 
     def __init__(self, vocab_size=12, hidden_size=8, num_layers=2, num_classes=5, dropout=0.0):
         super().__init__()
@@ -106,7 +106,7 @@ def lay_out(model, parts, stages):
 
 
 def parts_of(model):
-    """What is put on a stage as a whole. Of an nn.Sequential it would be list(model)."""
+    """The parts to place on stages. For an nn.Sequential this would be list(model)."""
     return [model.embedding, *model.blocks, model.head]
 
 

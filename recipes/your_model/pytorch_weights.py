@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
-    """An ordinary model of a text's class, with the names that it has in PyTorch."""
+    """An ordinary text classifier, with the parameter names of PyTorch."""
 
     def __init__(self, vocab_size=12, hidden_size=8, num_layers=2, num_classes=5):
         super().__init__()
@@ -67,7 +67,7 @@ class Column(nn.Linear):
 
 
 class Row(nn.Linear):
-    """Each rank has some of the inputs, a term of each output: weight S(1), bias B."""
+    """Each rank has some of the inputs and computes a partial sum: weight S(1), bias B."""
 
     def forward(self, x):
         out = flow.matmul(x, self.weight, transpose_b=True)
@@ -75,7 +75,7 @@ class Row(nn.Linear):
 
 
 KINDS = {"up": Column, "down": Row}
-SPLIT_DIMS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}  # of parameters whose names end so; all others are B
+SPLIT_DIMS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}  # by the end of a parameter's name; all others are B
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
@@ -147,7 +147,7 @@ def load(model, arrays, ranks):
 def save_safetensors(model, path):
     """Write the parameters to a file that safetensors and PyTorch open. All ranks call it; rank 0 writes.
 
-    One tensor at a time is whole on rank 0, and the file gets its name when it is complete on disk.
+    Rank 0 gathers one tensor at a time, and renames the file when it is complete on disk.
     """
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, w in model.named_parameters():

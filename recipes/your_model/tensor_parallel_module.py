@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
-    """An ordinary model of a text's class: nothing in it knows of ranks."""
+    """An ordinary text classifier; nothing in it refers to ranks."""
 
     def __init__(self, vocab_size=12, hidden_size=8, num_layers=2, num_classes=5, dropout=0.0):
         super().__init__()
@@ -72,7 +72,7 @@ class Column(nn.Linear):
 
 
 class Row(nn.Linear):
-    """Each rank of the tensor axis has some of the inputs, and so a term of each output."""
+    """Each rank of the tensor axis has some of the inputs and computes a partial sum."""
 
     split = {"weight": S(1), "bias": B}
 
