@@ -95,6 +95,13 @@ def losses(path, **arguments):
     return [float(loss) for loss in call_entry(recipe.load(path), arguments)[1]]
 
 
+def answers(path, sums, **arguments):
+    """The lines of so many sums that gpt.py writes after a run."""
+    module = recipe.load(path)
+    model, _ = call_entry(module, arguments)
+    return module.answer(model, module.SUMS[:sums]).tolist()
+
+
 def saving(path, **arguments):
     """Train gpt.py; in order what is put on disk, {path: size}, and what gets its name, with the sizes of its files."""
     fsync, replace, events = os.fsync, os.replace, []
