@@ -95,6 +95,13 @@ def losses(path, **arguments):
     return [float(loss) for loss in call_entry(recipe.load(path), arguments)[1]]
 
 
+def answers(path, sums, **arguments):
+    """The lines of so many sums that gpt.py writes after a run."""
+    module = recipe.load(path)
+    model, _ = call_entry(module, arguments)
+    return module.answer(model, module.SUMS[:sums]).tolist()
+
+
 def die(path, moment, step, **arguments):
     """Run gpt.py; rank 0 dies in this step: before it saves, with not all files written, or before it is named."""
     module = recipe.load(path)

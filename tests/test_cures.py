@@ -44,7 +44,7 @@ def saving(path, **arguments):
     return done
 
 
-TINY = {"batch_size": 2, "seq_len": 4, "num_layers": 1, "hidden_size": 8, "num_heads": 2}
+TINY = {"batch_size": 2, "seq_len": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 2}
 SAVING_TWICE = {
     "checkpoint": {},
     "elastic_training": {},

@@ -82,10 +82,11 @@ def test_mesh_trains_as_numpy_plain_and_with_all_options(pools, mesh, graph):
         prove_run(pools(int(np.prod(mesh))), GPT, mesh, {**options, "graph": graph}, sizes, options)
 
 
-def test_model_learns_to_add(pools):
-    """With the defaults of main; 100 of 100 answers were right on one rank."""
-    [seen] = pools(1).call(TRAINED, path=GPT, graph=True, steps=400, sums=100)
-    right = (np.array(seen["lines"]) == reference_gpt.lines_of(reference_gpt.SUMS[:100])).all(1).sum()
+def test_model_learns_to_add():
+    """With the defaults of main; 100 of 100 answers were right on one rank and on two."""
+    with Pool(1, timeout=1800) as pool:
+        [lines] = pool.call(f"{HERE}:answers", path=GPT, sums=100, graph=True, steps=400)
+    right = (lines == reference_gpt.lines_of(reference_gpt.SUMS[:100])).all(1).sum()
     Checks.that(right >= 90, right, "of 100 answers are right")
 
 
