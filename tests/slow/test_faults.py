@@ -33,10 +33,14 @@ def weights(tmp_path_factory):
 
 
 def with_fault(folder, fault, steps=(5,)):
-    """A copy of the recipe whose last rank runs these lines at the beginning of each of these steps, once."""
+    """A copy of the recipe whose last rank runs these lines at the beginning of each of these steps, once.
+
+    Before, all ranks wait for rank 0, which may still save the step before.
+    """
     mark = f"pathlib.Path('{folder}', f'fault {{step}}')"
     last = "flow.env.get_rank() == flow.env.get_world_size() - 1"
-    lines = f"if step in {steps} and {last} and not {mark}.exists():\n    {mark}.touch()\n"
+    lines = f"if step in {steps}:\n    flow.comm.barrier()\n"
+    lines += f"if step in {steps} and {last} and not {mark}.exists():\n    {mark}.touch()\n"
     lines += indent(fault.format(folder=folder), "    ")
     return changed(ELASTIC, folder, (BEGIN_OF_STEP, f"{indent(lines, ' ' * 8)}\n{BEGIN_OF_STEP}"))
 
