@@ -4,6 +4,7 @@ import ast
 import difflib
 import importlib.util
 import re
+import sys
 import sysconfig
 
 import numpy as np
@@ -183,8 +184,9 @@ def test_recipe_has_the_parts_of_a_page_in_order(name):
 
 
 def in_standard_library(module):
-    origin = importlib.util.find_spec(module).origin
-    return origin == "built-in" or origin.startswith(f"{sysconfig.get_path('stdlib')}/")
+    if module in sys.builtin_module_names:
+        return True
+    return importlib.util.find_spec(module).origin.startswith(f"{sysconfig.get_path('stdlib')}/")
 
 
 @pytest.mark.parametrize("module, expected", [("json", True), ("sys", True), ("pytest", False), ("harness", False)])
