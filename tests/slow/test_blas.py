@@ -11,9 +11,11 @@ from tests.jobs import ended, launch, official
 
 LIBRARY = Path(sys.prefix, "lib", "libopenblas.so")
 
-# The second product is made with a sgemm whose first instruction is `ret`, so that it writes nothing.
+# The second product is made with a sgemm whose first instruction is `ret`, so that it writes nothing. The ranks write
+# their line at once: under OneFlow's launcher they share one pipe, and print writes what it prints piece by piece.
 SCRIPT = """
 import ctypes
+import sys
 import numpy as np
 import oneflow as flow
 
@@ -30,7 +32,7 @@ if mapped:
     ctypes.CDLL(None).mprotect(ctypes.c_void_p(address & -4096), ctypes.c_size_t(4096), 7)
     ctypes.memset(address, 0xC3, 1)
     found.append(right())
-print(*found)
+sys.stdout.write(" ".join(map(str, found)) + "\\n")
 """
 
 
