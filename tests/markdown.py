@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.cases import ROOT
 
-ENGLISH, CHINESE = ROOT / "README.md", ROOT / "docs" / "README.zh-CN.md"
+ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 GALLERY, CHINESE_GALLERY = ROOT / "recipes" / "README.md", ROOT / "recipes" / "README.zh-CN.md"
 CLUSTERS = ROOT / "docs" / "clusters.md"
 

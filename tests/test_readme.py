@@ -30,11 +30,12 @@ DOCS = ROOT / "docs"
 PAIRS = {
     "README": (ENGLISH, CHINESE),
     "recipes": (GALLERY, CHINESE_GALLERY),
+    "pages": (DOCS / "README.md", DOCS / "README.zh-CN.md"),
     "choosing": (DOCS / "choosing.md", DOCS / "choosing.zh-CN.md"),
     "your-model": (DOCS / "your-model.md", DOCS / "your-model.zh-CN.md"),
 }
 ENGLISH_OF = {chinese: english for english, chinese in PAIRS.values()}
-PAGES = [ENGLISH, GALLERY, CHINESE_GALLERY, *sorted(DOCS.glob("*.md"))]
+PAGES = [ENGLISH, CHINESE, GALLERY, CHINESE_GALLERY, *sorted(DOCS.glob("*.md"))]
 SBP = r"(?:S\(\d\)|B|P)"
 ELSEWHERE = ("./launch.sh test", ".venv/bin/python -m oneflow.distributed.launch")  # what other tests run
 
@@ -204,8 +205,9 @@ def test_both_languages_link_to_the_same(page):
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
 def test_page_links_back_and_on(path):
     top = path.read_text().split("\n")[2]
-    home = "(README.zh-CN.md)" if path in ENGLISH_OF and path != CHINESE else "(../README.md)"
-    assert home in top and ("(README.md)" in top or path.name.startswith("README")), top
+    home = "(../README.zh-CN.md)" if path in ENGLISH_OF else "(../README.md)"
+    pages = "(README.zh-CN.md)" if path in ENGLISH_OF else "(README.md)"
+    assert home in top and (pages in top or path.name.startswith("README")), top
     for name in re.findall(r"(?:^| · )\[中文]\(([^)]+)\)", top):
         assert ENGLISH_OF[(DOCS / name).resolve()] == path, "not this page in Chinese"
 
@@ -228,9 +230,14 @@ def test_headings_of_the_gallery_are_different_links():
         assert len(slugs) == len(set(slugs))
 
 
-def test_pages_that_are_english_only_say_so_in_chinese():
-    links = re.findall(r"\[[^][]+]\(([^)#]+\.md)[^)]*\)(（英文）)?", CHINESE_GALLERY.read_text())
+@pytest.mark.parametrize(
+    "page", [CHINESE, CHINESE_GALLERY, DOCS / "README.zh-CN.md"], ids=["README", "recipes", "pages"]
+)
+def test_pages_that_are_english_only_say_so_in_chinese(page):
+    links = re.findall(r"\[[^][]+]\(([^)#:]+\.md)[^)]*\)(（英文）)?", page.read_text())
     for target, mark in links:
-        there = (CHINESE_GALLERY.parent / target).resolve()
-        is_english = there not in ENGLISH_OF and there != GALLERY  # the link at the top is to the same page in English
+        there = (page.parent / target).resolve()
+        is_english = (
+            there not in ENGLISH_OF and there != ENGLISH_OF[page]
+        )  # the link at the top is to the page in English
         assert bool(mark) == is_english, target

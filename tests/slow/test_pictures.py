@@ -20,7 +20,11 @@ from harness.start import recipe
 from tests.cases import ROOT
 
 PICTURES = ROOT / "docs" / "pictures"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("README*.md")),
+    *sorted((ROOT / "recipes").glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 NAMES = sorted(path.stem for path in PICTURES.glob("*.svg") if not path.stem.endswith("-dark"))
 SVG = "{http://www.w3.org/2000/svg}"
 KEPT = f"{ROOT / 'tests' / 'on_rank_memory.py'}:kept"
