@@ -35,7 +35,7 @@ PAIRS = {
     "your-model": (DOCS / "your-model.md", DOCS / "your-model.zh-CN.md"),
 }
 ENGLISH_OF = {chinese: english for english, chinese in PAIRS.values()}
-PAGES = [ENGLISH, CHINESE, GALLERY, CHINESE_GALLERY, *sorted(DOCS.glob("*.md"))]
+PAGES = [ENGLISH, CHINESE, ROOT / "CONTRIBUTING.md", GALLERY, CHINESE_GALLERY, *sorted(DOCS.glob("*.md"))]
 SBP = r"(?:S\(\d\)|B|P)"
 ELSEWHERE = ("./launch.sh test", ".venv/bin/python -m oneflow.distributed.launch")  # what other tests run
 
