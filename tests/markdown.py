@@ -70,18 +70,10 @@ class Section:
     text: str  # what is below the heading
 
     @property
-    def layout(self):
-        """The first item of the list: the tensors and their SBP."""
-        return self._item(0)
-
-    @property
     def moves(self):
-        """The second item: what is sent."""
-        return self._item(1)
-
-    def _item(self, number):
-        items = re.findall(r"^- \*\*[^*]+\*\* (.+(?:\n  .+)*)", self.text, flags=re.MULTILINE)
-        return " ".join(items[number].split())
+        """What is sent."""
+        [moves] = re.findall(r"^\*\*[^*]+\*\* (.+(?:\n.+)*)", self.text, flags=re.MULTILINE)
+        return " ".join(moves.split())
 
     @property
     def command(self):

@@ -36,7 +36,6 @@ PAIRS = {
 }
 ENGLISH_OF = {chinese: english for english, chinese in PAIRS.values()}
 PAGES = [ENGLISH, CHINESE, ROOT / "CONTRIBUTING.md", GALLERY, CHINESE_GALLERY, *sorted(DOCS.glob("*.md"))]
-SBP = r"(?:S\(\d\)|B|P)"
 ELSEWHERE = ("./launch.sh test", ".venv/bin/python -m oneflow.distributed.launch")  # what other tests run
 
 
@@ -88,34 +87,12 @@ def test_readme_lists_every_recipe_with_its_first_line():
         assert first_paragraph.startswith((f"{words} ", f"{words[0].upper()}{words[1:]} ")), first_paragraph
 
 
-def layouts_in(text):
-    """name -> SBP of a line such as: x (S(0), B) @ w (B, S(1)), old local, new w0 grad S(0)."""
-    name = r"((?:new )?[\w.]*[\w](?: grad| exp_avg)?)"
-    pairs = re.findall(rf"{name} (local\b|{SBP}(?![\w(])|\({SBP}(?:, {SBP})*\))", text, flags=re.ASCII)
-    return {tensor: sbp[1:-1] if sbp.startswith("(") else sbp for tensor, sbp in pairs if tensor not in ("B", "P")}
-
-
-def test_gallery_shows_the_layouts_of_the_cases():
+def test_gallery_says_of_which_recipes_nothing_moves():
     found = {section.recipe: section for section in sections(GALLERY)}
-    for name, case in ((name, CASES[name](4)) for name in CASES):
-        if found[name].layout.startswith("every pair"):
-            continue
-        shown = layouts_in(found[name].layout)
-        assert shown and shown == {tensor: case.layout[tensor][0] for tensor in shown if tensor in case.layout}, name
-        if {"x", "w"} <= {tensor.rstrip("0") for tensor in case.layout} and "losses" not in case.layout:
-            assert {"x", "w", "out"} <= {tensor.rstrip("01") for tensor in shown}
+    every_pair = ("sbp_conversions", "cross_placement", "matmul_signatures")
+    for name, case in ((name, CASES[name](4)) for name in CASES if name not in every_pair):
         moves = found[name].moves
         assert (moves == "nothing") == (not (case.moves or case.sends)), (name, moves)
-
-
-def test_gallery_shows_the_layouts_of_gpt():
-    """By its own table: it has no case."""
-    nodes = ast.parse(path_of("gpt").read_text()).body
-    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
-    [table] = [node.value for node in assigned if getattr(node.targets[0], "id", "") == "LAYOUT"]
-    table = eval(compile(ast.Expression(table), "gpt.py", "eval"), {"B": "B", "S": lambda dim: f"S({dim})"})
-    [shown] = [layouts_in(section.layout) for section in sections(GALLERY) if section.recipe == "gpt"]
-    assert shown == {kind: ", ".join(sbps) for kind, sbps in table.items() if kind != "replicated"}
 
 
 @pytest.mark.parametrize("page, title", [(GALLERY, "Contents"), (CHINESE_GALLERY, "目录")], ids=["english", "chinese"])
@@ -130,7 +107,7 @@ def test_contents_of_the_gallery_name_every_chapter_in_order(page, title):
 def test_every_recipe_of_the_gallery_has_a_command_and_its_output(page):
     for section in sections(page):
         assert f" {section.recipe}" in section.command and section.command.startswith("./launch.sh ")
-        assert section.output and section.layout and section.moves
+        assert section.output and section.moves
 
 
 def test_every_topic_of_training_is_found_by_its_name_in_pytorch():
@@ -166,14 +143,13 @@ def test_both_languages_agree(page):
     assert one_text.count("\n### ") == other_text.count("\n### ")
 
 
-def test_both_languages_of_a_recipe_have_the_same_numbers_code_and_layouts():
+def test_both_languages_of_a_recipe_have_the_same_numbers_and_code():
     english, chinese = sections(GALLERY), sections(CHINESE_GALLERY)
     assert [section.path for section in english] == [section.path for section in chinese]
     code = re.compile(rf"{CODE.pattern}|\b[BP]\b")
     for one, other in zip(english, chinese):
         found, theirs = (sorted(code.findall(without_targets(section.text))) for section in (one, other))
         assert found == theirs, one.title
-        assert layouts_in(one.layout) == layouts_in(other.layout), one.title
     for one, other in zip(chapters(GALLERY), chapters(CHINESE_GALLERY)):
         found, theirs = (sorted(code.findall(without_targets(text))) for text in (one, other))
         assert found == theirs, one.strip().split("\n")[0]

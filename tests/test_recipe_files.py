@@ -99,6 +99,18 @@ def test_drawing_in_the_docstring_is_the_layout(name):
         assert len(cells) == n
 
 
+def test_table_in_the_docstring_of_gpt_is_its_layout():
+    """By its own table: it has no case."""
+    nodes = ast.parse(source("gpt")).body
+    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+    [table] = [node.value for node in assigned if getattr(node.targets[0], "id", "") == "LAYOUT"]
+    table = eval(compile(ast.Expression(table), "gpt.py", "eval"), {"B": "B", "S": lambda dim: f"S({dim})"})
+    rows = re.findall(r"^ +([a-z][a-z, ]+?) +\(.*?\)  +(S\(\d\)|B)  +(S\(\d\)|B)", docstring("gpt"), flags=re.MULTILINE)
+    shown = {kind: sbps for kinds, *sbps in rows for kind in kinds.replace(" weight", "").split(", ")}
+    assert shown.pop("norms") == shown.pop("positions") == list(table["replicated"])
+    assert shown == {kind: list(sbps) for kind, sbps in table.items() if kind != "replicated"}
+
+
 def lookup(name):
     """The rows of the table of pairs in a docstring: first word -> the cells behind it."""
     rows = [
