@@ -1,7 +1,7 @@
 """docs/containers.md: its image is built with Podman, and a job runs, is limited and is stopped in containers.
 
-No registry is asked: a stand-in for the base image python:3.10-slim-bookworm is made of this machine's files.
-Containers see the .venv of this checkout. What Podman writes is in one folder, and its networks are in a namespace.
+No registry is used: this machine's files make a stand-in for the base image python:3.10-slim-bookworm, and containers
+see the .venv of this checkout. Podman writes into a folder of its own, and its networks are in a namespace.
 """
 
 import json

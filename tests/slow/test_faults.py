@@ -226,7 +226,7 @@ def test_damaged_checkpoint_ends_the_job_with_an_error(checkpoint, tmp_path, dam
     shutil.copytree(checkpoint, folder)
     for path in folder.rglob(name):
         path.write_bytes(change(path.read_bytes())) if change else path.unlink()
-    run = train(folder, *STEPS, code=1)
+    run = train(folder, *STEPS, n=1, code=1)
     assert error in run.err, run.err
 
 

@@ -1,4 +1,4 @@
-"""Linters have nothing to say: of the Python code, the shell scripts and the workflow of GitHub Actions."""
+"""Linters report nothing: of the Python code, the shell scripts and the workflow of GitHub Actions."""
 
 import subprocess
 
@@ -23,7 +23,7 @@ def lint(command):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_linter_has_nothing_to_say(command):
+def test_linter_reports_nothing(command):
     done = lint(command)
     assert done.returncode == 0, done.stdout
 
@@ -33,7 +33,7 @@ def test_linter_refuses_a_bad_workflow(tmp_path):
     assert "timeout-minutes:" in right
     (tmp_path / "tests.yml").write_text(right.replace("timeout-minutes:", "timeout_minutes:"))
     done = lint(f"{COMMANDS[-1].rpartition(' ')[0]} {tmp_path / 'tests.yml'}")
-    assert done.returncode, "the linter found nothing"
+    assert done.returncode, "the linter reports nothing"
 
 
 def test_workflow_calls_what_users_and_ci_call():

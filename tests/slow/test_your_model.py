@@ -31,7 +31,7 @@ def test_split_weights_alone_send_ten_times_as_much(pools, tmp_path):
 
 @pytest.mark.parametrize("data, equal", [(1, True), (2, False)])
 def test_dropout_differs_where_the_batch_is_split(pools, data, equal):
-    """Where it is not, all ranks draw the mask that one rank draws."""
+    """Else all ranks draw the mask that a single rank draws."""
     for losses, alone in pools(2).call(f"{ON_RANK}:losses_of", path=TENSOR_PARALLEL, data=data, dropout=0.1, steps=3):
         assert (abs(losses - alone).max() <= 2e-6) == equal
 
