@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.start.recipe import path_of
-from tests.cases import CASES, ROOT, reference
+from tests.cases import ROOT
 from tests.cases.ladder import OBSERVE
 
 ON_RANK = str(ROOT / "tests" / "on_rank_data.py")
@@ -44,14 +44,6 @@ def test_blocks_that_are_not_an_even_split_are_refused(pools, rows, wanted):
 def test_joining_the_ranks_batches_sends_no_data(pools):
     for sent in pools(2).call(f"{ON_RANK}:bytes_of_joining", rows=1000, columns=1000):
         assert sent < 200_000  # of 4 million bytes
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_mean_of_means_is_wrong_unless_the_ranks_divide_the_samples(n):
-    for batch, right in ((25, False), (24, True)):
-        samples, means = (CASES["metrics"](n, batch=batch).values[name].exact for name in ("samples", "means"))
-        of_means = np.mean([samples[rows].mean(axis=0) for rows in reference.rows_of(batch, n)], axis=0)
-        assert (np.isclose(of_means, means, rtol=1e-3) == right).all()
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -129,17 +121,3 @@ def test_equal_seeds_draw_equal_shards_or_not(pools, n, what):
         blocks = pools(n).call(f"{ON_RANK}:drawn_by", source=source, graph=graph, sbp=sbp, seeds=seeds)
         for block, other in combinations(blocks, 2):
             assert (block == other).all() == wanted, (seeds, wanted)
-
-
-def test_claims_about_random_values_are_false_of_other_values(pools):
-    loaded, drawn = (seen(pools, name, 2) for name in ("data_loading", "random_numbers"))
-    for rank in loaded:
-        rank["loaded"] = np.concatenate([loaded[0]["loaded"][:1]] * 2)  # equal on both ranks and in both epochs
-        rank["x"] = {**rank["x"], "value": rank["x"]["value"] + 1}
-        rank["numbers"] = {**rank["numbers"], "shard": rank["numbers"]["shard"] + 1}
-    for rank in drawn:
-        repeated, out = rank["repeated"], rank["out"]
-        rank["out"] = {part: 2 * repeated[part] for part in ("shard", "value")}  # equal on both ranks
-        rank["repeated"] = {part: 2 * out[part] for part in ("shard", "value")}
-    assert not any(CASES["data_loading"](2).claims(loaded).values())
-    assert not any(CASES["random_numbers"](2).claims(drawn).values())

@@ -4,10 +4,7 @@ from functools import partial
 
 import pytest
 
-from harness.measure import theory
-from harness.measure.sbp import Layout
 from harness.pool import pool_cache
-from harness.report import atlas
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, modes, sizes_of
 from tests.cases.ladder import Checks, check_recipe
@@ -50,6 +47,7 @@ def crossings():
         elif " → " in first:
             for graph, cell in ((False, cells[0]), (True, cells[1])):
                 rows.append((ranks[0], ranks[-1], *first.split(" → "), graph, float(cell)))
+    assert len(rows) == 22
     return rows
 
 
@@ -62,19 +60,3 @@ def test_bytes_between_two_hosts(hosts, pools, source, target, old, new, graph, 
     by_rank = pools(4).call(f"{HERE}:between_hosts", rows=SIZE, columns=SIZE, **keywords)
     sent = sum(by_rank[:2]) / (4 * SIZE**2)
     Checks.that(0 <= sent - units <= CONTROL, old, new, sent, "times the tensor, not", units)
-
-
-def test_table_of_what_crosses_has_the_formulas():
-    """Between two groups of ranks the total; among all of them, in a ring, what each rank sends to the next."""
-    assert len(crossings()) == 22
-    for source, target, old, new, graph, units in crossings():
-        layouts = Layout(old, source), Layout(new, target)
-        if graph:
-            continue
-        if source != target:
-            copied_on = {("B", "B"): 2}.get((old, new), 0)  # among the new ranks
-            assert units == atlas.expected("eager", (4, 4), (old, source), (new, target)) / 16 - copied_on
-        else:
-            sent = theory.Boxing((4, 4), *layouts).total / 16 / len(source)
-            two_ranks_to_two = 4 / 3 if theory.collective(*layouts) == "all-to-all" else 1  # each sends to 2 of 3 there
-            assert units == pytest.approx(sent * two_ranks_to_two)
