@@ -305,14 +305,24 @@ def test_collective_that_one_rank_calls_more_than_the_other(script, call):
     job = Run(LAUNCH, "-n", 2, "--silent", 2, path).until("end", times=2)
     job.until(NEVER_ANSWERED, stream="stderr")
     ended([job.signal(signal.SIGINT)])
-    named = [line for line in job.err.splitlines() if line.startswith("launch.sh: flow.comm.")]
-    assert named == ([f"launch.sh: flow.comm.{ONE_LESS[call]}"] if ONE_LESS[call] else []), job.err
+    lines = {line for line in job.err.splitlines() if line.startswith("launch.sh: flow.comm.")}
+    assert lines == ({f"launch.sh: flow.comm.{ONE_LESS[call]}"} if ONE_LESS[call] else set()), job.err
+
+
+THREAD = """
+import threading
+def run():
+    threading.main_thread().join()
+    print("ready", flush=True)
+    time.sleep(1000)
+threading.Thread(target=run).start()
+"""
 
 
 def test_rank_whose_thread_runs_has_not_run_to_its_end(script):
-    path = script("import threading\nthreading.Thread(target=time.sleep, args=(1000,)).start()\nprint('ready')")
-    job = launch("-n", 1, "--timeout", 4, path)
-    assert job.out == "ready\n" and "launch.sh: rank 0 of 1 is running" in job.err, job.err
+    job = Run(LAUNCH, "-n", 1, "--silent", 2, script(THREAD)).until("ready")
+    job.until("launch.sh: rank 0 of 1 is running", stream="stderr")
+    ended([job.signal(signal.SIGINT)])
     assert NEVER_ANSWERED not in job.err
 
 

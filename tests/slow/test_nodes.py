@@ -158,9 +158,9 @@ def test_silent_job_is_shown_on_every_node(script):
 def early_jobs(tmp_path_factory):
     """A job whose rank 0 is silent for longer than --silent, while rank 1 prints."""
     script = tmp_path_factory.mktemp("silence") / "mine.py"
-    lines = "for i in range(150 if rank else 1): print(i, flush=True); time.sleep(0.1)\nif not rank: time.sleep(15)\n"
+    lines = "for i in range(200 if rank else 1): print(i, flush=True); time.sleep(0.1)\nif not rank: time.sleep(20)\n"
     script.write_text(PLAIN + lines)
-    return {"silence": start(None, "-n", 1, "--silent", 10, script)}
+    return {"silence": start(None, "-n", 1, "--silent", 15, script)}
 
 
 def test_what_ranks_of_another_node_print_ends_the_silence(early):
