@@ -82,7 +82,7 @@ def test_theory_of_uneven_blocks_and_meshes():
 
     assert total((5, 1), "S(0)", [0, 1], "B") == 5  # 2 rows one way, 3 the other
     assert total((5, 4), "S(0)", [0, 1], "S(1)") == 2 * 2 + 3 * 2
-    assert total((4, 4), "S(0)", [0, 1], "S(0)", [1, 2]) == 16  # every row goes on by one rank
+    assert total((4, 4), "S(0)", [0, 1], "S(0)", [1, 2]) == 16  # every row moves to the next rank
     assert total((4, 4), "B", [0, 1], "B", [1, 2]) == 16
     mesh = [[0, 1], [2, 3]]
     assert total((4, 4), "S(0), B", mesh, "B, B") == 8 * 4

@@ -1,4 +1,4 @@
-"""What the recipes by hand claim beyond their values: who talks to whom, and what goes wrong."""
+"""What the recipes by hand claim beyond their values: which ranks exchange what, and what goes wrong."""
 
 import pytest
 

@@ -59,7 +59,7 @@ volume_path = "{folder}/images/volumes"
 network_backend = "netavark"
 network_config_dir = "{folder}/networks"
 """
-# What the real base image has beyond a minimal Debian.
+# The packages that the real base image has in addition to a minimal Debian.
 ADDED = "apt ca-certificates libbz2-1.0 libffi8 liblzma5 libncursesw6 libreadline8 libsqlite3-0 libssl3 netbase zlib1g"
 PYTHON, VERSION = Path(sys.base_prefix), "python{}.{}".format(*sys.version_info)
 
@@ -111,7 +111,7 @@ def files_of_packages():
 
 
 def in_usr(path):
-    """/bin/bash is a file of /usr/bin, where /bin is a link to that."""
+    """The path without links to folders: /usr/bin/bash of /bin/bash."""
     return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 

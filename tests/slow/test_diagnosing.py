@@ -1,4 +1,4 @@
-"""The pages on errors: each message still appears where a page says, and each fix works.
+"""The pages on errors: each code block still ends with the message that the page names, and each fix works.
 
 Every code block of these pages is run, as the comment in front of it says:
 

@@ -75,7 +75,7 @@ def test_rank_that_fails_twice_is_restarted_twice_and_the_weights_are_the_same(h
 
 
 def early_jobs(tmp_path_factory):
-    """A job that waits for its time limit. Without OneFlow its ranks are where they stop long before that."""
+    """A job that waits for its time limit; without OneFlow, its ranks stop long before that."""
     script = tmp_path_factory.mktemp("silent") / "mine.py"
     stops = "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)"
     script.write_text(f"{PLAIN}{stops}\nif rank == 2: sys.exit(0)\n{SLEEPS}\n")
@@ -208,7 +208,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-DAMAGES = {  # the file, what becomes of its bytes (None: it is removed), and the error
+DAMAGES = {  # file, its bytes after the damage (None: the file is removed), error
     "state cut short": ("pickled_data", lambda data: data[:100], "UnpicklingError: pickle data was truncated"),
     "meta removed": ("meta", None, "RuntimeError: This variable does not have meta info"),
     "meta cut short": ("meta", lambda data: data[: data.index(b"_type")], 'has no field named "data"'),
@@ -220,7 +220,7 @@ DAMAGES = {  # the file, what becomes of its bytes (None: it is removed), and th
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoint_ends_the_job_with_an_error(checkpoint, tmp_path, damage):
-    """Changed numbers only because the recipe compares its losses with those of a single device."""
+    """Changed numbers are noticed only because the recipe compares its losses with those of a single device."""
     name, change, error = DAMAGES[damage]
     folder = tmp_path / "checkpoints"
     shutil.copytree(checkpoint, folder)

@@ -1,4 +1,4 @@
-"""What global_and_local.py warns of is so."""
+"""The traps that global_and_local.py warns of."""
 
 import pytest
 

@@ -39,7 +39,7 @@ SHORTER = [  # runs of the page; a graph on four ranks takes ten seconds to comp
     for graph in (False, True)
     if not graph or np.prod(row[0]) <= 2 or row[1] == "plain" and max(row[0]) == 4
 ]
-# Large enough that most bytes are those of the formula.
+# Large enough that OneFlow's own messages are few bytes.
 WIDE = {"batch_size": 8, "seq_len": 32, "num_layers": 2, "hidden_size": 64, "num_heads": 4}
 LOSS = "_C.sparse_softmax_cross_entropy(logits, targets.flatten())"
 MASK = "self.mask(seq_len, x.dtype)"
@@ -113,7 +113,7 @@ def test_training_resumes_on_another_mesh_and_in_the_other_mode(pools, tmp_path,
 
 
 def test_training_resumes_from_the_newest_checkpoint(pools, tmp_path):
-    """By number, not by name. And nothing is trained once more."""
+    """The newest by number, not by name. If no step is left, nothing is trained."""
     arguments = {"path": GPT, "checkpoint_dir": str(tmp_path), "save_every": 9, **TINY}
     pools(1).call(f"{HERE}:losses", steps=10, **arguments)
     (tmp_path / "unfinished").mkdir()  # a crash may leave one
@@ -182,7 +182,7 @@ def test_recipe_without_its_cure_sends_more(pools, tmp_path, sends_by_formula, c
 
 @pytest.mark.parametrize("row, graph", SHORTER, ids=str)
 def test_row_of_the_page_trains_as_numpy(measured, row, graph):
-    """Four of its steps. Layout, first gradients and losses are checked where they are made."""
+    """In four of its steps. row_run also compares layout, first gradients and losses with numpy."""
     run, stored = measured("gpt", row, graph), STORED[row][graph]
     errors = np.array(run["loss_errors"])
     apart = np.abs(errors - stored["loss_errors"][: len(errors)]).max()

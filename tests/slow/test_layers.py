@@ -71,7 +71,7 @@ KINDS = {
         lambda n, i, o: {"input_size": i, "hidden_size": o}, lambda n, i, o: (4, n, i), (512, 1024, 256), (6, 4, 6)
     ),
 }
-KINDS_OF_TITLE = {  # where the heading is not the name of the layer
+KINDS_OF_TITLE = {  # if the heading is not the name of the layer
     "Linear as Column, Row": ["Linear"],
     "BatchNorm1d, BatchNorm2d": ["BatchNorm1d", "BatchNorm2d"],
     "LSTM, h0 S(1)": ["LSTM"],

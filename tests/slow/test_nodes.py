@@ -133,7 +133,7 @@ def test_restarts_come_to_an_end(script):
 
 
 def test_node_that_comes_late(hosts, script):
-    """No limit ends the wait, and the launcher says once more for whom it waits, and what to check."""
+    """The wait has no limit, and after --silent the launcher says again which node is missing, and what to check."""
     port, path = free_port(), script("print('met')")
     [second] = start(hosts, "-n", 1, "--silent", 3, path, only=[1], port=port)
     second.until("launch.sh: waiting for node 0 at ", stream="stderr")

@@ -78,7 +78,7 @@ def amounts(claimed):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt_losses", "parameter_server")])
 def test_numbers_are_claimed(name):
-    """What stands in parentheses is a formula; parameter_server also adds up what a rank sends."""
+    """Numbers in parentheses are formulas; parameter_server also adds up what a rank sends."""
     numbers = set(re.findall(r"(?<!\()\b\d+\.\d\d\b", " ".join(texts(picture(name)))))
     assert numbers <= amounts(CLAIMS[name])
 
@@ -121,7 +121,7 @@ def near(sent, claimed):
 
 
 def is_as_claimed(tensor, claimed):
-    """Whether shape, SBP and ranks are those of the claim, in which a first dimension "s" has any size."""
+    """Whether shape, SBP and ranks are those of the claim; a first dimension "s" has any size."""
     first = ["s"] if claimed["shape"][0] == "s" else list(tensor["shape"][:1])
     layout_of_run = [*first, *tensor["shape"][1:]], tensor["sbp"], tensor["ranks"]
     return layout_of_run == (claimed["shape"], claimed["sbp"], claimed["ranks"])

@@ -7,7 +7,7 @@ from harness.start.recipe import path_of
 from tests.cases import CASES
 from tests.cases.ladder import OBSERVE, Checks, assert_close, check_tensors
 
-LATER = {4: [2, 3], 3: [1, 2]}  # of so many ranks
+LATER = {4: [2, 3], 3: [1, 2]}  # number of ranks -> those that the recipe uses
 MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 WORLDS = pytest.mark.parametrize("n", LATER)
 

@@ -103,7 +103,7 @@ class Clone:
             (self.bin / "uv").symlink_to(uv)
 
     def start(self, command=("./launch.sh", "-n", "1", "hello.py"), **changes):
-        """Begin a run; changes are made to the environment, where None takes a variable away."""
+        """Begin a run; changes: of environment variables, None removes one."""
         variables = {name: None for name in os.environ if name.startswith(("UV_", "PIP_"))}
         variables.update(PIP_INDEX_URL=self.address, PIP_CONFIG_FILE=os.devnull)
         variables.update(UV_CACHE_DIR=str(self.folder / "cache"), UV_HTTP_RETRIES="0", COOKBOOK_BLAS="builtin")

@@ -52,7 +52,7 @@ def test_rank_that_waits_in_vain_for_the_file_says_so(hosts, tmp_path):
 
 @pytest.mark.parametrize("where", [(0, 1, 0, 1), (1, 0, 0, 1)], ids=["in turns", "inside out"])
 def test_hello_tells_hosts_apart(hosts, where):
-    """Hosts are counted by their first rank; the local ranks are those that OneFlow goes by."""
+    """Hosts are numbered by their first rank, and local ranks as in OneFlow."""
     if not hosts.real:
         pytest.skip(NO_HOSTS)
     common = ["--nnodes", 4, "--master_addr", hosts.addresses[where[0]], "--master_port", free_port(), "-n", 1]

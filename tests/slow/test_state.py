@@ -1,4 +1,4 @@
-"""What the docstrings of the recipes on state say beyond values and layouts."""
+"""What the recipes on state claim beyond values and layouts: resuming, crashes, bytes."""
 
 import os
 

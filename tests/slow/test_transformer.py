@@ -67,7 +67,7 @@ def test_indexing_a_table_by_split_ids_is_refused_by_the_ladder(pools, tmp_path,
 
 
 def with_equal_logits(path, graph):
-    """On a rank: the numbers of a step of mixture_of_experts.py, and its new weights, where no expert is likelier."""
+    """On a rank: losses, dropped tokens and new weights of mixture_of_experts.py if all experts are equally likely."""
     from harness.measure.entry import call_entry
 
     module = load(path)

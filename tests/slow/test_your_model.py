@@ -1,4 +1,4 @@
-"""What the docstrings of the recipes on your own model say beyond values and layouts."""
+"""What the recipes on your own model claim beyond values and layouts: bytes, dropout, memory."""
 
 import pytest
 
