@@ -29,10 +29,3 @@ def test_bytes_and_memory_are_those_of_the_formulas(row):
             sent = run["sent"][axis]
             off, explained = meshes.off(sent, formula), (*row, axis, mode) in meshes.KNOWN
             Checks.equal(off, explained, *row, mode, axis, sent, "is more than 5 % from", formula)
-
-
-def test_sequence_parallel_holds_as_much_as_plain():
-    """As the page says."""
-    held = {row: [run["held"] for run in both] for row, both in by_row(RUNS).items()}
-    compared = [mesh for mesh, layout in held if layout == "sequence parallel"]
-    assert compared and all(held[mesh, "sequence parallel"] == held[mesh, "plain"] for mesh in compared)
