@@ -16,6 +16,7 @@ from harness.start.recipe import path_of
 from tests.cases import ROOT, reference_gpt
 from tests.cases.gpt import FOUND, MESHES, ROWS, TRAINED, by_row, known, mesh_of, prove_run, row_run, sent_in_a_step
 from tests.cases.ladder import Checks
+from tests.jobs import changed
 
 GPT = str(path_of("gpt"))
 HERE = str(ROOT / "tests" / "on_rank_gpt.py")
@@ -144,11 +145,10 @@ def test_death_loses_at_most_one_interval(tmp_path, moment, graph):
 
 def test_table_by_ids_has_a_wrong_gradient(pools, tmp_path):
     """Why the recipe gathers: table[ids] with split ids has the gradient of a single shard, and claims that it is B."""
-    source, cure = path_of("gpt").read_text(), "flow._C.gather(table, ids.transpose(0, 1), 0)"
-    assert source.count(cure) == 1
-    (tmp_path / "gpt.py").write_text(source.replace(cure, "table[ids.transpose(0, 1)]"))
+    cure, other = "flow._C.gather(table, ids.transpose(0, 1), 0)", "table[ids.transpose(0, 1)]"
+    path = str(changed(GPT, tmp_path, (cure, other)))
     gradient = known(steps=1, **SMALL)["first"]["embedding.tokens"].exact
-    for result in pools(2).call(TRAINED, path=str(tmp_path / "gpt.py"), steps=1, data=2, **SMALL):
+    for result in pools(2).call(TRAINED, path=path, steps=1, data=2, **SMALL):
         own = result["tensors"]["embedding.tokens exp_avg in step 1"]["value"] / 0.1
         assert np.abs(own - gradient).max() > 0.1 * np.abs(gradient).max()
 
@@ -156,7 +156,7 @@ def test_table_by_ids_has_a_wrong_gradient(pools, tmp_path):
 @pytest.fixture(scope="module")
 def sends_by_formula(pools, tmp_path_factory):
     """The bytes that two tensor-parallel ranks send in an eager step, which are about those of Megatron's formula."""
-    sent = bytes_of_a_step(pools(2), tmp_path_factory.mktemp("gpt"), path_of("gpt").read_text())
+    sent = bytes_of_a_step(pools(2), tmp_path_factory.mktemp("gpt"))
     all_reduces = 4 * WIDE["num_layers"] + 2
     activation = 4 * WIDE["batch_size"] * WIDE["seq_len"] * WIDE["hidden_size"]
     formula = all_reduces * 2 * activation  # of both ranks; the loss, its input's maxima and ids are added
@@ -164,19 +164,15 @@ def sends_by_formula(pools, tmp_path_factory):
     return sent
 
 
-def bytes_of_a_step(pool, folder, source):
+def bytes_of_a_step(pool, folder, *changes):
     """With a larger vocabulary: with so few characters, a gather of the logits costs little."""
-    assert source.count(VOCAB_SIZE) == 1
-    path = folder / "gpt.py"
-    path.write_text(source.replace(VOCAB_SIZE, LARGER))
-    return sum(sent_in_a_step(pool.call(TRAINED, path=str(path), steps=4, tensor=2, **WIDE)).values())
+    path = str(changed(GPT, folder, (VOCAB_SIZE, LARGER), *changes))
+    return sum(sent_in_a_step(pool.call(TRAINED, path=path, steps=4, tensor=2, **WIDE)).values())
 
 
 @pytest.mark.parametrize("cure, other, times", TRAPS)
 def test_recipe_without_its_cure_sends_more(pools, tmp_path, sends_by_formula, cure, other, times):
-    source = path_of("gpt").read_text()
-    assert source.count(cure) == 1
-    sent = bytes_of_a_step(pools(2), tmp_path, source.replace(cure, other))
+    sent = bytes_of_a_step(pools(2), tmp_path, (cure, other))
     Checks.that(sent >= times * sends_by_formula, sent / sends_by_formula, "x as much as with its cure")
 
 
