@@ -105,15 +105,10 @@ def test_checkpointing_lowers_the_peak_of_eager_mode_and_raises_that_of_a_graph_
     Checks.that(0.5 < change / blocks < 1.5, "peak changes by", change, "and must by", blocks)
 
 
-def choice(pool, **sizes):
-    """SBP of the weights, and what moves, in the job into which auto parallel compiles the graph."""
-    job = pool.call(COMPILED, path=path("auto_parallel"), steps=1, **sizes)[0]
-    return [job["ops"][f"model.{name}"][1]["out"] for name in ("w0", "w1")], job["boxings"]
-
-
 @pytest.mark.parametrize("batch", [8, 512, 1024, 2048])
 def test_auto_parallel_turns_from_tensor_to_data_parallel_as_the_batch_grows(pools, batch):
-    weights, moves = choice(pools(2), batch=batch)
+    job = pools(2).call(COMPILED, path=path("auto_parallel"), steps=1, batch=batch)[0]
+    weights, moves = [job["ops"][f"model.{name}"][1]["out"] for name in ("w0", "w1")], job["boxings"]
     if batch <= 512:
         Checks.equal(weights, ["S(1)", "S(0)"], "weights at batch", batch)
         assert not [shape for _, _, shape in moves if shape in ((256, 1024), (1024, 256))]  # no weight, no gradient

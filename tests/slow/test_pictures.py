@@ -42,10 +42,6 @@ STRATEGIES = {  # what a rank holds: name -> {"recipe", "options", "ranks", "kep
 }
 
 
-def texts(root):
-    return ["".join(text.itertext()).strip() for text in root.iter(f"{SVG}text")]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_light_and_dark_differ_in_colours_only(name):
     light, dark = ((PICTURES / f"{name}{theme}.svg").read_text() for theme in ("", "-dark"))
@@ -79,7 +75,8 @@ def amounts(claimed):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt_losses", "parameter_server")])
 def test_numbers_are_claimed(name):
     """Numbers in parentheses are formulas; parameter_server also adds up what a rank sends."""
-    numbers = set(re.findall(r"(?<!\()\b\d+\.\d\d\b", " ".join(texts(picture(name)))))
+    text = " ".join("".join(element.itertext()) for element in picture(name).iter(f"{SVG}text"))
+    numbers = set(re.findall(r"(?<!\()\b\d+\.\d\d\b", text))
     assert numbers <= amounts(CLAIMS[name])
 
 
