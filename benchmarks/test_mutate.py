@@ -12,7 +12,7 @@ from harness.start.recipe import path_of
 from tests.cases import CASES, WITHOUT_CASE
 from tests.cases.ladder import OBSERVE
 
-# What a lesson says -> how many mutants each place has, at least, that begin with it.
+# A piece of code -> how many mutants each place with it has, at least.
 PLACES = {
     **dict.fromkeys(("flow.sbp.broadcast", "flow.sbp.split(", "flow.sbp.partial_sum"), 3),
     "flow.placement(": 4,
@@ -23,22 +23,22 @@ PLACES = {
     "os.fsync(": 1,
     "os._exit(": 1,
 }
-# The same of what stands behind a name, such as update.zero_grad(set_to_none=True).
+# The same for what stands behind a name, such as optimizer.zero_grad(set_to_none=True).
 METHODS = {".set_stage(": 5, ".set_epoch(": 1, ".zero_grad(": 1, ".kill()": 1, "set_to_none": 1, "grad_sbp": 1}
 
 
 def test_every_recipe_is_broken_in_every_layout_and_every_cure_that_it_states():
     for name in (*CASES, *WITHOUT_CASE):
         source = path_of(name).read_text()
-        found = list(mutants(source))
-        changes = [mutant.change.split(" -> ")[0] for mutant in found]
+        all_mutants = list(mutants(source))
+        changes = [mutant.change.split(" -> ")[0] for mutant in all_mutants]
         code = source[source.index("\nimport") :]  # without the docstring
         code = "".join(line.split("#")[0] for line in code.splitlines(keepends=True))
         for words, times in PLACES.items():
             assert sum(change.startswith(words) for change in changes) >= times * code.count(words), (name, words)
         for words, times in METHODS.items():
             assert sum(words in change for change in changes) >= times * lesson(code).count(words), (name, words)
-        assert all(source != mutant.source and ast.parse(mutant.source) for mutant in found)
+        assert all(source != mutant.source and ast.parse(mutant.source) for mutant in all_mutants)
 
 
 PLANNED = """
@@ -101,7 +101,7 @@ def pools():
         yield pools
 
 
-def test_red_is_told_from_green(pools, tmp_path):
+def test_red_and_green_are_distinguished(pools, tmp_path):
     source, path = path_of("single_device").read_text(), tmp_path / "single_device.py"
     path.write_text(source)
     assert mutate.first_red(pools, path, "single_device") is None
@@ -120,7 +120,7 @@ def test_red_is_told_from_green(pools, tmp_path):
         ("x.numpy() @ w.numpy()", "x.numpy() @ -w.numpy()", "main fails on rank 0: Not equal to tolerance"),
     ],
 )
-def test_changed_main_is_told_from_one_that_does_the_same(pools, tmp_path, old, new, words):
+def test_main_with_a_fault_is_red_and_one_that_does_the_same_is_green(pools, tmp_path, old, new, words):
     source, path = path_of("data_parallel").read_text(), tmp_path / "data_parallel.py"
     path.write_text(source.replace('"out is"', '"out " "is"'))
     assert mutate.first_red_of_main(pools, path, "data_parallel") is None
@@ -137,7 +137,7 @@ def test_pipeline_without_identity_is_red_whatever_its_weights_are(pools, tmp_pa
     assert mutate.first_red(pools, path, "train_pipeline")
     for micro_batches, wrong in ((1, []), (2, ["model.0.w", "model.1.w"])):
         seen = pools(2).call(OBSERVE, path=str(path), graph=True, micro_batches=micro_batches)
-        assert [one["without_identity"] for one in seen] == [wrong] * 2
+        assert [rank["without_identity"] for rank in seen] == [wrong] * 2
 
 
 def test_changed_recipe_is_seen_by_tests_of_its_own(tmp_path, monkeypatch):

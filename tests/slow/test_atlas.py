@@ -7,7 +7,7 @@ import pytest
 from harness.measure import theory
 from harness.measure.sbp import NAMES
 from harness.measure.steps import Move, tensors_and_moves
-from harness.report import atlas, atlas_page, runs, tables
+from harness.report import atlas, atlas_page, runs
 from harness.start.recipe import path_of
 from tests.background import step_call
 from tests.cases import CASES, GRAPH_ONLY, PROOFS, TRAINED, proven_on
@@ -22,7 +22,7 @@ def background_calls(item):
     """What a test needs: see background.py."""
     wanted = runs_of(**item.callspec.params) if item.originalname == "test_bytes_of_every_recipe" else []
     calls = {}
-    if "found" in item.fixturenames:
+    if "atlas_tables" in item.fixturenames:
         calls = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
     if item.originalname == "test_page_is_that_of_this_run":
         calls = atlas_page.calls()
@@ -35,7 +35,7 @@ def background_calls(item):
 
 
 def runs_of(name, mode):
-    """(name, number of ranks, mode) of each run that is looked at."""
+    """(name, number of ranks, mode) of each run that is measured."""
     sizes = proven_on(name)
     if PROOFS[name].shares_moves or name == "matmul_signatures":  # the atlas measures these on each n
         sizes = sizes[:1]
@@ -45,17 +45,17 @@ def runs_of(name, mode):
 
 
 @pytest.fixture(scope="session")
-def found(measured):
+def atlas_tables(measured):
     return {key: table for n in atlas.SAME for key, table in measured("atlas", n).items()}
 
 
 def near(sent, wanted, *what):
-    """Within 2 % of the formula at 1 MB and above; below that, and where it is nothing, but for control traffic."""
+    """Within 2 % of the formula; below 1 MB, also within OneFlow's own messages."""
     Checks.that(abs(sent - wanted) <= 0.02 * wanted + CONTROL * (wanted < 1e6), *what, "sent", sent, "not", wanted)
 
 
 def value(words, p):
-    """Of a formula as the page writes it."""
+    """The value of a formula of the page."""
     return eval(words.replace("2(", "2*(").replace("p²", "p**2").replace(" on average", ""), dict(p))
 
 
@@ -64,16 +64,16 @@ def test_theory_is_that_of_the_paper(which, ranks):
     for old, new in atlas.PAIRS:
         for source, target in [*ranks.values(), *(([0, 1, 2], [3, 4, 5, 6]) for _ in [0] if which == "disjoint")]:
             p = {"p": len(source), "p1": len(source), "p2": len(target)}
-            one = atlas.formula(source, target, old, new, shape=(12, 24))
+            boxing = atlas.formula(source, target, old, new, shape=(12, 24))
             total = value(atlas.formula_in_words(which, old, new), p)
-            Checks.that(abs(one.total - total) < 1e-9, which, old, new, source, target, one)
+            Checks.that(abs(boxing.total - total) < 1e-9, which, old, new, source, target, boxing)
             by_rank = dict.fromkeys(source, value(atlas.sent_by_each(old, new), p))
             if which == "disjoint":
                 before, after = (value(words, p) for words in atlas.sent_to_others(old, new))
                 by_rank = {**dict.fromkeys(source, before), **dict.fromkeys(target, after)}
             Checks.that(abs(sum(by_rank.values()) - total) < 1e-9, which, old, new, by_rank, "is not", total)
-            for rank, sent in (one.by_rank or {}).items():
-                Checks.that(abs(sent - by_rank[rank]) < 1e-9, which, old, new, "rank", rank, one)
+            for rank, sent in (boxing.by_rank or {}).items():
+                Checks.that(abs(sent - by_rank[rank]) < 1e-9, which, old, new, "rank", rank, boxing)
 
 
 def test_theory_of_uneven_blocks_and_meshes():
@@ -82,7 +82,7 @@ def test_theory_of_uneven_blocks_and_meshes():
 
     assert total((5, 1), "S(0)", [0, 1], "B") == 5  # 2 rows one way, 3 the other
     assert total((5, 4), "S(0)", [0, 1], "S(1)") == 2 * 2 + 3 * 2
-    assert total((4, 4), "S(0)", [0, 1], "S(0)", [1, 2]) == 16  # every row goes on by one rank
+    assert total((4, 4), "S(0)", [0, 1], "S(0)", [1, 2]) == 16  # every row moves to the next rank
     assert total((4, 4), "B", [0, 1], "B", [1, 2]) == 16
     mesh = [[0, 1], [2, 3]]
     assert total((4, 4), "S(0), B", mesh, "B, B") == 8 * 4
@@ -92,11 +92,13 @@ def test_theory_of_uneven_blocks_and_meshes():
 
 @pytest.mark.parametrize("mode", atlas.MODES)
 @pytest.mark.parametrize("n", atlas.SAME)
-def test_conversions_send_what_theory_says_or_what_is_known(found, n, mode):
+def test_conversions_send_what_theory_says_or_what_is_known(atlas_tables, n, mode):
     whole = 4 * atlas.SHAPE[0] * atlas.SHAPE[1]
     for source, target in (atlas.SAME[n], atlas.DISJOINT[n]):
         for old, new in atlas.PAIRS:
-            sent = [whole * one for one in found["conversions", tuple(source), tuple(target), mode][old, new]]
+            sent = [
+                whole * share for share in atlas_tables["conversions", tuple(source), tuple(target), mode][old, new]
+            ]
             wanted = 4 * atlas.expected(mode, atlas.SHAPE, (old, source), (new, target))
             what = (n, mode, old, source, "->", new, target)
             near(sum(sent), wanted, *what)
@@ -110,17 +112,17 @@ def test_conversions_send_what_theory_says_or_what_is_known(found, n, mode):
 
 
 @pytest.mark.parametrize("which", atlas.MATMULS)
-def test_matmuls_send_what_moving_an_input_takes(found, which):
-    for n, mode in ((n, mode) for what, n, other, mode in found if (what, other) == ("signatures", which)):
+def test_matmuls_send_what_moving_an_input_takes(atlas_tables, which):
+    for n, mode in ((n, mode) for what, n, other, mode in atlas_tables if (what, other) == ("signatures", which)):
         ranks = list(range(n))
-        for (x, w), (out, sent) in found["signatures", n, which, mode].items():
+        for (x, w), (out, sent) in atlas_tables["signatures", n, which, mode].items():
             i, j = NAMES.index(x), NAMES.index(w)
             Checks.equal(out, SIGNATURES[which][i][j], n, which, mode, x, "@", w, "SBP")
             shapes = atlas.MATMULS[which]
             inputs = [{"sbp": sbp, "ranks": ranks, "shape": shape, "item": 4} for sbp, shape in zip((x, w), shapes)]
             moved = theory.matmul_boxings(inputs, {"sbp": out})
             Checks.equal(not moved, (x, w) in theory.MATMUL, n, which, mode, x, "@", w, "is legal")
-            wanted = sum(4 * atlas.expected(mode, one.shape, one.old, one.new) for _, one in moved)
+            wanted = sum(4 * atlas.expected(mode, boxing.shape, boxing.old, boxing.new) for _, boxing in moved)
             near(sum(sent), wanted, n, which, mode, x, "@", w)
 
 
@@ -138,18 +140,18 @@ def test_bytes_of_every_recipe(measured, name, mode):
                 Checks.equal(move.change.split(" -> ")[0], "local", *what)
                 continue
             how = "graph" if move.what.startswith("a call of") else "eager"
-            known = sum(one.item * atlas.expected(how, one.shape, one.old, one.new) for one in move.boxings)
+            wanted = sum(b.item * atlas.expected(how, b.shape, b.old, b.new) for b in move.boxings)
             if how == "graph" and PROOFS[name].shares_moves:
-                Checks.that(sum(move.sent) <= 1.02 * known, *what, "sent", move.sent, "more than", known)
+                Checks.that(sum(move.sent) <= 1.02 * wanted, *what, "sent", move.sent, "more than", wanted)
                 continue
-            near(sum(move.sent), known, *what)
-            if move.by_rank and all(where(how, one) not in atlas.DEVIATIONS for one in move.boxings):
+            near(sum(move.sent), wanted, *what)
+            if move.by_rank and all(key_of(how, boxing) not in atlas.DEVIATIONS for boxing in move.boxings):
                 for rank, sent in move.by_rank.items():
-                    near(move.sent[rank], sent * known / move.formula if known else 0, *what, f"rank {rank}")
+                    near(move.sent[rank], sent * wanted / move.formula if wanted else 0, *what, f"rank {rank}")
 
 
-def where(mode, boxing):
-    """The key of a move in the table of deviations."""
+def key_of(mode, boxing):
+    """Of a boxing in atlas.DEVIATIONS."""
     (old, ranks), (new, new_ranks) = boxing.old, boxing.new
     return (mode, atlas.kind(ranks, new_ranks), old, new) if "," not in old else None
 
@@ -166,8 +168,8 @@ def test_memory_of_adam_is_that_of_the_moments_that_a_recipe_has(measured, run):
     name, n, mode = run
     words = {word for key in CASES[name](n).values for word in key.split()}
     states = {"exp_avg", "exp_avg_sq", "momentum_buf"} & words
-    for rank, kept in enumerate(one["kept"] for one in measured("step", name, n, mode)):
-        Checks.equal(kept["state"], len(states) * kept["weights"], *run, f"rank {rank}", "state")
+    for rank, result in enumerate(measured("step", name, n, mode)):
+        Checks.equal(result["kept"]["state"], len(states) * result["kept"]["weights"], *run, f"rank {rank}", "state")
 
 
 def test_difference_between_pages_is_seen():
@@ -176,17 +178,3 @@ def test_difference_between_pages_is_seen():
     assert atlas_page.differs(page, page.replace("1.00 |", "1.01 |")) is None
     for old, new in (("1.00 |", "1.05 |"), ("B", "S(0)"), ("0 |\n", "0.50 |\n"), ("| B", "x\n| B")):
         assert atlas_page.differs(page, page.replace(old, new))
-
-
-def test_rows_with_the_same_figures_are_one():
-    rows = [(("B", "P"), ["send", "1.00 0"]), (("P", "P"), ["send", "1.01 0"]), (("P", "B"), ["send", "1.20 0"])]
-    rows += [(("S(0)", "P"), ["nothing", "1.00 0"])]
-    groups = [(tables.pairs_in_words(pairs), cells) for pairs, cells in tables.folded(rows)]
-    assert groups == [
-        ("B, P → P", ["send", "1.00 0"]),
-        ("P → B", ["send", "1.20 0"]),
-        ("S(0) → P", ["nothing", "1.00 0"]),
-    ]
-    assert tables.pairs_in_words([("S(0)", "S(1)"), ("S(1)", "S(0)")]) == "S(0) ↔ S(1)"
-    assert tables.pairs_in_words([("S(0)", "S(0)"), ("S(1)", "S(1)")]) == "S(0), S(1) → the same"
-    assert tables.pairs_in_words([(old, "B") for old in ("B", "S(0)", "S(1)", "P")]) == "any → B"

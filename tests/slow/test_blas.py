@@ -1,4 +1,4 @@
-"""Ranks compute with the OpenBLAS that set-up has put beside OneFlow, see harness/start/blas.py, if they are to."""
+"""Ranks compute with the OpenBLAS that set-up has put beside OneFlow, unless it is switched off: see start/blas.py."""
 
 import sys
 from pathlib import Path
@@ -23,16 +23,16 @@ def right():
     x, w = np.random.rand(6, 5).astype("float32"), np.random.rand(5, 4).astype("float32")
     return np.allclose(flow.matmul(flow.tensor(x), flow.tensor(w)).numpy(), x @ w)
 
-found = [right()]
+answers = [right()]
 mapped = [line.split()[-1] for line in open("/proc/self/maps") if line.endswith("/libopenblas.so\\n")]
 if mapped:
     library = ctypes.CDLL(mapped[0])
-    found.append(library.cookbook_scipy_openblas_get_num_threads())
+    answers.append(library.cookbook_scipy_openblas_get_num_threads())
     address = ctypes.cast(library.cblas_sgemm, ctypes.c_void_p).value
     ctypes.CDLL(None).mprotect(ctypes.c_void_p(address & -4096), ctypes.c_size_t(4096), 7)
     ctypes.memset(address, 0xC3, 1)
-    found.append(right())
-sys.stdout.write(" ".join(map(str, found)) + "\\n")
+    answers.append(right())
+sys.stdout.write(" ".join(map(str, answers)) + "\\n")
 """
 
 
@@ -43,19 +43,19 @@ def early_jobs(tmp_path_factory):
     return {"preloaded": official(2, script, LD_PRELOAD=str(LIBRARY), OMP_NUM_THREADS="1", GLOG_minloglevel="3")}
 
 
-@pytest.mark.parametrize("blas, found", [(None, "True 1 False"), ("builtin", "True")])
-def test_matmul_calls_it_on_every_rank_unless_switched_off(script, blas, found):
+@pytest.mark.parametrize("blas, line", [(None, "True 1 False"), ("builtin", "True")])
+def test_matmul_calls_it_on_every_rank_unless_switched_off(script, blas, line):
     job = launch("-n", 2, script(SCRIPT, head=""), COOKBOOK_BLAS=blas, OMP_NUM_THREADS="1")
-    assert (job.code, sorted(job.out.splitlines()), job.err) == (0, [f"[0] {found}", f"[1] {found}"], "")
+    assert (job.code, sorted(job.out.splitlines()), job.err) == (0, [f"[0] {line}", f"[1] {line}"], "")
 
 
-def test_beside_another_launcher_by_preloading(early):
+def test_under_oneflow_s_launcher_it_is_preloaded(early):
     [job] = ended([early["preloaded"]])
     assert (job.code, job.out) == (0, "True 1 False\n" * 2), job.err
 
 
 @pytest.mark.parametrize("number, lines", [("0", 1), ("1", 0)])
-def test_one_that_cannot_be_loaded_is_told_once(tmp_path, monkeypatch, capsys, number, lines):
+def test_library_that_cannot_be_loaded_is_reported_once(tmp_path, monkeypatch, capsys, number, lines):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setenv("RANK", number)
     monkeypatch.delenv("COOKBOOK_BLAS", raising=False)
@@ -63,6 +63,6 @@ def test_one_that_cannot_be_loaded_is_told_once(tmp_path, monkeypatch, capsys, n
     assert capsys.readouterr().err.count("OneFlow computes with its own, older OpenBLAS: ") == lines
 
 
-def test_no_name_is_that_of_another_openblas():
+def test_names_differ_from_those_of_other_openblas_libraries():
     names = set(exported(LIBRARY))
     assert {name for name in names if not name.startswith("cookbook_")} == {f"cblas_{name}" for name in TAKEN_OVER}

@@ -1,4 +1,4 @@
-"""What the recipes by hand claim beyond their values: who talks to whom, and what goes wrong."""
+"""What the recipes by hand claim beyond their values: which ranks exchange what, and what goes wrong."""
 
 import pytest
 
@@ -31,8 +31,8 @@ def test_ring_talks_to_neighbours_only_one_chunk_at_a_time(pools, n):
 @pytest.mark.parametrize("rows, columns", [(720, 1080), (7, 50_000)], ids=["equal chunks", "unequal chunks"])
 def test_bytes_of_the_ring(pools, n, rows, columns):
     sizes = {"in_features": rows, "out_features": columns}
-    found = pools(n).call(f"{ON_RANK}:sent_by_the_ring", path=path("ring_all_reduce"), **sizes)
-    for rank, (sent, elements) in enumerate(zip(found, CASES["ring_all_reduce"](n, **sizes).sends)):
+    by_rank = pools(n).call(f"{ON_RANK}:sent_by_the_ring", path=path("ring_all_reduce"), **sizes)
+    for rank, (sent, elements) in enumerate(zip(by_rank, CASES["ring_all_reduce"](n, **sizes).sends)):
         near = abs(sent - 4 * elements) <= 0.02 * 4 * elements
         Checks.that(near, f"rank {rank} sends", sent, "and must send", 4 * elements)
 
@@ -47,14 +47,14 @@ def test_ring_adds_in_the_order_of_oneflow_if_the_chunks_are_equal(pools, n):
             Checks.equal((summed == reduced).all(), same, n, rows)
 
 
-def test_all_ranks_that_send_first_wait_for_ever(pools):
+def test_ranks_that_all_send_first_wait_forever(pools):
     assert pools(2).call(f"{ON_RANK}:exchange", first="one each") == [32, 32]
     assert_hangs(f"{ON_RANK}:exchange", r"rank 0:(.|\n)*in exchange(.|\n)*rank 1:(.|\n)*in exchange", first="send")
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_fresh_gradients_give_the_synchronous_update_and_stale_ones_do_not(n):
-    """The ladder finds both on the ranks."""
+    """In the references, with which the ladder compares both on the ranks."""
     synchronous = trained("sgd", steps=4)
     fresh, stale = (CASES["async_update"](n, sync_every=every).values for every in (1, 2))
     for w in ("new w0", "new w1"):

@@ -1,4 +1,4 @@
-"""docs/clusters.md says what is true: its commands and files run under Slurm, Open MPI and ssh, or are validated."""
+"""The commands and files of docs/clusters.md run under Slurm, Open MPI and ssh."""
 
 import functools
 import os
@@ -22,7 +22,7 @@ BATCH = "sbatch --wait train.sbatch"
 OWN = {  # of the tests, beside the files of the page
     "sleeps.py": MET + SLEEPS + "\n",
     "fails.py": f"{MET}if rank == 3: 1 / 0\n{SLEEPS}\n",
-    # The number of steps: without end before the job is requeued, 50 more than the last checkpoint then.
+    # The number of steps: endless before the job is requeued, then 50 more than the last checkpoint has.
     "steps.sh": "last=$(ls requeued 2>/dev/null | grep -x '[0-9]*' | sort -n | tail -n 1)\n"
     '[ "$SLURM_RESTART_COUNT" ] && echo $((last + 50)) || echo 1000000000\n',
 }
@@ -55,7 +55,7 @@ def checkout(cluster, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def waiting(cluster, checkout):
-    """Jobs which wait most of the time, so that others run beside them: name -> Run."""
+    """Jobs that wait most of the time, while others run: name -> Run."""
     again = (
         "job=$(sbatch --parsable --output=requeued.out requeued.sbatch)\n"
         "until ls -d requeued/[0-9]*; do sleep 0.2; done >/dev/null 2>&1\n"
@@ -76,33 +76,28 @@ def on_this_host(script):
 
 
 def right(out, script):
-    """Whether a job showed each rank's shards and the result, once: what it shows without a scheduler."""
+    """Whether a job prints what it prints without a scheduler: each rank's shards, and the result once."""
     return out.count(EQUAL) == 1 and sorted(out.splitlines()) == on_this_host(script)
 
 
 def trained(out):
-    """The first and last step that elastic_training.py names; the result must be right, once."""
+    """The first and last step that elastic_training.py prints; its result must be right, and be printed once."""
     assert len(re.findall(r"^\[0] all losses equal those of a single device", out, flags=re.MULTILINE)) == 1, out
     [steps] = re.findall(r"^\[0] loss \S+ in step (\d+) -> \S+ in step (\d+)$", out, flags=re.MULTILINE)
     return tuple(map(int, steps))
 
 
-# What a starter itself may write on standard error in a job that is well. srun: that it waits until Slurm has started
-# the jobs before. Open MPI 4: mpirun sets the process group of the ssh that it starts, and so does that process; where
-# mpirun comes second, the kernel refuses, and mpirun warns (plm_rsh_module.c).
+# What may be on standard error in a job without a fault: srun says that it waits, and mpirun of Open MPI 4 warns if the
+# ssh that it starts has set its own process group first (plm_rsh_module.c).
 HARMLESS = (
     r"srun: job \d+ (queued and waiting for|has been allocated) resources\n",
     r"\[\S+:\d+] plm:rsh: Warning: setpgid\(\d+,\d+\) failed in parent with errno=Permission denied\(13\)\n",
 )
 
 
-def troubles(job):
-    """What a job wrote on standard error beyond that."""
+def errors(job):
+    """What else a job wrote on standard error."""
     return re.sub("|".join(HARMLESS), "", job.err)
-
-
-def script_in(command):
-    return re.search(r"recipes/.*", command).group()
 
 
 def test_each_command_of_the_page_is_run():
@@ -115,7 +110,8 @@ def test_each_command_of_the_page_is_run():
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line != BATCH])
 def test_command_runs(cluster, checkout, waiting, command):
     [job] = ended([cluster.run(command, cwd=checkout)])
-    assert (job.code, troubles(job)) == (0, "") and right(job.out, script_in(command)), job.out + cluster.log()
+    script = command[command.index("recipes/") :]
+    assert (job.code, errors(job)) == (0, "") and right(job.out, script), job.out + cluster.log()
 
 
 @installs
@@ -139,10 +135,10 @@ def test_batch_file(waiting, checkout, cluster):
 )
 def test_rank_that_fails_ends_all(cluster, checkout, waiting, start):
     [job] = ended([cluster.run(f"{start} fails.py", cwd=checkout)])
-    said = job.out + job.err
-    assert job.code == 1, said
-    assert said.count("Traceback") == said.count("[3] ZeroDivisionError: division by zero") == 1, said
-    assert "rank 3 of 4 on node " in said
+    printed = job.out + job.err
+    assert job.code == 1, printed
+    assert printed.count("Traceback") == printed.count("[3] ZeroDivisionError: division by zero") == 1, printed
+    assert "rank 3 of 4 on node " in printed
 
 
 @installs
@@ -191,12 +187,12 @@ def test_interrupt_ends_all_over_ssh(cluster, checkout, waiting):
 
 
 @installs
-def test_job_that_is_requeued_goes_on_from_its_last_checkpoint(waiting, checkout):
+def test_job_that_is_requeued_resumes_from_its_last_checkpoint(waiting, checkout):
     [job] = ended([waiting["requeue"]])
-    said = (checkout / "requeued.out").read_text()
+    printed = (checkout / "requeued.out").read_text()
     assert (job.code, job.out) == (0, ""), job.err
-    first, last = trained(said)
-    assert "DUE TO JOB REQUEUE" in said and first > 50 and last == first + 49, said
+    first, last = trained(printed)
+    assert "DUE TO JOB REQUEUE" in printed and first > 50 and last == first + 49, printed
 
 
 @installs

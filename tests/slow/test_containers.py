@@ -1,7 +1,7 @@
 """docs/containers.md: its image is built with Podman, and a job runs, is limited and is stopped in containers.
 
-No registry is asked: a stand-in for the base image python:3.10-slim-bookworm is made of this machine's files.
-Containers see the .venv of this checkout. What Podman writes is in one folder, and its networks are in a namespace.
+No registry is used: this machine's files make a stand-in for the base image python:3.10-slim-bookworm, and containers
+see the .venv of this checkout. Podman writes into a folder of its own, and its networks are in a namespace.
 """
 
 import json
@@ -59,7 +59,7 @@ volume_path = "{folder}/images/volumes"
 network_backend = "netavark"
 network_config_dir = "{folder}/networks"
 """
-# What the real base image has beyond a minimal Debian.
+# The packages that the real base image has in addition to a minimal Debian.
 ADDED = "apt ca-certificates libbz2-1.0 libffi8 liblzma5 libncursesw6 libreadline8 libsqlite3-0 libssl3 netbase zlib1g"
 PYTHON, VERSION = Path(sys.base_prefix), "python{}.{}".format(*sys.version_info)
 
@@ -89,12 +89,12 @@ def write_base_image(path):
         tar.add(PYTHON / "lib" / VERSION, filter=lambda entry: None if entry.name in left_out else first(entry))
         for file in (PYTHON / "bin" / VERSION, *PYTHON.glob("lib/libpython*.so*")):
             tar.add(file, filter=first)
-        for file in ("/usr/bin/awk", "/etc/alternatives/awk", *sorted({in_usr(file) for file in files_of_packages()})):
+        for file in ("/usr/bin/awk", "/etc/alternatives/awk", *sorted(set(files_of_packages()))):
             tar.add(file, recursive=False, filter=first)
 
 
 def files_of_packages():
-    """The files of the packages on this machine: the required ones, ADDED, and what these need."""
+    """The files of the packages of this machine: the required ones, ADDED, and what they need; /bin/X is /usr/bin/X."""
     fields = r"${Package}\t${Priority}\t${Pre-Depends}, ${Depends}\n"
     text = subprocess.check_output(["dpkg-query", "--show", f"--showformat={fields}"], text=True)
     rows = [line.split("\t") for line in text.splitlines()]
@@ -107,12 +107,7 @@ def files_of_packages():
             wanted += needs[name]
     for path in subprocess.check_output(["dpkg-query", "--listfiles", *names], text=True).splitlines():
         if path.startswith("/") and path != "/." and os.path.lexists(path) and not path.startswith("/usr/share/doc/"):
-            yield path
-
-
-def in_usr(path):
-    """/bin/bash is a file of /usr/bin, where /bin is a link to that."""
-    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+            yield os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
 class Docker:
@@ -203,15 +198,11 @@ def test_docker_stop_ends_the_job(docker, tmp_path):
     assert ended([run]) and run.code == 143 and run.err.endswith("launch.sh: SIGTERM: every rank is ended\n")
 
 
-def objects_of_the_manifest():
-    """The objects of train.yaml by kind."""
+def test_names_in_the_manifest_agree():
     read = "import json, sys, yaml; print(json.dumps(list(yaml.safe_load_all(sys.stdin))))"
     text = subprocess.check_output([linter("python"), "-c", read], input=FILES["train.yaml"], text=True)
-    return {item["kind"]: item for item in json.loads(text)}
-
-
-def test_names_in_the_manifest_agree():
-    service, claim, job = map(objects_of_the_manifest().get, ("Service", "PersistentVolumeClaim", "Job"))
+    objects = {item["kind"]: item for item in json.loads(text)}
+    service, claim, job = (objects[kind] for kind in ("Service", "PersistentVolumeClaim", "Job"))
     spec = job["spec"]["template"]["spec"]
     [container], [volume] = spec["containers"], spec["volumes"]
     command = container["args"][0]

@@ -1,4 +1,4 @@
-"""What global_and_local.py warns of is so."""
+"""The traps that global_and_local.py warns of."""
 
 import pytest
 
@@ -14,5 +14,5 @@ def test_layer_taken_straight_to_a_split_grows(pools, n):
 
 
 @pytest.mark.parametrize("how", ["print", "numpy", "item"])
-def test_reading_a_global_tensor_on_one_rank_waits_for_ever(how):
+def test_reading_a_global_tensor_on_a_single_rank_waits_forever(how):
     assert_hangs(f"{ON_RANK}:read_on_rank_0", "rank 0 of 2", "in read_on_rank_0", how=how)

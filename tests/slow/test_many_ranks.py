@@ -1,7 +1,4 @@
-"""More ranks than the ladder has: each recipe whose default sizes allow them.
-
-In eager mode where there is one; the recipes of a single layer also in a graph.
-"""
+"""More ranks than the ladder has: each recipe whose default sizes allow them, single layers also in a graph."""
 
 import pytest
 

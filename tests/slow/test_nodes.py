@@ -1,4 +1,4 @@
-"""launch.sh on several hosts: what it prints on each, that values are right, and that all end when one does."""
+"""launch.sh on several hosts: what it prints on each, that values are right, and that all end when one of them does."""
 
 import os
 import re
@@ -17,24 +17,27 @@ from tests.run import LAUNCH, Run, free_port, wait_until
 NOWHERE = ("--master_addr", "nowhere.invalid", "--master_port", 29500)
 
 
-@pytest.mark.parametrize("more", [(), ("--graph",)], ids=["eager", "graph"])
-def test_commands_of_the_page_on_two_hosts(hosts, more):
+def test_commands_of_the_page_on_two_hosts(hosts):
     commands = [line for line in BY_HAND if line.startswith("./launch.sh --nnodes")]
     assert len(commands) == 2
     assert all(f"--node_rank {k} --master_addr 10.0.0.1 " in line for k, line in enumerate(commands))
     commands = [line.replace("10.0.0.1", hosts.addresses[0]) for line in commands]
-    first, second = ended([Run(*hosts.on(node), *line.split(), *more) for node, line in enumerate(commands)])
+    first, second = ended([Run(*hosts.on(node), *line.split()) for node, line in enumerate(commands)])
     assert (first.code, first.err, second.code, second.err) == (0, "", 0, "")
-    *held, last = first.out.splitlines()
-    assert sorted(held) == [f"[{k}] {name}" for k in (0, 1) for name in ("w0 (5, 8) of (5, 8)", "x0 (2, 5) of (4, 5)")]
+    *shards, last = first.out.splitlines()
+    wanted = [f"[{rank}] {shard}" for rank in (0, 1) for shard in ("w0 (5, 8) of (5, 8)", "x0 (2, 5) of (4, 5)")]
+    assert sorted(shards) == wanted
     assert last.startswith("[0] out1 is oneflow.sbp.split(dim=1) on ranks 2 3 ") and last.endswith(EQUAL)
-    wanted = {2: ("out1 (4, 2) of (4, 3)", "w1 (8, 2) of (8, 3)"), 3: ("out1 (4, 1) of (4, 3)", "w1 (8, 1) of (8, 3)")}
-    assert sorted(second.out.splitlines()) == [f"[{k}] {line}" for k, lines in wanted.items() for line in lines]
+    wanted = []
+    for rank, size in ((2, 2), (3, 1)):
+        wanted += [f"[{rank}] out1 (4, {size}) of (4, 3)", f"[{rank}] w1 (8, {size}) of (8, 3)"]
+    assert sorted(second.out.splitlines()) == wanted
 
 
-def test_hosts_with_unequal_numbers_of_ranks(hosts):
+def test_hosts_with_unequal_numbers_of_ranks_and_a_proxy_in_the_environment(hosts):
     """As a scheduler may place its tasks. With LOCAL_RANK 0, 1, 2, 0 OneFlow would leave some ranks without a shard."""
-    runs = ended(start(hosts, "-n", 1, "recipes/row_parallel.py", only=range(4), where=(0, 0, 0, 1)))
+    proxy = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")  # gRPC would use it
+    runs = ended(start(hosts, "-n", 1, "recipes/row_parallel.py", only=range(4), where=(0, 0, 0, 1), **proxy))
     assert [(run.code, run.err) for run in runs] == [(0, "")] * 4
     assert EQUAL in runs[0].out
     shapes = ["(4, 2)", "(4, 1)", "(4, 1)", "(4, 1)"]
@@ -57,17 +60,11 @@ def test_host_that_knows_its_own_name_as_127_0_1_1(hosts, tmp_path):
     for node, address in enumerate(("127.0.1.1", hosts.addresses[0])):
         names = tmp_path / f"hosts{node}"
         names.write_text(f"127.0.0.1 localhost\n{address} alpha\n")
-        known = ["sh", "-euc", f'mount --bind {names} /etc/hosts; exec "$@"', "sh"]
+        with_names = ["sh", "-euc", f'mount --bind {names} /etc/hosts; exec "$@"', "sh"]
         command = ["--nnodes", 2, "--node_rank", node, "--master_addr", "alpha", "--master_port", port, "-n", 2]
-        runs.append(Run(*hosts.on(node), *known, LAUNCH, *command, "recipes/hybrid_parallel.py"))
+        runs.append(Run(*hosts.on(node), *with_names, LAUNCH, *command, "recipes/hybrid_parallel.py"))
     first, second = ended(runs)
     assert (first.code, first.err, second.code, second.err) == (0, "", 0, "") and EQUAL in first.out
-
-
-def test_proxy_in_the_environment_does_no_harm(hosts, script):
-    proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    runs = ended(start(hosts, "-n", 1, script("print('met')", MET), **proxy))
-    assert [(run.code, run.err, run.out.count("met")) for run in runs] == [(0, "", 1)] * 2
 
 
 def test_rank_that_fails_ends_both(hosts, script):
@@ -86,7 +83,7 @@ def pull_cable(hosts, runs):
     hosts.link(1, "down")
 
 
-# What happens on a node -> how, and the exit code and the last line of the launchers that say so, by node.
+# What happens to a node -> how, and the exit code and the last line of the launchers that report it, by node.
 ENDS = {
     "node 0 dies": (lambda hosts, runs: runs[0].kill(), {1: (1, r"node 0 \(.*is gone")}),
     "node 1 dies": (lambda hosts, runs: runs[1].kill(), {0: (1, r"node 1 \(.*is gone")}),
@@ -100,19 +97,19 @@ ENDS = {
 
 @pytest.mark.parametrize("what", ENDS)
 def test_end_of_one_node_ends_the_other_in_spite_of_restarts(hosts, script, what):
-    """There is nobody to start again there, and nobody to wait for."""
-    happens, told = ENDS[what]
-    head = MET if "dies" in what else PLAIN  # OneFlow aborts a rank that has met one which is gone: that is no cause
+    """A launcher that is gone cannot start its ranks again."""
+    happens, reports = ENDS[what]
+    head = MET if "dies" in what else PLAIN  # OneFlow aborts a rank whose peer is gone: that must not be the reason
     runs = start(hosts, "-n", 1, "--timeout", 0, "--max-restarts", 3, script(SLEEPS, head))
     for run in runs:
         run.until("ready")
     happens(hosts, runs)
     try:
-        ended(runs[node] for node in told)
+        ended(runs[node] for node in reports)
     finally:
         if hosts.real:
             hosts.link(1, "up")
-    for node, (code, words) in told.items():
+    for node, (code, words) in reports.items():
         assert runs[node].code == code and re.search(words, runs[node].err.splitlines()[-1]), runs[node].err
         assert "restart" not in runs[node].err
 
@@ -136,24 +133,16 @@ def test_restarts_come_to_an_end(script):
 
 
 def test_node_that_comes_late(hosts, script):
+    """The wait has no limit, and after --silent the launcher says again which node is missing, and what to check."""
     port, path = free_port(), script("print('met')")
-    [second] = start(hosts, "-n", 1, path, only=[1], port=port)
+    [second] = start(hosts, "-n", 1, "--silent", 3, path, only=[1], port=port)
     second.until("launch.sh: waiting for node 0 at ", stream="stderr")
+    second.until("launch.sh: still waiting for node 0 at ", stream="stderr")
     [first] = start(hosts, "-n", 1, path, only=[0], port=port)
     ended([first, second])
-    assert (first.code, first.err, first.out, second.out) == (0, "", "[0] met\n", "[1] met\n")
-    assert (second.code, second.err, second.waited.count("\n")) == (0, "", 1)
-
-
-def test_node_that_comes_after_the_silence(script):
-    """No limit ends the wait, and the launcher says once more for whom it waits, and what to check."""
-    port, path = free_port(), script("print('met')")
-    [second] = start(None, "-n", 1, "--silent", 3, path, only=[1], port=port)
-    second.until("launch.sh: still waiting for node 0 at ", stream="stderr")
-    [first] = start(None, "-n", 1, path, only=[0], port=port)
-    ended([first, second])
     assert (first.code, first.out, second.code, second.out) == (0, "[0] met\n", 0, "[1] met\n")
-    assert second.err.count("\n") == 1 and "; check that launch.sh runs there" in second.err
+    assert (first.err, second.waited.count("\n"), second.err.count("\n")) == ("", 1, 1)
+    assert "; check that launch.sh runs there" in second.err
     assert second.err.endswith("; to end it, press Ctrl-C, or start it with --timeout SECONDS\n")
 
 
@@ -166,21 +155,27 @@ def test_silent_job_is_shown_on_every_node(script):
     assert [run.code for run in ended(runs)] == [130, 130]
 
 
-def test_what_ranks_of_another_node_print_ends_the_silence(script):
-    """As in most training scripts, where one rank prints the loss."""
-    lines = "for i in range(150 if rank else 1): print(i, flush=True); time.sleep(0.1)\n"
-    runs = start(None, "-n", 1, "--silent", 10, script(f"{lines}if not rank: time.sleep(15)"))
-    for rank, run in enumerate(ended(runs)):
+def early_jobs(tmp_path_factory):
+    """A job whose rank 0 is silent for longer than --silent, while rank 1 prints."""
+    script = tmp_path_factory.mktemp("silence") / "mine.py"
+    lines = "for i in range(200 if rank else 1): print(i, flush=True); time.sleep(0.1)\nif not rank: time.sleep(20)\n"
+    script.write_text(PLAIN + lines)
+    return {"silence": start(None, "-n", 1, "--silent", 15, script)}
+
+
+def test_what_ranks_of_another_node_print_ends_the_silence(early):
+    """As in most training scripts, in which one rank prints the loss."""
+    for rank, run in enumerate(ended(early["silence"])):
         assert (run.code, run.err) == (0, "") and f"[{rank}] 0\n" in run.out
 
 
 def test_launchers_of_two_jobs_do_not_mix(script, tmp_path):
-    """Some of an earlier try that still wait, or of another job at this port: the job goes on without them."""
+    """A launcher of an earlier try that still waits, or of another job at this port, is refused; the job continues."""
     port, path = free_port(), script("print('met')")
     (tmp_path / "other").mkdir()
     changed = tmp_path / "other" / "mine.py"
     changed.write_text(path.read_text() + "# changed\n")
-    strangers = {  # what node 1 starts -> what it is told
+    strangers = {  # what node 1 starts -> why it is refused
         (path, "--seed", 7): "arguments --seed 7 here, and none on node 0: type the same on each node",
         (changed,): "version of the script ",
     }
@@ -193,8 +188,8 @@ def test_launchers_of_two_jobs_do_not_mix(script, tmp_path):
     assert (first.code, first.out, second.code, second.out) == (0, "[0] met\n", 0, "[1] met\n")
 
 
-def test_node_that_is_started_twice_is_told_so_while_the_job_runs(script):
-    """It would wait in vain; and a second job at this port would take in launchers of the first."""
+def test_node_that_is_started_twice_is_refused_while_the_job_runs(script):
+    """Else it would wait forever, and a second job at this port would accept launchers of the first."""
     port, path = free_port(), script(SLEEPS)
     runs = start(None, "-n", 1, path, port=port)
     runs[0].until("ready")
@@ -218,7 +213,7 @@ if rank == RANK: signal.signal(signal.SIGTERM, save)
 
 @pytest.mark.parametrize("saving, signalled", [(0, 1), (1, 0)])
 def test_nodes_wait_for_a_rank_that_saves_a_checkpoint_at_sigterm(script, tmp_path, saving, signalled):
-    """Whichever launcher gets the signal. All end together: srun may kill the others when the first one exits."""
+    """Whichever launcher gets the signal. All end together: srun may kill the others when the first exits."""
     path = script(SAVES.replace("RANK", str(saving)) + SLEEPS)
     runs = [run.until("ready") for run in start(None, "-n", 1, "--grace", 1000, path, cwd=tmp_path)]
     runs[signalled].signal(signal.SIGTERM)
@@ -232,7 +227,7 @@ def test_nodes_wait_for_a_rank_that_saves_a_checkpoint_at_sigterm(script, tmp_pa
 
 
 def test_node_without_a_loopback_interface_is_refused(hosts, script):
-    """Its ranks would wait for each other in vain."""
+    """Its ranks would wait for each other forever."""
     if not hosts.real:
         pytest.skip(NO_HOSTS)
     hosts.loopback(1, "down")
@@ -254,7 +249,7 @@ def test_node_that_never_comes():
         assert gives_up.startswith(f"launch.sh: {missing}")
 
 
-def test_messages_that_come_together_are_kept():
+def test_messages_that_come_together_are_read_one_by_one():
     """Node 0 may send the start and, a moment later, the verdict, before a busy node 1 reads either."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as node_0:
         connection, _ = server.accept()

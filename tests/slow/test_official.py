@@ -27,7 +27,7 @@ def test_recipe_says_that_it_is_right(early, name):
 
 
 def test_what_is_printed_is_the_same_as_through_launch(early):
-    """That launcher does not keep lines apart: of what one print writes in pieces, another rank may write between."""
+    """That launcher does not keep lines apart: a rank may write between the pieces of another rank's print."""
     lines = [line.split("] ", 1)[1] for line in blocks(ENGLISH, "text")[1].splitlines() if ") of (" in line]
     out = early["eager"].wait().out
     assert {line: out.count(line) for line in lines} == {line: lines.count(line) for line in lines}

@@ -1,7 +1,7 @@
-"""The pictures of the docs: light and dark are alike, no text is cut off, and the numbers are those of a run.
+"""The pictures of the docs: light and dark agree, no text is cut off, and the numbers are those of a run.
 
-What a picture claims of a run is JSON in its <metadata>: layouts, moves, what each rank sends and keeps in units of the
-tensor. Where it is no longer so, change the picture and its claim by hand, in light and in dark.
+What a picture claims of a run is JSON in its <metadata>: layouts, moves, what each rank sends and holds in units of the
+tensor. Where a run differs, change the picture and its claim by hand, in light and in dark.
 """
 
 import json
@@ -20,14 +20,9 @@ from harness.start import recipe
 from tests.cases import ROOT
 
 PICTURES = ROOT / "docs" / "pictures"
-PAGES = [
-    *sorted(ROOT.glob("README*.md")),
-    *sorted((ROOT / "recipes").glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
 NAMES = sorted(path.stem for path in PICTURES.glob("*.svg") if not path.stem.endswith("-dark"))
 SVG = "{http://www.w3.org/2000/svg}"
-KEPT = f"{ROOT / 'tests' / 'on_rank_memory.py'}:kept"
+HELD = f"{ROOT / 'tests' / 'on_rank_memory.py'}:kept"
 
 
 def picture(name, theme=""):
@@ -41,14 +36,10 @@ def claim(name):
 
 CLAIMS = {name: claim(name) for name in NAMES}
 EQUATIONS = [name for name in NAMES if "matmuls" in CLAIMS[name]]
-STRATEGIES = {  # what a rank keeps: name -> {"recipe", "options", "ranks", "kept"}
+STRATEGIES = {  # what a rank holds: name -> {"recipe", "options", "ranks", "kept"}
     **{name: CLAIMS[name] for name in NAMES if "kept" in CLAIMS[name]},
     **{row["strategy"]: {**row, "ranks": CLAIMS["memory"]["ranks"]} for row in CLAIMS["memory"]["strategies"]},
 }
-
-
-def texts(root):
-    return ["".join(text.itertext()).strip() for text in root.iter(f"{SVG}text")]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,7 +50,7 @@ def test_light_and_dark_differ_in_colours_only(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_text_is_cut_off_or_too_small(name):
-    """About: a letter of a narrow font is 0.45 times as wide as high. 11 pixels are read on a phone, 358 wide."""
+    """A letter of a narrow font is about 0.45 times as wide as high. On a phone, 358 pixels wide, 11 are legible."""
     root = picture(name)
     width, height = float(root.get("width")), float(root.get("height"))
     for text in root.iter(f"{SVG}text"):
@@ -71,20 +62,10 @@ def test_no_text_is_cut_off_or_too_small(name):
             assert left >= 0 and left + long <= width and 0.7 * size <= y <= height, "".join(text.itertext())
 
 
-def test_every_picture_is_on_a_page_in_light_and_dark():
-    shown = set()
-    for path in PAGES:
-        for light in re.findall(r'<img align="top" alt="[^"]{20,}" src="([^"]+\.svg)">', path.read_text()):
-            assert f'srcset="{light[:-4]}-dark.svg"' in path.read_text() and (path.parent / light).exists()
-            shown.add(light.rpartition("/")[2][:-4])
-    assert shown == set(NAMES)
-
-
 def amounts(claimed):
-    """All numbers of "sent", "sends" and "kept" in a claim, and the sums of what a rank keeps, with two decimals."""
+    """All numbers in a claim, and the sums of what a rank holds, with two decimals."""
     if isinstance(claimed, dict):
-        kept = claimed.get("kept", {})
-        sums = [sum(by_kind) for by_kind in zip(*kept.values())]
+        sums = [sum(by_kind) for by_kind in zip(*claimed.get("kept", {}).values())]
         return set().union(*map(amounts, claimed.values()), {f"{number:.2f}" for number in sums})
     if isinstance(claimed, list):
         return set().union(*map(amounts, claimed))
@@ -93,9 +74,10 @@ def amounts(claimed):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt_losses", "parameter_server")])
 def test_numbers_are_claimed(name):
-    """What stands in parentheses is a formula; parameter_server also adds up what a rank sends."""
-    said = set(re.findall(r"(?<!\()\b\d+\.\d\d\b", " ".join(texts(picture(name)))))
-    assert said <= amounts(CLAIMS[name])
+    """Numbers in parentheses are formulas; parameter_server also adds up what a rank sends."""
+    text = " ".join("".join(element.itertext()) for element in picture(name).iter(f"{SVG}text"))
+    numbers = set(re.findall(r"(?<!\()\b\d+\.\d\d\b", text))
+    assert numbers <= amounts(CLAIMS[name])
 
 
 def test_partial_sums_add_up_to_the_product():
@@ -112,11 +94,11 @@ def background_calls(item):
     if test == "test_equations_are_those_of_a_run":
         name = item.callspec.params["name"]
         return {("claim", name, size): script_call(CLAIMS[name], size) for size in ("options", "large")}
-    if test == "test_ranks_keep_what_is_claimed":
+    if test == "test_ranks_hold_what_is_claimed":
         strategy = item.callspec.params["strategy"]
         claimed = STRATEGIES[strategy]
-        run = partial(call, KEPT, path=str(recipe.path_of(claimed["recipe"])), **claimed["options"])
-        return {("kept", strategy): (claimed["ranks"], run)}
+        run = partial(call, HELD, path=str(recipe.path_of(claimed["recipe"])), **claimed["options"])
+        return {("held", strategy): (claimed["ranks"], run)}
     return {}
 
 
@@ -136,10 +118,10 @@ def near(sent, claimed):
 
 
 def is_as_claimed(tensor, claimed):
-    """Whether shape, SBP and ranks are those of the claim, in which a first dimension "s" has any size."""
+    """Whether shape, SBP and ranks are those of the claim; a first dimension "s" has any size."""
     first = ["s"] if claimed["shape"][0] == "s" else list(tensor["shape"][:1])
-    found = [*first, *tensor["shape"][1:]], tensor["sbp"], tensor["ranks"]
-    return found == (claimed["shape"], claimed["sbp"], claimed["ranks"])
+    layout_of_run = [*first, *tensor["shape"][1:]], tensor["sbp"], tensor["ranks"]
+    return layout_of_run == (claimed["shape"], claimed["sbp"], claimed["ranks"])
 
 
 def place_of(claimed, candidates, begin):
@@ -173,11 +155,11 @@ def test_equations_are_those_of_a_run(measured, name):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_keep_what_is_claimed(measured, strategy):
-    results = measured("kept", strategy)
+def test_ranks_hold_what_is_claimed(measured, strategy):
+    results = measured("held", strategy)
     for kind, by_rank in STRATEGIES[strategy]["kept"].items():
-        kept = [result["kept"][kind] / result["weights"] for result in results]
-        assert kept[: len(by_rank)] == by_rank, kind
+        held = [result["kept"][kind] / result["weights"] for result in results]
+        assert held[: len(by_rank)] == by_rank, kind
 
 
 def test_conversions_send_what_is_claimed(measured):

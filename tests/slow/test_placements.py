@@ -7,7 +7,7 @@ from harness.start.recipe import path_of
 from tests.cases import CASES
 from tests.cases.ladder import OBSERVE, Checks, assert_close, check_tensors
 
-LATER = {4: [2, 3], 3: [1, 2]}  # of so many ranks
+LATER = {4: [2, 3], 3: [1, 2]}  # number of ranks -> those that the recipe uses
 MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 WORLDS = pytest.mark.parametrize("n", LATER)
 
@@ -25,10 +25,10 @@ def test_recipe_on_the_last_ranks(pools, name, n, graph):
 @WORLDS
 def test_ring_on_the_last_ranks(pools, n, graph):
     """The first of them has the first rows."""
-    given = {"seq_len": 5, "num_heads": 2}
-    values = CASES["ring_attention"](n, graph, **given).values
-    arguments = {"path": str(path_of("ring_attention")), "ranks": LATER[n], "graph": graph, **given}
+    sizes = {"seq_len": 5, "num_heads": 2}
+    values = CASES["ring_attention"](n, graph, **sizes).values
+    arguments = {"path": str(path_of("ring_attention")), "ranks": LATER[n], "graph": graph, **sizes}
     for seen in pools(n).call(OBSERVE, **arguments):
         assert_close(np.array(seen["arrays"]["losses"]), values["losses"], "losses")
-        found = [seen["tensors"][f"q{k}"] for k in range(2)]
-        Checks.equal([(q["ranks"], q["shape"][0]) for q in found], [([LATER[n][0]], 3), ([LATER[n][1]], 2)], "blocks")
+        blocks = [seen["tensors"][f"q{k}"] for k in range(2)]
+        Checks.equal([(q["ranks"], q["shape"][0]) for q in blocks], [([LATER[n][0]], 3), ([LATER[n][1]], 2)], "blocks")

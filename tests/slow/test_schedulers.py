@@ -49,12 +49,12 @@ NO_TASKS = [
 
 @pytest.mark.parametrize("variables, wanted", TASKS)
 def test_task_of_srun_and_of_mpirun(variables, wanted):
-    found = task(variables)
-    assert (found.count, found.number, found.address) == wanted
+    own = task(variables)
+    assert (own.count, own.number, own.address) == wanted
 
 
 @pytest.mark.parametrize("variables", NO_TASKS)
-def test_what_is_alone_is_no_task(variables):
+def test_process_outside_a_job_step_is_no_task(variables):
     assert task(variables) is None
 
 
@@ -97,10 +97,10 @@ def options(monkeypatch, variables, typed=""):
 
 @pytest.mark.parametrize("variables, typed, wanted", OPTIONS)
 def test_task_is_a_node_and_options_go_first(monkeypatch, variables, typed, wanted):
-    found = options(monkeypatch, variables, typed)
-    assert (found.nnodes, found.node_rank, found.nproc_per_node, found.master_addr) == wanted
+    job = options(monkeypatch, variables, typed)
+    assert (job.nnodes, job.node_rank, job.nproc_per_node, job.master_addr) == wanted
     if typed == AS_TORCHRUN:
-        assert (found.master_port, found.max_restarts) == (2950, 3)
+        assert (job.master_port, job.max_restarts) == (2950, 3)
 
 
 @pytest.mark.parametrize("variables, words", REFUSED)

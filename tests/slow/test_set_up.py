@@ -20,7 +20,7 @@ from tests.cases import ROOT
 from tests.run import Run, wait_until
 
 NO_NAMESPACE = 77  # exit code
-PYTHON = Path(sys._base_executable).resolve()  # uv takes no environment's Python for one of the machine
+PYTHON = Path(sys._base_executable).resolve()  # as uv does not count the Python of an environment
 PINS = {"oneflow": "0.9.0", "numpy": "1.24.4"}
 TOOLS = "awk bash cat cksum df dirname env find flock grep head mkdir mv readlink rm sed tail timeout uname"
 NOWHERE = "http://127.0.0.1:9"
@@ -70,18 +70,19 @@ def stand_ins(folder, size=1000):
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
-    with index(folder / "served", stand_ins(folder)) as found:
-        yield found
+    with index(folder / "served", stand_ins(folder)) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")
 def uv(tmp_path_factory):
-    """The uv that made our own .venv, or another one."""
-    found = shutil.which("uv") or shutil.which("uv", path=ROOT / ".venv-uv" / "bin")
-    if not found:
-        packages.fetch(str(tmp_path_factory.mktemp("uv") / "there"))
-        found = next(tmp_path_factory.getbasetemp().glob("uv*/there/bin/uv"))
-    return found
+    """The uv that made our own .venv, or the one that launch.sh would fetch."""
+    program = shutil.which("uv") or shutil.which("uv", path=ROOT / ".venv-uv" / "bin")
+    if not program:
+        folder = tmp_path_factory.mktemp("uv") / "there"
+        packages.fetch(str(folder))
+        program = str(folder / "bin" / "uv")
+    return program
 
 
 class Clone:
@@ -102,7 +103,7 @@ class Clone:
             (self.bin / "uv").symlink_to(uv)
 
     def start(self, command=("./launch.sh", "-n", "1", "hello.py"), **changes):
-        """Begin a run; changes are made to the environment, where None takes a variable away."""
+        """Begin a run; changes: of environment variables, None removes one."""
         variables = {name: None for name in os.environ if name.startswith(("UV_", "PIP_"))}
         variables.update(PIP_INDEX_URL=self.address, PIP_CONFIG_FILE=os.devnull)
         variables.update(UV_CACHE_DIR=str(self.folder / "cache"), UV_HTTP_RETRIES="0", COOKBOOK_BLAS="builtin")
@@ -124,7 +125,7 @@ class Clone:
         path.chmod(0o755)
 
     def whole(self):
-        """What launch.sh itself thinks of the clone's .venv."""
+        """Whether launch.sh finds the clone's .venv whole."""
         test = 'here=$1; source "$here/harness/start/environment.sh"; environment_is_whole'
         return subprocess.run(["bash", "-c", test, "bash", str(self.path)]).returncode == 0
 
@@ -168,10 +169,11 @@ def test_interrupted_is_begun_anew_then_starts_at_once(clone, uv):
     assert said_hello(clone.start()) == ""
 
 
-def test_damage_is_seen_and_cured(clone):
-    said_hello(clone.start())
+def test_damage_is_seen_and_repaired(clone):
+    said_hello(clone.start(PYTHONDONTWRITEBYTECODE="1"))  # as in many images
     venv = clone.path / ".venv"
     [packages] = venv.glob("lib/python3*/site-packages")
+    assert list((packages / "oneflow" / "__pycache__").glob("__init__.*.pyc"))  # else each rank would compile it again
     (packages / "mine.py").write_text("")  # what a user adds is no damage
     assert clone.whole()
     damages = {
@@ -183,11 +185,11 @@ def test_damage_is_seen_and_cured(clone):
         "a Python that fails": (venv / "bin" / "python", lambda path: (path.unlink(), path.symlink_to("/bin/false"))),
     }
     for what, (path, damage) in damages.items():
-        kept = path.with_name("kept")
-        shutil.copy2(path, kept, follow_symlinks=False)
+        copy = path.with_name("copy")
+        shutil.copy2(path, copy, follow_symlinks=False)
         damage(path)
         assert not clone.whole(), what
-        kept.replace(path)
+        copy.replace(path)
         assert clone.whole(), what
     library = packages / "oneflow" / "_library.so"
     library.write_text("cut short")  # in uv's cache too, of which it is a link
@@ -196,37 +198,31 @@ def test_damage_is_seen_and_cured(clone):
     assert library.read_text() == "x" * 1000 and clone.whole()
 
 
-def test_oneflow_is_bytecode_even_where_python_is_told_not_to_write_any(clone, monkeypatch):
-    """As in many images: else each rank would compile it anew."""
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    said_hello(clone.start())
-    assert list(clone.path.glob(".venv/lib/python3*/site-packages/oneflow/__pycache__/__init__.*.pyc"))
-
-
 def test_second_clone_needs_no_network(tmp_path, uv):
     with index(tmp_path / "index", stand_ins(tmp_path / "wheels")) as address:
         clone = Clone(tmp_path, uv, address)
         said_hello(clone.start())
-    second = Clone(tmp_path, uv, address, "another clone")
+    second = Clone(tmp_path, uv, address, "second clone")
     assert "to download" not in said_hello(second.start())
-    [one], [other] = (each.path.glob(".venv/lib/python3*/site-packages/numpy/_library.so") for each in (clone, second))
-    assert one.samefile(other)
+    library = ".venv/lib/python3*/site-packages/numpy/_library.so"
+    [first_copy], [second_copy] = clone.path.glob(library), second.path.glob(library)
+    assert first_copy.samefile(second_copy)
 
 
 def test_first_runs_that_come_meanwhile_wait(clone):
-    held = Run("flock", clone.path / ".venv.lock", "sleep", "900")
+    holder = Run("flock", clone.path / ".venv.lock", "sleep", "900")
     try:
         wait_until((clone.path / ".venv.lock").exists, "the lock")
         jobs = [clone.start(), clone.start()]
         for job in jobs:
             job.until("another launch.sh is setting up .venv; waiting for it", stream="stderr")
     finally:
-        held.kill()
+        holder.kill()
     errors = "".join(said_hello(job) for job in jobs)
     assert errors.count("setting up .venv with") == 1
 
 
-# Why there is no environment -> the programs that are others then, what is changed in the environment, what is said.
+# Why there is no environment -> programs that are replaced, what is changed in the environment, the message.
 REFUSED = {
     "no network": ({}, {"PIP_INDEX_URL": NOWHERE}, "uv failed, see above"),
     "another system": (
@@ -253,7 +249,6 @@ def test_set_up_that_cannot_be_is_refused(clone, why):
 
 
 def test_disk_that_fills_up(clone):
-    """A small disk of its own, in a mount namespace."""
     disk = clone.folder / "disk"
     disk.mkdir()
     inside = f"""mount -t tmpfs -o size=100m tmpfs "{disk}" || exit {NO_NAMESPACE}
@@ -275,21 +270,21 @@ def test_each_setting_of_pip_becomes_one_of_uv(tmp_path, monkeypatch, capsys):
     for name in ("ALL_PROXY", "SSL_CERT_FILE", "SSL_CLIENT_CERT"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "pip.conf").write_text(
-        "[global]\nindex-url = https://one/simple\nextra-index-url =\n    https://two/simple\n    https://three/simple\n"
-        "proxy = http://proxy:3128\ncert = /a cert.pem\ntimeout = 7\n[install]\nindex-url = https://four/simple\n"
+        "[global]\nindex-url = https://first/simple\nextra-index-url =\n    https://second/simple\n    https://third/simple\n"
+        "proxy = http://proxy:3128\ncert = /a cert.pem\ntimeout = 7\n[install]\nindex-url = https://fourth/simple\n"
     )
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
-    monkeypatch.setenv("PIP_FIND_LINKS", "/one /two")
-    monkeypatch.setenv("PIP_TRUSTED_HOST", "one")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/a /b")
+    monkeypatch.setenv("PIP_TRUSTED_HOST", "first")
     monkeypatch.setenv("PIP_RETRIES", "1")
     monkeypatch.setenv("PIP_NO_INDEX", "true")
     monkeypatch.setenv("UV_HTTP_TIMEOUT", "9")  # what is set for uv stays
     packages.print_settings()
     assert set(capsys.readouterr().out.splitlines()[1:]) == {
-        "export UV_DEFAULT_INDEX=https://four/simple",
-        "export UV_INDEX='https://two/simple https://three/simple'",
-        "export UV_FIND_LINKS=/one,/two",
-        "export UV_INSECURE_HOST=one",
+        "export UV_DEFAULT_INDEX=https://fourth/simple",
+        "export UV_INDEX='https://second/simple https://third/simple'",
+        "export UV_FIND_LINKS=/a,/b",
+        "export UV_INSECURE_HOST=first",
         "export ALL_PROXY=http://proxy:3128",
         "export SSL_CERT_FILE='/a cert.pem'",
         "export UV_HTTP_RETRIES=1",
@@ -313,24 +308,24 @@ def test_uv_comes_by_pip_where_there_is_none(clone, uv):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_uv_comes_from_the_index_if_it_is_the_one_known(tmp_path, monkeypatch, uv, known):
-    made = wheel_of_uv(tmp_path, uv).rename(tmp_path / packages.WHEEL)
+    path = wheel_of_uv(tmp_path, uv).rename(tmp_path / packages.WHEEL)
     if known:
-        monkeypatch.setattr(packages, "SHA256", packages.hashlib.sha256(made.read_bytes()).hexdigest())
+        monkeypatch.setattr(packages, "SHA256", packages.hashlib.sha256(path.read_bytes()).hexdigest())
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.delenv("PIP_NO_INDEX", raising=False)
-    with index(tmp_path / "index", [made]) as address:
+    with index(tmp_path / "index", [path]) as address:
         monkeypatch.setenv("PIP_INDEX_URL", address)
         if known:
             packages.from_index(str(tmp_path / "there"))
-            there = [tmp_path / "there" / "bin" / "uv", "--version"]
-            assert subprocess.check_output(there) == subprocess.check_output([uv, "--version"])
+            fetched = tmp_path / "there" / "bin" / "uv"
+            assert subprocess.check_output([fetched, "--version"]) == subprocess.check_output([uv, "--version"])
         else:
             with pytest.raises(ValueError, match="is not the one known here"):
                 packages.from_index(str(tmp_path / "there"))
 
 
 def without_python(clone):
-    """What to change in the environment so that no Python will be found that would do."""
+    """What to change in the environment so that there is no suitable Python."""
     clone.replace("python3", "echo 'pyenv: not active' >&2; exit 127")
     (clone.folder / "home").mkdir()
     changes = {"PATH": clone.only_tools(), "HOME": str(clone.folder / "home")}
@@ -365,7 +360,7 @@ def test_no_python_says_what_to_do(clone):
 
 
 def test_requirements_pin_everything_that_is_installed_with_them():
-    """Each pinned version is the one that is here, and whatever a pinned package needs is pinned too."""
+    """Each pinned version is installed here, and whatever a pinned package needs is pinned too."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     pinned = {plain(line.split("==")[0]): line.split("==")[1] for line in lines if line[:1].isalpha()}
     for name, version in pinned.items():

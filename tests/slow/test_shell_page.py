@@ -33,13 +33,13 @@ for cell in notebook.cells:
 
 def sessions():
     """[arguments of launch.sh, what the page shows of that session] of each session of the page."""
-    found = []
+    pairs = []
     for kind, block in re.findall(r"```(bash|text)\n(.*?)```", TEXT, flags=re.DOTALL):
         if kind == "bash":
-            found.append([block.split()[2:], ""])
+            pairs.append([block.split()[2:], ""])
         else:
-            found[-1][1] += block
-    return found
+            pairs[-1][1] += block
+    return pairs
 
 
 def background_calls(item):
@@ -53,7 +53,7 @@ def background_calls(item):
 
 
 def session(arguments, shown):
-    """What a session prints in which somebody types what the page shows."""
+    """What the shell prints when somebody types what the page shows."""
     typed = [line[4:] for line in shown.splitlines() if PROMPT.match(line)]
     return piped("\n".join(typed) + "\n", "shell", "--echo", *arguments)
 

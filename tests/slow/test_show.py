@@ -1,4 +1,4 @@
-"""`launch.sh show` and `launch.sh bytes`, on our recipes and on a user's own script, on terminals of any kind."""
+"""`launch.sh show` and `launch.sh bytes`, on recipes and on a user's own script, on terminals of any kind."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ import pytest
 from harness.measure.theory import matmul_boxings
 from harness.report import show as program
 from tests.cases import ROOT
-from tests.jobs import ended, launch
+from tests.jobs import SLEEPS, ended, launch
 from tests.run import LAUNCH, Run, wait_until
 
 PLAIN = """
@@ -120,7 +120,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def show(pools, monkeypatch, capfd, tmp_path):
-    """The program in this process, on ranks that run already; script: the text of mine.py, where it is called then."""
+    """The program in this process, on ranks that run already; script: the text of mine.py in the current folder."""
     monkeypatch.setattr(program, "Pool", lambda n, timeout: contextlib.nullcontext(pools(n)))
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
 
@@ -128,18 +128,18 @@ def show(pools, monkeypatch, capfd, tmp_path):
         if script:
             (tmp_path / "mine.py").write_text(script)
         monkeypatch.chdir(tmp_path if script else ROOT)
-        ended = program.main(command, [str(argument) for argument in arguments])
+        returned = program.main(command, [str(argument) for argument in arguments])
         out, err = capfd.readouterr()
-        assert ended == code, err
+        assert returned == code, err
         return SimpleNamespace(out=out, err=err)
 
     return call
 
 
 def lines(out):
-    """The table's rows, each as its columns, and its moves."""
-    found = re.findall(r"^  (?:  ↓ (.*)|(\S.*| {4,}\S.*))$", out, flags=re.MULTILINE)
-    return [move or [cell for cell in re.split(" {2,}", row.rstrip())] for move, row in found]
+    """Each row of the table as a list of its columns, and each move as a text."""
+    matches = re.findall(r"^  (?:  ↓ (.*)|(\S.*| {4,}\S.*))$", out, flags=re.MULTILINE)
+    return [move or [cell for cell in re.split(" {2,}", row.rstrip())] for move, row in matches]
 
 
 def steps(out):
@@ -149,12 +149,12 @@ def steps(out):
 
 
 def drawn(out):
-    """What each rank holds, a list for each line of ranks, by tensor."""
-    found, name = {}, None
+    """What each rank holds, by tensor: a list for each line of ranks."""
+    shards, name = {}, None
     for line in (line for line in lines(out) if not isinstance(line, str)):
         name = line[0] or name
-        found.setdefault(name, []).append(line[3:] if line[0] else line[1:])
-    return found
+        shards.setdefault(name, []).append(line[3:] if line[0] else line[1:])
+    return shards
 
 
 def test_show_draws_each_tensor_with_what_moves_between(show):
@@ -194,16 +194,16 @@ def test_parameters_have_their_path_and_steps_that_come_again_are_counted(show):
 
 
 def test_moves_in_a_model_name_the_layer(show):
-    found = steps(show("show", "mine.py", "--pinned", script=WITH_LAYERS).out)
+    shown = steps(show("show", "mine.py", "--pinned", script=WITH_LAYERS).out)
     for block in ("0", "1"):
-        assert f"{block}.up: B -> B, nothing moves (3 times)" in found
+        assert f"{block}.up: B -> B, nothing moves (3 times)" in shown
         moved = "P -> B, all-reduce, 262 kB in all by the formula (3 times)"
-        assert f"{block}.down: {moved}" in found
-        assert any(re.fullmatch(rf" *backward of {block}.up: about 13\d kB from a rank", line) for line in found)
-    assert len([line for line in found if "backward of" in line]) == 2
+        assert f"{block}.down: {moved}" in shown
+        assert any(re.fullmatch(rf" *backward of {block}.up: about 13\d kB from a rank", line) for line in shown)
+    assert len([line for line in shown if "backward of" in line]) == 2
 
 
-def test_moves_that_no_line_asks_for_are_told(show):
+def test_moves_that_no_line_asks_for_are_listed(show):
     job = show("bytes", "mine.py", script=WITH_LAYERS)
     implicit = re.findall(r"inside (\S+) \((.*?)\), 3 times +│ OneFlow moved an operand", job.out)
     assert implicit == [("0", "B -> B"), ("1", "B -> B")]  # the sum with x, which is B, of what is P
@@ -211,7 +211,7 @@ def test_moves_that_no_line_asks_for_are_told(show):
     assert "in eager mode it does not tell which ones. Add --graph: there each move is listed." in job.out
 
 
-def test_run_that_wants_arguments_is_called_by_the_script_itself(show):
+def test_run_that_needs_arguments_is_called_by_the_script_itself(show):
     job = show("show", "-n", 3, "mine.py", "6", script=WITH_RUN_OF_N)
     assert steps(job.out) == [
         *("x S(0)", "a call of Scaled: all-gather, 192 B in all by the formula"),
@@ -247,7 +247,7 @@ def test_bytes_lists_every_step(show):
     assert "between the steps" in job.out and "\x1b" not in job.out
 
 
-def test_bytes_that_messages_drown_are_marked_and_larger_ones_are_shown(show):
+def test_bytes_of_small_tensors_are_marked_as_inexact(show):
     job = show("bytes", "recipes/row_parallel.py")
     cells = all_reduce(job.out)
     assert all(re.fullmatch(r"~[\d,]+", cell) for cell in cells[3:6]) and cells[6:8] == ["256", ""]
@@ -257,32 +257,36 @@ def test_bytes_that_messages_drown_are_marked_and_larger_ones_are_shown(show):
     assert "Tensors under 1 MB" not in job.out
 
 
-def test_matmul_that_transposes_w_is_told_from_one_that_moves_it():
-    """nn.Linear has w as (out, in): S(0) there splits the columns of the product, and nothing moves."""
-    x, w = ({"sbp": sbp, "ranks": [0, 1], "shape": (4, 4), "item": 4} for sbp in ("B", "S(0)"))
-    assert matmul_boxings([x, w], {"sbp": "S(1)"}, (False, True)) == []
-    assert [name for name, _ in matmul_boxings([x, w], {"sbp": "S(1)"})] == ["w"]
-    assert matmul_boxings([w, w], {"sbp": "S(0)"}, (False, True)) is None
+# SBPs of x and w, whether w is transposed as in nn.Linear, SBP of the product.
+LEGAL_MATMULS = [
+    ("B", "S(0)", True, "S(1)"),
+    ("B", "S(1)", False, "S(1)"),
+    ("P", "B", False, "P"),
+]
+LEGAL_BATCHED_MATMULS = [
+    ("S(1)", "S(1)", False, "S(1)"),  # heads
+    ("S(2)", "B", False, "S(2)"),  # rows of each matrix
+    ("B", "S(3)", False, "S(3)"),
+    ("B", "S(2)", True, "S(3)"),
+    ("S(3)", "S(2)", False, "P"),
+    ("S(0), S(1)", "S(0), S(1)", True, "S(0), S(1)"),
+    ("P", "B", False, "P"),
+]
 
 
-@pytest.mark.parametrize(
-    "sbp, other, product, transposed",
-    [
-        ("S(1)", "S(1)", "S(1)", False),  # heads
-        ("S(2)", "B", "S(2)", False),  # rows of each matrix
-        ("B", "S(3)", "S(3)", False),
-        ("B", "S(2)", "S(3)", True),
-        ("S(3)", "S(2)", "P", False),
-        ("S(0), S(1)", "S(0), S(1)", "S(0), S(1)", True),
-        ("P", "B", "P", False),
-    ],
-)
-def test_matmul_of_many_matrices_moves_nothing_if_the_pair_is_legal(sbp, other, product, transposed):
-    x, w = ({"sbp": one, "ranks": [0, 1], "shape": (4, 4, 4, 4), "item": 4} for one in (sbp, other))
-    assert matmul_boxings([x, w], {"sbp": product}, (False, transposed)) == []
-    assert matmul_boxings([x, w], {"sbp": "B"}, (False, transposed)) is None  # OneFlow has moved something
-    for pair in (("S(1)", "S(0)"), ("S(2)", "S(2)"), ("S(3)", "S(3)")):
-        assert matmul_boxings([{**x, "sbp": pair[0]}, {**w, "sbp": pair[1]}], {"sbp": pair[0]}) is None
+def boxings(dims, x, w, transposed, product):
+    x, w = ({"sbp": sbp, "ranks": [0, 1], "shape": (4,) * dims, "item": 4} for sbp in (x, w))
+    return matmul_boxings([x, w], {"sbp": product}, (False, transposed))
+
+
+def test_matmul_moves_nothing_if_its_pair_of_sbps_is_legal():
+    for dims, matmuls in ((2, LEGAL_MATMULS), (4, LEGAL_BATCHED_MATMULS)):
+        for matmul in matmuls:
+            assert boxings(dims, *matmul) == [], matmul
+    assert [name for name, _ in boxings(2, "B", "S(0)", False, "S(1)")] == ["w"]
+    assert boxings(2, "S(0)", "S(0)", True, "S(0)") is None  # OneFlow has moved something, not known what
+    for x, w in (("S(1)", "S(0)"), ("S(2)", "S(2)"), ("S(3)", "S(3)")):
+        assert boxings(4, x, w, False, x) is None
 
 
 @pytest.mark.parametrize(
@@ -298,12 +302,12 @@ def test_options_that_run_does_not_have_are_refused(show, text, arguments, words
     assert not job.out and job.err.startswith("launch.sh: mine.py: ") and words in job.err and job.err.count("\n") == 1
 
 
-def test_script_without_global_tensors_is_told_so(show):
+def test_script_without_global_tensors(show):
     job = show("show", "-n", 1, "mine.py", "--a", 2, script="def run(a=1): return 5")
     assert job.out == "mine.py --a 2 on 1 ranks\n\nIt makes no global tensor.\n"
 
 
-def test_recipe_of_which_a_rank_would_hold_nothing_is_refused(show):
+def test_tensor_that_would_leave_a_rank_with_nothing_is_refused(show):
     job = show("show", "recipes/data_parallel.py", "--batch", 1, code=2)
     text = (ROOT / "recipes" / "data_parallel.py").read_text().splitlines()
     [line] = [number for number, words in enumerate(text, 1) if "x = flow.tensor(" in words]
@@ -311,20 +315,14 @@ def test_recipe_of_which_a_rank_would_hold_nothing_is_refused(show):
     assert job.err.endswith(": a rank would hold nothing; make that size 2 or more\n") and not job.out
     job = show("bytes", "recipes/model_parallel.py", "--out-features", 1, "--graph", code=2)
     assert "a tensor of shape (5, 1) cannot be split(1) over 2 ranks" in job.err
-
-
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("flow.randn(1, 5, placement=ranks, sbp=S(0))", "a tensor of shape (1, 5) cannot be split(0) over 2 ranks"),
-        ("flow.ones(2, placement=ranks, sbp=B).sum(0, keepdim=True).to_global(sbp=S(0))", "a tensor of shape (1,)"),
-    ],
-)
-def test_line_that_would_leave_a_rank_with_nothing_is_refused(show, line, words):
-    setting = 'ranks, B, S = flow.placement("cpu", [0, 1]), flow.sbp.broadcast, flow.sbp.split'
-    job = show("show", "mine.py", script=f"import oneflow as flow\n{setting}\nx = {line}\n", code=2)
-    assert not job.out and job.err.startswith(f"launch.sh: mine.py:3: {words}"), job.err
-    assert job.err.count("\n") == 1
+    begin = 'import oneflow as flow\nranks, B, S = flow.placement("cpu", [0, 1]), flow.sbp.broadcast, flow.sbp.split\n'
+    for line, shape in (
+        ("flow.randn(1, 5, placement=ranks, sbp=S(0))", "(1, 5)"),
+        ("flow.ones(2, placement=ranks, sbp=B).sum(0, keepdim=True).to_global(sbp=S(0))", "(1,)"),
+    ):
+        job = show("show", "mine.py", script=f"{begin}x = {line}\n", code=2)
+        assert job.err.startswith(f"launch.sh: mine.py:3: a tensor of shape {shape}"), job.err
+        assert not job.out and job.err.count("\n") == 1
 
 
 def test_what_is_not_there_is_refused(show):
@@ -345,8 +343,9 @@ def in_a_process(number):
 
 def train(ROWS):
     from harness import model
-    with multiprocessing.get_context("spawn").Pool(1) as processes:
-        assert processes.map(in_a_process, [1]) == [4]
+    if flow.env.get_rank() == 0:
+        with multiprocessing.get_context("spawn").Pool(1) as processes:
+            assert processes.map(in_a_process, [1]) == [4]
     x = flow.ones(rows, *SHAPE, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
     out = model.double(x)
     return out
@@ -358,7 +357,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def named_like_ours(tmp_path):
-    """Packages and modules of a user's that have names of ours, in the folder of mine.py."""
+    """Packages and modules of a user with names that ours have, in the folder of mine.py."""
     for package in ("harness", "tests"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
@@ -368,14 +367,16 @@ def named_like_ours(tmp_path):
         (tmp_path / f"{name}.py").touch()
 
 
-@pytest.mark.parametrize("rows", ["rows", "rows=4"], ids=["whole", "function"])
+WHOLE_AND_FUNCTION = pytest.mark.parametrize("rows", ["rows", "rows=4"], ids=["whole", "function"])
+
+
+@WHOLE_AND_FUNCTION
 def test_modules_of_the_user_may_have_names_of_ours(show, named_like_ours, rows):
-    for _ in range(2):  # ours are back behind the first
-        found = steps(show("show", "mine.py", script=NAMES.replace("ROWS", rows)).out)
-        assert found[-1] == "out S(0)", found
+    assert steps(show("show", "mine.py", script=NAMES.replace("ROWS", rows)).out)[-1] == "out S(0)"
+    assert steps(show("show", "recipes/data_parallel.py").out)[-1] == "out S(0)"  # our modules are back
 
 
-@pytest.mark.parametrize("rows", ["rows", "rows=4"], ids=["whole", "function"])
+@WHOLE_AND_FUNCTION
 def test_module_is_shown_with_its_package(named_like_ours, tmp_path, rows):
     (tmp_path / "harness" / "train.py").write_text(f"from .model import NUMBER\n{NAMES.replace('ROWS', rows)}")
     job = launch("show", "-m", "harness.train", cwd=tmp_path)
@@ -401,7 +402,7 @@ class Terminal(io.TextIOWrapper):
         return True
 
 
-def test_terminal_gets_colour_and_narrow_ones_wrap_and_old_ones_get_ascii(show, monkeypatch):
+def test_terminal_gets_colour_and_a_narrow_one_wraps_and_an_old_one_gets_ascii(show, monkeypatch):
     def shown_on(columns, encoding="utf-8", **variables):
         with monkeypatch.context() as changed:
             terminal = Terminal(io.BytesIO(), encoding=encoding)
@@ -422,17 +423,10 @@ def test_terminal_gets_colour_and_narrow_ones_wrap_and_old_ones_get_ascii(show, 
     assert "v x @ w" in shown_on(80, encoding="ascii")
 
 
-SLEEPER = "import time\ndef run(a=1):\n    print('here', flush=True)\n    while True: time.sleep(60)"
-
-
-def test_time_limit_ends_every_rank(tmp_path):
-    (tmp_path / "mine.py").write_text(SLEEPER)
+def test_time_limit_and_ctrl_c_end_every_rank(tmp_path):
+    (tmp_path / "mine.py").write_text(f"import time\ndef run(a=1):\n    {SLEEPS.replace(chr(10), '; ')}")
     job = launch("show", "-n", 2, "--timeout", 3, "mine.py", cwd=tmp_path)
     assert job.code == 124 and "gave no answer in 3 s" in job.err, job.err
-
-
-def test_ctrl_c_ends_every_rank(tmp_path):
-    (tmp_path / "mine.py").write_text(SLEEPER)
     job = Run(LAUNCH, "bytes", "-n", 2, "mine.py", cwd=tmp_path)
     wait_until(lambda: len(job.ranks()) == 2, "two ranks")
     ended([job.signal(signal.SIGINT)])

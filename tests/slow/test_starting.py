@@ -1,4 +1,4 @@
-"""What the recipes on starting say beyond values: ranks find each other, and after a death the bits are the same."""
+"""What the recipes on starting claim beyond values: ranks meet, and a job that resumes has the same bits."""
 
 import os
 import re
@@ -15,27 +15,30 @@ from tests.run import LAUNCH, Run, free_port, wait_until
 
 HELLO, RENDEZVOUS, SPAWN = (f"recipes/starting/{name}.py" for name in ("hello_ranks", "rendezvous", "spawn"))
 BARE = {name: None for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")}
-WITH_A_WAY_OUT = ["bash", "-c", 'ip route replace default dev eth0 && exec "$0" "$@"']  # as a host has; ours have none
+WITH_A_DEFAULT_ROUTE = ["bash", "-c", 'ip route replace default dev eth0 && exec "$0" "$@"']  # as real hosts have
 
 
-def by_hand(hosts, script, ranks, *arguments, before=(), **variables):
+def by_hand(hosts, script, ranks, *arguments, prefix=(), **variables):
     """A script started once for each of these ranks, on two hosts in turns."""
-    given = {**BARE, "WORLD_SIZE": str(len(ranks)), "OMP_NUM_THREADS": "1", "GLOG_minloglevel": "3", **variables}
-    on = [[*hosts.on(rank % 2), *before] if hosts.real else [] for rank in ranks]
-    command = [sys.executable, script, *arguments]
-    return [Run(*words, *command, **{**given, "RANK": str(rank)}) for words, rank in zip(on, ranks)]
+    common = {**BARE, "WORLD_SIZE": str(len(ranks)), "OMP_NUM_THREADS": "1", "GLOG_minloglevel": "3", **variables}
+    runs = []
+    for rank in ranks:
+        on_host = [*hosts.on(rank % 2), *prefix] if hosts.real else []
+        runs.append(Run(*on_host, sys.executable, script, *arguments, **{**common, "RANK": str(rank)}))
+    return runs
 
 
 @pytest.fixture(scope="module")
 def meetings(hosts, tmp_path_factory):
     """Jobs of 4 ranks, begun together because they wait: by an address, and by a file in a folder."""
     folder, address = tmp_path_factory.mktemp("meetings"), f"tcp://{hosts.addresses[0]}:{free_port()}"
-    by_file = by_hand(hosts, RENDEZVOUS, [1, 0, 2, 3], "--init-method", f"file://{folder}/job", before=WITH_A_WAY_OUT)
+    file = f"file://{folder}/job"
+    by_file = by_hand(hosts, RENDEZVOUS, [1, 0, 2, 3], "--init-method", file, prefix=WITH_A_DEFAULT_ROUTE)
     by_address = by_hand(hosts, RENDEZVOUS, [3, 1, 0, 2], "--init-method", address)
     return {"address": by_address, "file": by_file, "folder": folder}
 
 
-def test_ranks_of_a_launcher_meet_by_a_file(meetings, tmp_path):  # those wait while others run
+def test_ranks_of_a_launcher_meet_by_a_file(meetings, tmp_path):  # meetings begin here, and are read at the end
     job = Run(LAUNCH, "-n", 3, RENDEZVOUS, "--init-method", f"file://{tmp_path}/job").wait()
     assert (job.code, job.err) == (0, "") and "[0] the sum over ranks is 3, as in numpy: 0 1 2\n" in job.out
     assert os.listdir(tmp_path) == []
@@ -49,41 +52,36 @@ def test_rank_that_waits_in_vain_for_the_file_says_so(hosts, tmp_path):
 
 @pytest.mark.parametrize("where", [(0, 1, 0, 1), (1, 0, 0, 1)], ids=["in turns", "inside out"])
 def test_hello_tells_hosts_apart(hosts, where):
-    """Hosts are counted by their first rank; the local ranks are those that OneFlow goes by."""
+    """Hosts are numbered by their first rank, and local ranks as in OneFlow."""
     if not hosts.real:
         pytest.skip(NO_HOSTS)
     common = ["--nnodes", 4, "--master_addr", hosts.addresses[where[0]], "--master_port", free_port(), "-n", 1]
     runs = [Run(*hosts.on(host), LAUNCH, *common, "--node_rank", k, ROOT / HELLO) for k, host in enumerate(where)]
     for rank, run in enumerate(ended(runs)):
         assert (run.code, run.err) == (0, "")
-        local, host = rank % 2, int(where[rank] != where[0])
-        known = (
-            rf"rank {rank} of 4: local rank {local} on host {host} \(\S+, {hosts.addresses[where[rank]]}\), cpu:\d+, "
-        )
-        assert re.search(rf"\[{rank}\] {known}started by process \d+", run.out), run.out
+        host, address = int(where[rank] != where[0]), hosts.addresses[where[rank]]
+        ids = rf"rank {rank} of 4: local rank {rank % 2} on host {host} \(\S+, {address}\), cpu:\d+, "
+        assert re.search(rf"\[{rank}\] {ids}started by process \d+", run.out), run.out
     assert runs[0].out.endswith("[0] all 4 ranks are there, once each; number of hosts: 2\n")
 
 
 LARGE = ("in_features=5, out_features=8", "in_features=5, out_features=8192")  # w does not fit into a pipe
 
 
-@pytest.mark.parametrize("command", [[sys.executable], [LAUNCH]], ids=["python", "launch.sh"])
-def test_program_that_spawns_sends_large_arguments(tmp_path, command):
-    [run] = ended([Run(*command, changed(SPAWN, tmp_path, LARGE), "--ranks", 2, **BARE)])
+@pytest.mark.parametrize(
+    "command, ranks",
+    [([sys.executable], 2), ([LAUNCH], 2), ([sys.executable], 1)],  # with 1 rank, nobody listens at a port
+    ids=["python", "launch.sh", "one rank"],
+)
+def test_program_spawns_ranks_with_large_arguments(tmp_path, command, ranks):
+    [run] = ended([Run(*command, changed(SPAWN, tmp_path, LARGE), "--ranks", ranks, **BARE)])
     assert run.code == 0, run.err
-    returned = "".join(f"rank {rank} of 2 returned (2, 8192) of (4, 8192)\n" for rank in (0, 1))
-    assert run.out == f"{returned}out equals x @ w on a single device\n"
-
-
-def test_program_spawns_a_single_rank():
-    """It listens at no port: OneFlow has nobody to wait for."""
-    [run] = ended([Run(sys.executable, SPAWN, "--ranks", 1, **BARE)])
-    assert run.code == 0, run.err
-    assert run.out == "rank 0 of 1 returned (4, 8) of (4, 8)\nout equals x @ w on a single device\n"
+    shards = [f"rank {rank} of {ranks} returned ({4 // ranks}, 8192) of (4, 8192)" for rank in range(ranks)]
+    assert run.out.splitlines() == [*shards, "out equals x @ w on a single device"]
 
 
 def test_spawned_rank_that_dies_in_its_import_ends_the_program(tmp_path):
-    """The others wait for it in theirs, and do not read their large arguments. A program for each rank that dies."""
+    """The others wait for it in their import, and do not read their large arguments. One program for each rank."""
     dies = "if __name__ == '__mp_main__' and os.environ['RANK'] == os.environ['DIES']:\n    os._exit(1)\n"
     script = changed(SPAWN, tmp_path, LARGE, ("import oneflow as flow\n", f"{dies}import oneflow as flow\n"))
     runs = [Run(sys.executable, script, "--ranks", 3, **BARE, DIES=str(rank)) for rank in range(3)]
@@ -91,11 +89,10 @@ def test_spawned_rank_that_dies_in_its_import_ends_the_program(tmp_path):
         assert run.code == 1 and f"RuntimeError: rank {rank} of 3 died: exit code 1\n" in run.err, run.err
 
 
-@pytest.mark.parametrize("there", [1, 3])
-def test_program_that_is_terminated_leaves_no_rank(there):
-    """When it has started so many of them."""
+@pytest.mark.parametrize("started", [1, 3])
+def test_program_that_is_terminated_leaves_no_rank(started):
     run = Run(sys.executable, SPAWN, "--ranks", 3, **BARE)
-    wait_until(lambda: len(run.alive()) > there or run.process.poll() is not None, f"{there} ranks")
+    wait_until(lambda: len(run.alive()) > started or run.process.poll() is not None, f"{started} ranks")
     [run] = ended([run.signal(signal.SIGTERM)])
     assert run.code in (0, 1), run.err
 
@@ -119,31 +116,26 @@ def test_weights_after_a_death_are_those_of_an_undisturbed_run_bit_by_bit(reques
 
 
 # Checkpoints are written and read in the same way in either mode, so eager mode is enough from here on.
-LINES_OF_SAVE = {  # -> the step from whose checkpoint the job resumes
-    "            fsync(path)": 2,
+DEATHS = {  # before this line -> the step from whose checkpoint the job resumes
     "        os.replace(": 2,
-    "        fsync(checkpoint_dir)": 4,
-    "        for older in": 4,
     "            shutil.rmtree(f": 4,
 }
 
 
-@pytest.mark.parametrize("place", LINES_OF_SAVE)
-def test_death_while_a_checkpoint_is_written_loses_none(eager, tmp_path, place):
-    """Rank 0 is killed once, just before this line, while it saves step 4."""
-    folder, indent = tmp_path / "checkpoints", " " * (len(place) - len(place.lstrip()))
-    killed, before = "pathlib.Path(checkpoint_dir, 'killed')", "2 in checkpoints(checkpoint_dir)"
-    begin = LINES_OF_SAVE[place]
-    now = f"{before} and 4 in checkpoints(checkpoint_dir)" if begin == 4 else before
-    once = f"{now} and not {killed}.exists() and ({killed}.touch(), os.kill(os.getpid(), 9))"
-    script = changed(ELASTIC, tmp_path, (place, f"{indent}{once}\n{place}"))
+@pytest.mark.parametrize("line", DEATHS)
+def test_death_while_a_checkpoint_is_written_loses_none(eager, tmp_path, line):
+    """Rank 0 is killed once, while it saves step 4: before the checkpoint has its name, and before step 2's goes."""
+    folder, indent, step = tmp_path / "checkpoints", " " * (len(line) - len(line.lstrip())), DEATHS[line]
+    killed, last = "pathlib.Path(checkpoint_dir, 'killed')", f"checkpoints(checkpoint_dir)[-1:] == [{step}]"
+    kill = f"{last} and not {killed}.exists() and ({killed}.touch(), os.kill(os.getpid(), 9))"
+    script = changed(ELASTIC, tmp_path, (line, f"{indent}{kill}\n{line}"))
     run = train(folder, "--steps", 6, script=script, options=("--max-restarts", 1))
-    assert "killed by signal 9" in run.err and f"[0] resumes after step {begin}, from its checkpoint\n" in run.out
+    assert "killed by signal 9" in run.err and f"[0] resumes after step {step}, from its checkpoint\n" in run.out
     assert saved(folder) == eager
 
 
 def test_death_after_a_step_that_is_saved_loses_no_checkpoint(eager, tmp_path):
-    """Where rank 0 is slow to name it."""
+    """Although rank 0 is slow to give it its name."""
     slow = ("        os.replace(", "        __import__('time').sleep(3)\n        os.replace(")
     script = changed(ELASTIC, tmp_path, slow)
     run = train(tmp_path / "saved", "--steps", 6, "--die", 2, script=script, options=("--max-restarts", 1))
@@ -152,7 +144,7 @@ def test_death_after_a_step_that_is_saved_loses_no_checkpoint(eager, tmp_path):
 
 
 def test_training_resumes_on_fewer_ranks_and_on_more(tmp_path):
-    """The losses are compared with those on one rank: sums of other ranks round otherwise."""
+    """The recipe compares the losses with those on one rank: on other numbers of ranks, sums round differently."""
     train(tmp_path / "saved", "--die", 3, "--graph", n=3, code=137)
     assert "resumes after step 2, from its" in train(tmp_path / "saved", "--steps", 6, "--graph", n=1).out
     assert "resumes after step 6, from its" in train(tmp_path / "saved", "--steps", 8, "--graph", n=2).out
@@ -162,8 +154,8 @@ def test_block_of_the_page_on_clusters(tmp_path):
     [command] = [line for line in BY_HAND if "--max-restarts" in line]
     run = Run("bash", "-c", command.replace("checkpoints", str(tmp_path))).wait()
     [shown] = [block for block in blocks(CLUSTERS, "text") if "restart 1 of 3" in block]
-    said = (run.err + run.out).splitlines()
-    assert run.code == 0 and all(line in said for line in shown.splitlines()), said
+    lines = (run.err + run.out).splitlines()
+    assert run.code == 0 and all(line in lines for line in shown.splitlines()), lines
 
 
 def test_script_of_the_page_on_clusters_saves_a_checkpoint_at_sigterm(tmp_path):
@@ -182,11 +174,11 @@ def test_script_of_the_page_on_clusters_saves_a_checkpoint_at_sigterm(tmp_path):
 
 @pytest.mark.parametrize("how", ["address", "file"])
 def test_ranks_meet(hosts, meetings, how):
-    """Rank 0 says where it is when all are there; the others say nothing, and no file is left."""
+    """Rank 0 prints where it is when all are there; the others print nothing, and no file is left."""
     runs = ended(meetings[how])
     assert [(run.code, run.err) for run in runs] == [(0, "")] * 4
-    [said] = [run.out for run in runs if run.out]
-    assert said.endswith("the sum over ranks is 6, as in numpy: 0 1 2 3\n")
-    leader = re.match(r"4 ranks met by \S+; rank 0 is at (\S+):\d+\n", said).group(1)
+    [printed] = [run.out for run in runs if run.out]
+    assert printed.endswith("the sum over ranks is 6, as in numpy: 0 1 2 3\n")
+    leader = re.match(r"4 ranks met by \S+; rank 0 is at (\S+):\d+\n", printed).group(1)
     assert leader == hosts.addresses[0] or how == "file" and not hosts.real
     assert os.listdir(meetings["folder"]) == [] or how == "address"

@@ -1,4 +1,4 @@
-"""What the docstrings of the recipes on state say beyond values and layouts."""
+"""What the recipes on state claim beyond values and layouts: resuming, crashes, bytes."""
 
 import os
 
@@ -16,35 +16,35 @@ MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 
 
 def train_on(pool, folder, **arguments):
-    """What checkpoint.py has on rank 0 when it has trained with checkpoints in this folder: name -> value.
+    """What rank 0 has after training checkpoint.py with checkpoints in this folder: name -> value.
 
-    "w" is the weight before the first step of this run, which took as many "steps".
+    "w" is the weight before the first step of this run, "steps" the number of its steps.
     """
     [seen, *_] = pool.call(OBSERVE, path=CHECKPOINT, checkpoint_dir=str(folder), **arguments)
     values = {name: seen["tensors"][name]["value"] for name in ("w", "new w", "w momentum_buf")}
     return {**values, "losses": seen["arrays"]["losses"], "steps": len(seen["reads"])}
 
 
-def same_bits(one, other, *what):
+def same_bits(run, other, *what):
     for name in ("new w", "w momentum_buf", "losses"):
-        Checks.that((one[name] == other[name]).all(), *what, name, "is not the same bit by bit")
+        Checks.that((run[name] == other[name]).all(), *what, name, "is not the same bit by bit")
 
 
 @MODES
 @pytest.mark.parametrize("worlds", [(2, 4, 2, 1), (3, 2), (1, 3)], ids=str)
 def test_training_resumes_on_another_number_of_ranks(pools, tmp_path, graph, worlds):
-    saved = None
+    before = None
     for k, n in enumerate(worlds):
         weights = ("rows", "columns", "whole")[k % 3]
-        found = train_on(pools(n), tmp_path, graph=graph, steps=k + 1, weights=weights, size=8)
+        run = train_on(pools(n), tmp_path, graph=graph, steps=k + 1, weights=weights, size=8)
         assert sorted(os.listdir(tmp_path)) == [str(step + 1) for step in range(k + 1)]
-        if saved:
-            Checks.that((found["w"] == saved["new w"]).all(), "it begins with the weight that was saved")
+        if before:
+            Checks.that((run["w"] == before["new w"]).all(), "it begins with the weight that was saved")
         wanted = reference.trained("momentum", steps=k + 1, layers=1, in_features=8, out_features=8)
-        assert_close(found["new w"], wanted["new w0"], worlds, k, "w")
-        assert_close(found["w momentum_buf"], wanted["w0 momentum_buf"], worlds, k, "momentum")
-        assert_close(found["losses"], wanted["losses"], worlds, k, "losses")
-        saved = found
+        assert_close(run["new w"], wanted["new w0"], worlds, k, "w")
+        assert_close(run["w momentum_buf"], wanted["w0 momentum_buf"], worlds, k, "momentum")
+        assert_close(run["losses"], wanted["losses"], worlds, k, "losses")
+        before = run
 
 
 def test_next_job_resumes(pools, tmp_path):
@@ -66,13 +66,13 @@ def test_training_resumes_from_the_newest_of_several(pools, tmp_path):
 @pytest.mark.parametrize(
     "n, weights", [(1, "rows"), (2, "rows"), (2, "columns"), (2, "whole"), (3, "columns"), (4, "rows")]
 )
-def test_stopped_training_is_the_other_bit_by_bit(pools, tmp_path, n, weights, graph):
+def test_training_that_was_stopped_has_the_bits_of_one_that_was_not(pools, tmp_path, n, weights, graph):
     options = {"graph": graph, "weights": weights, "size": 8}
     at_once = train_on(pools(n), tmp_path / "at once", steps=4, **options)
     for steps in (2, 4):
         stopped = train_on(pools(n), tmp_path / "stopped", steps=steps, **options)
     same_bits(stopped, at_once, n, weights)
-    if n == 2:  # of two numbers the sum has no order
+    if n == 2:  # the sum of two numbers has no order
         train_on(pools(n), tmp_path / "whole", steps=2, **{**options, "weights": "whole"})
         same_bits(train_on(pools(n), tmp_path / "whole", steps=4, **options), at_once, weights, "after whole")
 
@@ -98,11 +98,11 @@ def test_checkpoint_has_nothing_of_an_unfinished_one(pools, tmp_path):
 
 
 def test_checkpoint_stays_when_another_of_its_name_is_saved(pools, tmp_path):
-    found = pools(2).call(f"{HERE}:saved_again", path=CHECKPOINT, folder=str(tmp_path))
-    assert found == [("3", 3, 8.0), (None, 3, 8.0)]
+    answers = pools(2).call(f"{HERE}:saved_again", path=CHECKPOINT, folder=str(tmp_path))
+    assert answers == [("3", 3, 8.0), (None, 3, 8.0)]
 
 
-def test_ranks_wait_for_ever_if_the_first_alone_finds_the_checkpoint_broken(pools, tmp_path):
+def test_ranks_wait_forever_if_rank_0_alone_cannot_read_the_checkpoint(pools, tmp_path):
     train_on(pools(2), tmp_path, steps=2, weights="whole")
     path = min((tmp_path / "2").rglob("out"))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -114,19 +114,21 @@ def test_ranks_wait_for_ever_if_the_first_alone_finds_the_checkpoint_broken(pool
 def test_bytes_to_save_and_load(pools, tmp_path, n, weights):
     size = {"rows": 480, "columns": 1200}
     tensor, extra = 4 * 480 * 1200, (n - 1) / n**2 * (weights == "columns")
-    found = pools(n).call(f"{HERE}:bytes_to_save_and_load", path=CHECKPOINT, folder=str(tmp_path), sbp=weights, **size)
+    by_rank = pools(n).call(
+        f"{HERE}:bytes_to_save_and_load", path=CHECKPOINT, folder=str(tmp_path), sbp=weights, **size
+    )
     gathered = (n - 1) / n * (weights != "whole") + extra
-    sums = [("all ranks load", sum(loaded for _, loaded in found), n - 1 + n * extra)]
-    sums += [(f"rank {rank} saves", saved, gathered) for rank, (saved, _) in enumerate(found)]
-    for what, bytes_found, wanted in sums:
-        near = abs(bytes_found - wanted * tensor) <= 0.02 * wanted * tensor + 20_000
-        Checks.that(near, what, bytes_found / tensor, "x the tensor, must be", wanted)
+    sums = [("all ranks load", sum(loaded for _, loaded in by_rank), n - 1 + n * extra)]
+    sums += [(f"rank {rank} saves", saved, gathered) for rank, (saved, _) in enumerate(by_rank)]
+    for what, sent, wanted in sums:
+        near = abs(sent - wanted * tensor) <= 0.02 * wanted * tensor + 20_000
+        Checks.that(near, what, sent / tensor, "x the tensor, must be", wanted)
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_gradient_of_what_was_gathered_comes_back_whole_unless_told(pools, n):
-    """What the trap in loss_placement.py says."""
+def test_gradient_of_what_was_gathered_is_whole_unless_grad_sbp_says_otherwise(pools, n):
+    """As the trap in loss_placement.py says."""
     ranks = list(range(n))
     for grad_sbp, sbp, rows in ((False, "B", 6), (True, "S(0)", 6 // n)):
-        found = pools(n).call(f"{HERE}:gradient_of_gathered", rows=6, grad_sbp=grad_sbp)
-        assert found == [(sbp, ranks, rows)] * n
+        answers = pools(n).call(f"{HERE}:gradient_of_gathered", rows=6, grad_sbp=grad_sbp)
+        assert answers == [(sbp, ranks, rows)] * n

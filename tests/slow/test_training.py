@@ -1,4 +1,4 @@
-"""What a step of training sends, at sizes where OneFlow's own messages do not show; what ddp.py says of its wrapper."""
+"""What a step of training sends, at sizes where OneFlow's own messages are small; what ddp.py says of its wrapper."""
 
 import pytest
 
@@ -36,26 +36,24 @@ def background_calls(item):
 @pytest.mark.parametrize("run", RUNS, ids=run_id)
 def test_bytes_of_a_step(measured, run):
     name, n, mode, more = run
-    sizes = runs.training_sizes(
-        name, **{**PROOFS[name].measured_at, **more, "steps": 1}
-    )  # with more steps the bounds of its values overflow
+    arguments = {**PROOFS[name].measured_at, **more, "steps": 1}  # with more steps the bounds of its values overflow
+    sizes = runs.training_sizes(name, **arguments)
     case = CASES[name](n, mode == "graph" or name in GRAPH_ONLY, **sizes)
-    found = measured("step", name, n, mode, *more.items())
-    for rank in range(n):
-        bytes_wanted, sent = 4 * case.sends[rank], found[rank]["sent"]
+    for rank, result in enumerate(measured("step", name, n, mode, *more.items())):
+        bytes_wanted, sent = 4 * case.sends[rank], result["sent"]
         near = abs(sent - bytes_wanted) <= 0.02 * bytes_wanted + 20_000  # and OneFlow's own messages
         Checks.that(near, name, f"rank {rank} sends", sent, "bytes a step and must send", bytes_wanted)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_replicas_start_from_rank_0_and_stay_equal_bit_by_bit(pools, n):
-    every = pools(n).call(OBSERVE, path=str(path_of("ddp")), steps=20, batch=4 * n + 1)
-    tensors, first = [seen["tensors"] for seen in every], every[0]["tensors"]
+    first, *others = pools(n).call(OBSERVE, path=str(path_of("ddp")), steps=20, batch=4 * n + 1)
     for name in ("w0", "w1", "w0 grad", "w1 grad", "new w0", "new w1"):
-        assert all((own[name]["value"] == first[name]["value"]).all() for own in tensors)
+        assert all((rank["tensors"][name]["value"] == first["tensors"][name]["value"]).all() for rank in others)
     for name in ("w0", "w1"):
-        assert (first[name]["value"] == every[0]["arrays"][f"own_{name}"]).all()
-        assert all((first[name]["value"] != seen["arrays"][f"own_{name}"]).all() for seen in every[1:])
+        weight = first["tensors"][name]["value"]
+        assert (weight == first["arrays"][f"own_{name}"]).all()
+        assert all((weight != rank["arrays"][f"own_{name}"]).all() for rank in others)
 
 
 def test_module_stays_the_same_and_its_names_too(pools):

@@ -1,4 +1,4 @@
-"""What the docstrings of the recipes on your own model say beyond values and layouts."""
+"""What the recipes on your own model claim beyond values and layouts: bytes, dropout, memory."""
 
 import pytest
 
@@ -7,31 +7,23 @@ from harness.report.runs import PER_STEP
 from harness.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
+from tests.jobs import changed
 
 ON_RANK = str(ROOT / "tests" / "on_rank_your_model.py")
 TENSOR_PARALLEL, WEIGHTS = str(path_of("tensor_parallel_module")), str(path_of("pytorch_weights"))
 
 
-def naive(folder):
-    """A copy of tensor_parallel_module.py that splits weights and leaves every layer nn.Linear."""
-    path = folder / "naive.py"
-    text = path_of("tensor_parallel_module").read_text()
-    assert text.count("            layer.__class__ = kind\n") == 1
-    path.write_text(text.replace("            layer.__class__ = kind\n", ""))
-    return str(path)
-
-
 def test_split_weights_alone_send_ten_times_as_much(pools, tmp_path):
-    sent = [
-        pools(2).call(PER_STEP, path=path, batch=256, hidden_size=512)[0]["sent"]
-        for path in (TENSOR_PARALLEL, naive(tmp_path))
-    ]
+    """Without Column and Row, every layer stays an nn.Linear."""
+    weights_alone = str(changed(TENSOR_PARALLEL, tmp_path, ("            layer.__class__ = kind\n", "")))
+    paths = (TENSOR_PARALLEL, weights_alone)
+    sent = [pools(2).call(PER_STEP, path=path, batch=256, hidden_size=512)[0]["sent"] for path in paths]
     Checks.that(9.5 <= sent[1] / sent[0] <= 10.5, "split weights alone send", sent[1] / sent[0], "times as much")
 
 
 @pytest.mark.parametrize("data, equal", [(1, True), (2, False)])
 def test_dropout_differs_where_the_batch_is_split(pools, data, equal):
-    """Where it is not, all ranks draw the mask that one rank draws."""
+    """Else all ranks draw the mask that a single rank draws."""
     for losses, alone in pools(2).call(f"{ON_RANK}:losses_of", path=TENSOR_PARALLEL, data=data, dropout=0.1, steps=3):
         assert (abs(losses - alone).max() <= 2e-6) == equal
 
@@ -50,10 +42,8 @@ def test_at_most_one_block_is_whole_while_shards_are_made():
     most = {}
     for at_once in (False, True):
         with Pool(4) as pool:  # OneFlow gives no memory back: only the first time in a process counts
-            path = str(path_of("fully_sharded_module"))
-            seen = pool.call(
-                f"{ON_RANK}:growth", path=path, num_layers=layers, hidden_size=hidden_size, at_once=at_once
-            )
+            sizes = {"num_layers": layers, "hidden_size": hidden_size}
+            seen = pool.call(f"{ON_RANK}:growth", path=str(path_of("fully_sharded_module")), at_once=at_once, **sizes)
         most[at_once] = max(peak - held for peak, held in seen)
     Checks.that(most[False] <= 2.5 * block, "besides the shards a rank had", most[False] / block, "blocks")
     Checks.that(most[True] >= (layers - 2) * block, "all at once it had", most[True] / block, "blocks")

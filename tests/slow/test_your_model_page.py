@@ -6,7 +6,6 @@ import shutil
 from functools import lru_cache
 
 import numpy as np
-import oneflow as flow
 import pytest
 
 from harness.start.recipe import load, path_of
@@ -40,18 +39,17 @@ def applied(script, diff):
 
 
 def files_of(sections):
-    """{name: text} of train.py and of what is pasted beside it, after the diffs of these sections."""
-    files = {"train.py": SCRIPT}
+    """{name: text} of train.py after the diffs of these sections, and of what is pasted beside it."""
+    script = SCRIPT
     for name in sections:
-        files["train.py"] = applied(files["train.py"], blocks_of(SECTIONS[name], "diff")[0])
-    for name in PASTED:
-        [text] = [block for part in SECTIONS.values() for block in pasted(part, name)]
-        files[f"{name}.py"] = text
-    return files
+        script = applied(script, blocks_of(SECTIONS[name], "diff")[0])
+    return {"train.py": script, **{f"{name}.py": pasted(name) for name in PASTED}}
 
 
-def pasted(section, name):
-    return re.findall(rf"`{name}\.py`:\n\n```python\n(.*?)```", section, flags=re.DOTALL)
+def pasted(name):
+    """The text of NAME.py on the page."""
+    [text] = re.findall(rf"`{name}\.py`:\n\n```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    return text
 
 
 def write(folder, files):
@@ -59,18 +57,26 @@ def write(folder, files):
         (folder / name).write_text(text)
 
 
+def printed_by(*command, folder):
+    """What launch.sh with these arguments prints."""
+    job = Run(LAUNCH, *command, cwd=folder).wait()
+    assert job.code == 0, job.err
+    return job.out
+
+
 def losses(folder, n):
     job = Run(LAUNCH, "-n", n, "train.py", cwd=folder).wait()
     assert job.code == 0 and not job.err, job.err
-    found = re.findall(r"step (\d+)  loss (\S+)", job.out)
-    assert [int(step) for step, _ in found] == [5, 10, 15, 20], job.out  # by rank 0 alone
-    return np.array([float(loss) for _, loss in found])
+    steps = re.findall(r"step (\d+)  loss (\S+)", job.out)
+    assert [int(step) for step, _ in steps] == [5, 10, 15, 20], job.out  # by rank 0 alone
+    return np.array([float(loss) for _, loss in steps])
 
 
-def commands(section):
-    """What the commands of a section print, but for the runs themselves."""
-    lines = [line for block in blocks_of(section, "bash") for line in block.splitlines()]
-    return [line.split()[1:] for line in lines if line.startswith("./launch.sh show")]
+def assert_shows(printed, shown):
+    """Each line that the page shows is printed; "about N kB" includes OneFlow's own messages."""
+    about = re.compile(r"about \d+ kB")
+    printed = about.sub("", printed)
+    assert [line for line in about.sub("", shown).splitlines() if line.rstrip() not in printed] == [], printed
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +84,10 @@ def alone(tmp_path_factory):
     """The losses of the script on one device, which the page shows."""
     folder = tmp_path_factory.mktemp("alone")
     write(folder, {"train.py": SCRIPT})
-    found = losses(folder, 1)
+    values = losses(folder, 1)
     shown = blocks_of(PAGE.read_text(), "text")[0]
-    assert [f"{loss:.4f}" for loss in found] == re.findall(r"loss (\S+)", shown)
-    return found
+    assert [f"{loss:.4f}" for loss in values] == re.findall(r"loss (\S+)", shown)
+    return values
 
 
 def test_script_runs_with_the_name_torch(tmp_path, alone):
@@ -91,25 +97,8 @@ def test_script_runs_with_the_name_torch(tmp_path, alone):
     check_losses(losses(tmp_path, 1), alone, "with the name torch")
 
 
-def test_oneflow_lacks_what_the_page_says():
-    sentence = re.search(r"OneFlow 0\.9\.0 lacks ([^:]*?), for example", " ".join(PAGE.read_text().split()))[1]
-    names = [name.split(".") for name in re.findall(r"`([^`]+)`", sentence)]
-    assert len(names) == 3
-    modules = {"nn": flow.nn, "F": flow.nn.functional, "torch": flow}
-    assert [name for module, name in names if hasattr(modules[module], name)] == []
-
-
-def test_lines_to_add_are_as_few_as_the_page_says():
-    added = {}
-    for name in LAYOUTS:
-        diff = blocks_of(SECTIONS[name], "diff")[0]  # the second and third of tensor parallel are of attention
-        added[name] = sum(line.startswith("+") for line in diff.splitlines())
-    assert added.pop("Pipeline") == 25
-    assert max(added.values()) <= 10
-
-
-def check_losses(found, alone, *what):
-    Checks.that(abs(found - alone).max() <= 1.01e-4, *what, "losses", found, "on one device", alone)  # of 4 digits
+def check_losses(values, alone, *what):
+    Checks.that(abs(values - alone).max() <= 1.01e-4, *what, "losses", values, "on one device", alone)  # of 4 digits
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -117,28 +106,22 @@ def test_layout_trains_as_one_device_and_shows_what_the_page_says(tmp_path, alon
     sections, n = LAYOUTS[name]
     write(tmp_path, files_of(sections))
     check_losses(losses(tmp_path, n), alone, name)
-    for command in commands(SECTIONS[name]):
-        about = re.compile(r"about \d+ kB")  # with OneFlow's own messages
-        out = about.sub("", Run(LAUNCH, *command, cwd=tmp_path).wait().out)
-        shown = about.sub("", blocks_of(SECTIONS[name], "text")[0])
-        missing = [line for line in shown.splitlines() if line.rstrip() not in out]
-        assert not missing, (missing, out)
+    if "./launch.sh show -n 2 train.py\n" in SECTIONS[name]:
+        assert_shows(printed_by("show", "-n", 2, "train.py", folder=tmp_path), blocks_of(SECTIONS[name], "text")[0])
 
 
 @pytest.fixture(scope="module")
 def with_attention(tmp_path_factory):
     """A function of (mesh or None for one device, number of ranks) to a folder and the losses of the model there."""
-    section = SECTIONS["Tensor parallel"]
-    _, add, split = blocks_of(section, "diff")
-    [attention] = pasted(section, "attention")
+    _, add, split = blocks_of(SECTIONS["Tensor parallel"], "diff")
 
     @lru_cache(maxsize=None)
     def train(mesh, n):
         files = files_of(["Tensor parallel"] if mesh else [])
-        script = applied(applied(files["train.py"], add), split) if mesh else applied(files["train.py"], add)
-        files["train.py"] = script.replace("[[0, 1]]", mesh) if mesh else script
+        script = applied(files["train.py"], add)
+        files["train.py"] = applied(script, split).replace("[[0, 1]]", mesh) if mesh else script
         folder = tmp_path_factory.mktemp("attention")
-        write(folder, {**files, "attention.py": attention})
+        write(folder, {**files, "attention.py": pasted("attention")})
         return folder, losses(folder, n)
 
     return train
@@ -147,29 +130,26 @@ def with_attention(tmp_path_factory):
 @pytest.mark.parametrize("mesh, n", [("[[0, 1]]", 2), ("[[0, 1, 2, 3]]", 4), ("[[0, 1], [2, 3]]", 4)])
 def test_attention_trains_as_on_one_device(with_attention, mesh, n):
     assert n == 2 or f"`{mesh}`" in SECTIONS["Tensor parallel"]
-    folder, found = with_attention(mesh, n)
-    _, alone = with_attention(None, 1)
-    check_losses(found, alone, "attention on", mesh)
+    folder, values = with_attention(mesh, n)
+    check_losses(values, with_attention(None, 1)[1], "attention on", mesh)
     if n == 2:
-        out = Run(LAUNCH, "show", "-n", 2, "train.py", cwd=folder).wait().out
-        missing = [line for line in blocks_of(SECTIONS["Tensor parallel"], "text")[2].splitlines() if line not in out]
-        assert not missing, (missing, out)
-        rows = re.findall(r"backward of blocks\.0\.(\S+): about (\d+) kB", out)  # 263 kB: an all-reduce of x's gradient
-        assert [(name, round(int(kB) / 263)) for name, kB in rows] == [
-            *(("up", 1), ("attention.value", 1), ("attention.key", 2))
-        ]
+        shown = printed_by("show", "-n", 2, "train.py", folder=folder)
+        assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[2])
+        rows = re.findall(r"backward of blocks\.0\.(\S+): about (\d+) kB", shown)
+        all_reduces = [(name, round(int(kB) / 263)) for name, kB in rows]  # 263 kB: one of x's gradient
+        assert all_reduces == [("up", 1), ("attention.value", 1), ("attention.key", 2)]
 
 
-def test_layer_that_the_plan_forgets_is_told_by_bytes(tmp_path, with_attention):
-    folder, found = with_attention("[[0, 1]]", 2)
+def test_bytes_shows_a_layer_that_the_plan_forgets(tmp_path, with_attention):
+    folder, values = with_attention("[[0, 1]]", 2)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     script = (folder / "train.py").read_text()
     forgotten = re.sub(r".*attention\\\.output.*\n", "", script)
     assert forgotten != script
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     write(tmp_path, {"train.py": forgotten})
-    check_losses(losses(tmp_path, 2), found, "with a layer less")
-    out = Run(LAUNCH, "bytes", "-n", 2, "train.py", cwd=tmp_path).wait().out
-    assert "inside blocks.0" in out or "not known" in out, out
+    check_losses(losses(tmp_path, 2), values, "with a layer less")
+    shown = printed_by("bytes", "-n", 2, "train.py", folder=tmp_path)
+    assert "inside blocks.0" in shown or "not known" in shown, shown
 
 
 TIED = """
@@ -223,9 +203,9 @@ for name, (make, batch) in layouts.items():
 def test_tied_weights_come_apart_and_can_be_tied_again(tmp_path):
     assert "`model.head.weight = model.embedding.weight`" in SECTIONS["The rules, and why"]
     write(tmp_path, {**files_of([]), "tied.py": TIED})
-    out = Run(LAUNCH, "-n", 2, "tied.py", cwd=tmp_path).wait().out
+    printed = printed_by("-n", 2, "tied.py", folder=tmp_path)
     for line in ("shard: False False True", "plan: False False True", "no plan: True True True"):
-        assert out.count(line) == 2, out
+        assert printed.count(line) == 2, printed
 
 
 @pytest.mark.parametrize("name", IN_A_GRAPH)
@@ -235,43 +215,43 @@ def test_layout_in_a_graph(tmp_path, alone, name):
     check_losses(losses(tmp_path, n), alone, name, "in a graph")
 
 
-def test_split_weights_alone_are_told(tmp_path):
+def test_bytes_shows_that_split_weights_alone_are_too_little(tmp_path):
     files = files_of(["Tensor parallel"])
     files["tensor.py"] = files["tensor.py"].replace("            layer.__class__ = kind\n", "")
     write(tmp_path, files)
-    out = Run(LAUNCH, "bytes", "-n", 2, "train.py", cwd=tmp_path).wait().out
-    for line in blocks_of(SECTIONS["Tensor parallel"], "text")[1].splitlines():
-        assert line in out, out
+    shown = printed_by("bytes", "-n", 2, "train.py", folder=tmp_path)
+    assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[1])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A folder with the weights that the script draws, in model.safetensors, and weights.py."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    before, rest = SCRIPT.split("    loss_function = ", 1)
+    saves = (
+        '    model.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)\n'
+        '    weights.save_safetensors(model, "model.safetensors")\n    return\n'
+    )
+    write(folder, {"save.py": f"import weights\n{before}{saves}    loss_function = {rest}"})
+    shutil.copy(path_of("pytorch_weights"), folder / "weights.py")
+    printed_by("-n", 1, "save.py", folder=folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_pytorch_checkpoint_under_each_layout(tmp_path, alone, name):
-    """The weights that the script draws, as a file: so the losses are the same."""
+def test_pytorch_checkpoint_under_each_layout(tmp_path, checkpoint, alone, name):
+    """The losses are the same, although the script draws other weights before it loads these."""
     sections, n = LAYOUTS[name]
     files = files_of([*sections, "From a PyTorch checkpoint"])
-    files["train.py"] = files["train.py"].replace(
-        "flow.manual_seed(0)", "flow.manual_seed(1)"
-    )  # what it draws is not used
+    files["train.py"] = files["train.py"].replace("flow.manual_seed(0)", "flow.manual_seed(1)")
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     write(tmp_path, files)
-    shutil.copy(path_of("pytorch_weights"), tmp_path / "weights.py")
-    save = SCRIPT.replace(
-        "    loss_function = nn.", '    weights.save_safetensors(model, "model.safetensors")\n    return\n    #'
-    )
-    save = "import weights\n" + save.replace("    loss_function", "    # loss_function", 1)
-    save = save.replace(
-        "    weights.save",
-        '    model.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)\n    weights.save',
-    )
-    (tmp_path / "save.py").write_text(save)
-    job = Run(LAUNCH, "-n", 1, "save.py", cwd=tmp_path).wait()
-    assert job.code == 0, job.err
     check_losses(losses(tmp_path, n), alone, name, "from a checkpoint")
 
 
 @pytest.mark.parametrize("name", PASTED)
-def test_what_is_pasted_is_the_recipe_s(tmp_path, name):
-    [text] = [block for section in SECTIONS.values() for block in pasted(section, name)]
-    (tmp_path / f"pasted_{name}.py").write_text(text)
+def test_what_is_pasted_is_in_the_recipe(tmp_path, name):
+    write(tmp_path, {f"pasted_{name}.py": pasted(name)})
     page, recipe = load(tmp_path / f"pasted_{name}.py"), load(path_of(PASTED[name]))
     own = [key for key, value in vars(page).items() if getattr(value, "__module__", None) == page.__name__]
     assert own
