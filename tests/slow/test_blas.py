@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.start import rank
-from harness.start.blas import TAKEN_OVER, exported
+from harness.start.blas import REPLACED, exported
 from tests.jobs import ended, launch, official
 
 LIBRARY = Path(sys.prefix, "lib", "libopenblas.so")
@@ -65,4 +65,4 @@ def test_one_that_cannot_be_loaded_is_told_once(tmp_path, monkeypatch, capsys, n
 
 def test_no_name_is_that_of_another_openblas():
     names = set(exported(LIBRARY))
-    assert {name for name in names if not name.startswith("cookbook_")} == {f"cblas_{name}" for name in TAKEN_OVER}
+    assert {name for name in names if not name.startswith("cookbook_")} == {f"cblas_{name}" for name in REPLACED}
