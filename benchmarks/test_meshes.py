@@ -1,4 +1,4 @@
-"""docs/gpt.md is made of what was found, and its figures are those of the formulas."""
+"""docs/gpt.md shows the recorded results, and its figures are those of the formulas."""
 
 import json
 
@@ -12,23 +12,23 @@ from tests.cases.ladder import Checks
 FOUND = json.loads(gpt.FOUND.read_text())
 
 
-def test_page_and_picture_are_of_what_was_found():
-    for path, text in meshes.made(FOUND).items():
+def test_page_and_picture_show_the_recorded_results():
+    for path, text in meshes.files(FOUND).items():
         assert path.read_text() == text, f"{path}; ./launch.sh meshes makes it anew"
     assert list(by_row(FOUND)) == ROWS
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_bytes_and_memory_are_those_of_the_formulas(row):
-    moved, kept = formulas(*row)
+    moved, resident = formulas(*row)
     for run in by_row(FOUND)[row]:
         mode = meshes.MODES[run["graph"]]
-        Checks.equal(sum(run["held"].values()), kept, *row, mode, "bytes that a rank keeps")
+        Checks.equal(sum(run["held"].values()), resident, *row, mode, "resident bytes of a rank")
         Checks.that(run["sent"]["others"] <= 0.01 * sum(moved.values()), *row, mode, "between ranks of no axis")
         for axis, formula in moved.items():
-            found = run["sent"][axis]
-            off, explained = meshes.off(found, formula), (*row, axis, mode) in meshes.KNOWN
-            Checks.equal(off, explained, *row, mode, axis, found, "is more than 5 % from", formula)
+            sent = run["sent"][axis]
+            off, explained = meshes.off(sent, formula), (*row, axis, mode) in meshes.KNOWN
+            Checks.equal(off, explained, *row, mode, axis, sent, "is more than 5 % from", formula)
 
 
 def test_sequence_parallel_keeps_as_much_as_plain():

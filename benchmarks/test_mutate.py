@@ -30,15 +30,15 @@ METHODS = {".set_stage(": 5, ".set_epoch(": 1, ".zero_grad(": 1, ".kill()": 1, "
 def test_every_recipe_is_broken_in_every_layout_and_every_cure_that_it_states():
     for name in (*CASES, *WITHOUT_CASE):
         source = path_of(name).read_text()
-        found = list(mutants(source))
-        changes = [mutant.change.split(" -> ")[0] for mutant in found]
+        mutated = list(mutants(source))
+        changes = [mutant.change.split(" -> ")[0] for mutant in mutated]
         code = source[source.index("\nimport") :]  # without the docstring
         code = "".join(line.split("#")[0] for line in code.splitlines(keepends=True))
         for words, times in PLACES.items():
             assert sum(change.startswith(words) for change in changes) >= times * code.count(words), (name, words)
         for words, times in METHODS.items():
             assert sum(words in change for change in changes) >= times * lesson(code).count(words), (name, words)
-        assert all(source != mutant.source and ast.parse(mutant.source) for mutant in found)
+        assert all(source != mutant.source and ast.parse(mutant.source) for mutant in mutated)
 
 
 PLANNED = """
@@ -137,7 +137,7 @@ def test_pipeline_without_identity_is_red_whatever_its_weights_are(pools, tmp_pa
     assert mutate.first_red(pools, path, "train_pipeline")
     for micro_batches, wrong in ((1, []), (2, ["model.0.w", "model.1.w"])):
         seen = pools(2).call(OBSERVE, path=str(path), graph=True, micro_batches=micro_batches)
-        assert [one["without_identity"] for one in seen] == [wrong] * 2
+        assert [result["without_identity"] for result in seen] == [wrong] * 2
 
 
 def test_changed_recipe_is_seen_by_tests_of_its_own(tmp_path, monkeypatch):
