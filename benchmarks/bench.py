@@ -1,9 +1,9 @@
-"""Measure the recipes beside PyTorch and JAX, and make docs/performance.md.
+"""Measure the recipes against PyTorch and JAX, and write docs/performance.md.
 
     ./launch.sh bench [PART ...]
 
 All sides take turns on the same cores. A figure is our time divided by a peer's: the median over the turns. The newest
-run of each part on each CPU is kept in docs/performance.json, and the page is made from that file.
+run of each part on each CPU is stored in docs/performance.json, and the page is written from that file.
 """
 
 import argparse
@@ -182,9 +182,9 @@ def collectives():
             for name, (old, new) in COLLECTIVES.items():
                 ratios = {}
                 for label, size in COLLECTIVE_SIZES.items():
-                    given = {"elements": size // 4, "steps": 6 if size > 2**20 else 30}
-                    ours = partial(pool.call, f"{OURS}:move_times", old=old, new=new, **given)
-                    gloo = partial(torch.step_times, kind="collective", name=name, **given)
+                    options = {"elements": size // 4, "steps": 6 if size > 2**20 else 30}
+                    ours = partial(pool.call, f"{OURS}:move_times", old=old, new=new, **options)
+                    gloo = partial(torch.step_times, kind="collective", name=name, **options)
                     seconds = in_turns(TURNS, {"ours": partial(timed, ours), "gloo": partial(timed, gloo)})
                     ratios[label] = ratio(seconds["ours"], seconds["gloo"])
                 rows.append({"collective": name, "ranks": ranks, "ratios": ratios})

@@ -1,4 +1,4 @@
-"""Train gpt.py on all meshes of up to 4 ranks, in each layout, and make docs/gpt.md of what was found.
+"""Train gpt.py on all meshes of up to 4 ranks, in each layout, and write docs/gpt.md from the results.
 
     ./launch.sh meshes
 
@@ -23,14 +23,14 @@ from tests.cases import ROOT, gpt  # noqa: E402
 PAGE, PICTURES = ROOT / "docs" / "gpt.md", ROOT / "docs" / "pictures"
 TEXT = Path(__file__).with_name("meshes_template.md")  # the page, with a {name} for each table
 TITLE = "Losses on ten meshes: {runs} runs of {steps} steps of AdamW, eager and in a graph."
-NEAR = 0.05  # how far what was measured may be from a formula,
-MESSAGES = 30_000  # and bytes of OneFlow's own messages in a step, which depend on the machine
+NEAR = 0.05  # measured bytes may differ from a formula by this share of it,
+MESSAGES = 30_000  # and by these bytes: OneFlow's own messages in a step, which depend on the machine
 ALL_TO_ALL = "weights that are split along dimension 1 need [an extra all-to-all](sbp-atlas.md#the-same-ranks)"
-ONE_SENDS = "one rank of a stage sends the residual, and the next stage spreads it by an all-reduce"
+FIRST_SENDS = "one rank of a stage sends the residual, and the next stage spreads it by an all-reduce"
 UNSPLIT = "in one direction the full, unsplit residual is sent"
-KNOWN = {  # (mesh, layout, axis, mode): why it is not the formula
+KNOWN = {  # (mesh, layout, axis, mode) -> why the bytes are not those of the formula
     **{(mesh, "sharded weights", "data", "eager"): ALL_TO_ALL for mesh in ((2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1))},
-    **{((1, 2, 2), "plain", axis, "eager"): ONE_SENDS for axis in ("tensor", "pipeline")},
+    **{((1, 2, 2), "plain", axis, "eager"): FIRST_SENDS for axis in ("tensor", "pipeline")},
     ((1, 2, 2), "sequence parallel", "pipeline", "graph"): UNSPLIT,
 }
 MODES = {False: "eager", True: "graph"}
@@ -41,7 +41,7 @@ def name_of(mesh):
 
 
 def off(measured, formula):
-    """Whether a figure is not that of its formula."""
+    """Whether measured bytes differ from the formula."""
     return abs(measured - formula) > NEAR * formula + MESSAGES
 
 
@@ -49,7 +49,7 @@ def cell(measured, formula):
     """Figures of both modes in MB, the formula in brackets; bold where they differ."""
     if not formula:
         return "–"
-    figures = [f"**{megabytes(one)}**" if off(one, formula) else megabytes(one) for one in measured]
+    figures = [megabytes(count) if not off(count, formula) else f"**{megabytes(count)}**" for count in measured]
     return f"{figures[0] if len(set(figures)) == 1 else ' · '.join(figures)} ({megabytes(formula)})"
 
 
@@ -57,10 +57,10 @@ def megabytes(count):
     return f"{count / 1e6:.2f}"
 
 
-def moved(found):
+def moved(results):
     """The table of bytes."""
     rows = []
-    for (mesh, layout), both in gpt.by_row(found).items():
+    for (mesh, layout), both in gpt.by_row(results).items():
         formulas, _ = gpt.formulas(mesh, layout)
         if any(formulas.values()):
             cells = [cell([run["sent"][axis] for run in both], formulas[axis]) for axis in AXES]
@@ -68,16 +68,16 @@ def moved(found):
     return table(["D × T × P", *AXES], rows)
 
 
-def kept(found):
-    """The table of memory; sequence parallel keeps as much as plain, see test_meshes.py."""
+def resident(results):
+    """The table of memory; sequence parallel needs as much as plain, see test_meshes.py."""
     layouts = ("plain", "sharded weights")
-    figures = {row: megabytes(sum(both[0]["held"].values())) for row, both in gpt.by_row(found).items()}
+    figures = {row: megabytes(sum(both[0]["held"].values())) for row, both in gpt.by_row(results).items()}
     rows = [[name_of(mesh), *(figures.get((mesh, layout), "–") for layout in layouts)] for mesh in gpt.MESHES]
     return table(["D × T × P", *layouts], rows)
 
 
 def remarks():
-    """Why figures are not those of the formulas, and where, as a list."""
+    """A list of where bytes are not those of the formulas, and why."""
     places = {}
     for (mesh, *what), why in KNOWN.items():
         places.setdefault(why, {}).setdefault(tuple(what), []).append(name_of(mesh))
@@ -96,35 +96,36 @@ def largest(numbers):
     return f"{max(map(abs, numbers)):.1e}".replace("e-0", "e-")
 
 
-def page(found):
+def page(results):
     return TEXT.read_text().format(
         **gpt.SIZES,
         steps=gpt.LAYOUTS["plain"]["steps"],
         few=gpt.LAYOUTS["sharded weights"]["steps"],
-        loss=largest(error for run in found["runs"] for error in run["loss_errors"]),
-        gradient=largest(run["gradient_error"] for run in found["runs"]),
-        moved=moved(found),
-        kept=kept(found),
-        others=megabytes(max(run["sent"]["others"] for run in found["runs"])),
+        loss=largest(error for run in results["runs"] for error in run["loss_errors"]),
+        gradient=largest(run["gradient_error"] for run in results["runs"]),
+        moved=moved(results),
+        resident=resident(results),
+        others=megabytes(max(run["sent"]["others"] for run in results["runs"])),
         remarks=remarks(),
     )
 
 
-def picture(found):
-    plain = [run for run in found["runs"] if run["layout"] == "plain"]
+def picture(results):
+    plain = [run for run in results["runs"] if run["layout"] == "plain"]
     title = TITLE.format(runs=len(plain), steps=gpt.LAYOUTS["plain"]["steps"])
     lines = [(int(np.prod(run["mesh"])), run["graph"], run["loss_errors"]) for run in plain]
-    return curves.picture(title, found["numpy"], lines)
+    return curves.picture(title, results["numpy"], lines)
 
 
-def made(found):
-    """Every file that is made of what was found: path -> text."""
-    drawn = picture(found)
-    return {PAGE: page(found), **{PICTURES / f"gpt_losses{theme}.svg": drawn.svg(theme) for theme in curves.THEMES}}
+def files(results):
+    """{path: text} of every file that is written from the results."""
+    drawn = picture(results)
+    pictures = {PICTURES / f"gpt_losses{theme}.svg": drawn.svg(theme) for theme in curves.THEMES}
+    return {PAGE: page(results), **pictures}
 
 
 def collected(runs):
-    """What is written down of the `facts` of all runs."""
+    """The results of all runs, rounded, as they are written to a file."""
     for run in runs:
         run["loss_errors"] = [float(f"{error:.2g}") for error in run["loss_errors"]]
         run["gradient_error"] = float(f"{run['gradient_error']:.2g}")
@@ -132,9 +133,9 @@ def collected(runs):
     return {"numpy": [round(loss, 6) for loss in losses], "runs": runs}
 
 
-def write(found):
-    gpt.FOUND.write_text(json.dumps(found).replace('{"mesh"', '\n{"mesh"') + "\n")
-    for path, text in made(found).items():
+def write(results):
+    gpt.FOUND.write_text(json.dumps(results).replace('{"mesh"', '\n{"mesh"') + "\n")
+    for path, text in files(results).items():
         path.write_text(text)
 
 

@@ -6,7 +6,7 @@ Each SBP, placement, move, stage and matmul of a recipe is changed in every way 
 a trap is taken out. A changed lesson is checked on the proof ladder, by a run of its main, and by the tests that its
 case names. A changed main is run on the ranks: it must fail, or print, multiply, move or read something else than the
 unchanged one.
-Prints a line for each change and then the survivors; exit code 1 if one has no reason in `EQUIVALENT` or in its case.
+Prints a line for each change and then the survivors; exit code 1 if a survivor has no reason in EQUIVALENT or its case.
 With --count it only prints how many changes there are.
 """
 
@@ -57,7 +57,7 @@ EQUIVALENT = {
 
 
 def proofs(name):
-    """Yields (number of ranks, graph, function of a pool and a path) for each run that proves a recipe."""
+    """Yield (number of ranks, graph, function of a pool and a path) for each run that proves a recipe."""
     for mesh, more in GPT if name == "gpt" else ():
         yield math.prod(mesh), more.get("graph", False), partial(gpt.prove, mesh=mesh, **more)
     for _, n, graph, sizes in (run for run in runs() if run[0] == name):
@@ -65,7 +65,7 @@ def proofs(name):
 
 
 def first_red(pools, path, name):
-    """Where the changed recipe fails when it is proven, in one line, or None if it does not."""
+    """The first failure of the changed recipe in the runs that prove it, as a line, or None."""
     for n, graph, proof in proofs(name):
         try:
             proof(pools(n), path=path)
@@ -89,26 +89,28 @@ def run_of_main(pools, path, name, graph):
     except PoolError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         return f"{lines[0].split(':')[-1]} {lines[-1]}"
-    failed = [rank for rank, one in enumerate(seen) if one["code"]]
-    return f"main fails on rank {failed[0]}: {seen[failed[0]]['err'].strip()}" if failed else seen
+    for rank, result in enumerate(seen):
+        if result["code"]:
+            return f"main fails on rank {rank}: {result['err'].strip()}"
+    return seen
 
 
 @lru_cache(maxsize=None)
 def main_as_it_stands(pools, name, graph):
-    """What main of a recipe did twice, without what was another one the second time, such as a process id or a time."""
-    one, other = (run_of_main(pools, path_of(name), name, graph) for _ in range(2))
-    assert not isinstance(one, str), one
-    return [{key: was[key] for key in was if was[key] == again[key]} for was, again in zip(one, other)]
+    """The results of main of an unchanged recipe, without those that differ between two runs, such as a time."""
+    first, second = (run_of_main(pools, path_of(name), name, graph) for _ in range(2))
+    assert not isinstance(first, str), first
+    return [{key: was[key] for key in was if was[key] == again[key]} for was, again in zip(first, second)]
 
 
 def first_red_of_main(pools, path, name):
-    """In what a run of the changed main is another one than of the recipe as it stands, or None if it is the same."""
+    """What main of the changed recipe prints or does differently, as a line, or None if nothing."""
     for graph in modes(name):
-        wanted, found = main_as_it_stands(pools, name, graph), run_of_main(pools, path, name, graph)
+        expected, results = main_as_it_stands(pools, name, graph), run_of_main(pools, path, name, graph)
         mode = "graph" if graph else "eager"
-        if isinstance(found, str):
-            return f"{mode}: {' '.join(found.split())}"
-        for rank, (was, now) in enumerate(zip(wanted, found)):
+        if isinstance(results, str):
+            return f"{mode}: {' '.join(results.split())}"
+        for rank, (was, now) in enumerate(zip(expected, results)):
             differs = [key for key in was if was[key] != now[key]]
             if differs:
                 return f"{mode}: main on rank {rank}: other {', '.join(differs)}"
@@ -116,7 +118,7 @@ def first_red_of_main(pools, path, name):
 
 
 def red_test(path, name):
-    """The first of its case's tests that fails in a copy of the cookbook which has the changed recipe, or None."""
+    """The first of its case's tests that fails in a copy of the cookbook with the changed recipe, or None."""
     tests = PROOFS[name].tests
     if not tests:
         return None
@@ -134,17 +136,15 @@ def red_test(path, name):
 
 
 def why_equal(name, change, line=""):
-    """Why nothing changes, or None. line: the recipe's, where the change alone does not tell."""
+    """Why a change has no effect, or None. line: of the recipe, which the pattern may need too."""
     patterns = {**EQUIVALENT, **PROOFS[name].equivalent}
     if name in GRAPH_ONLY:
         patterns[re.escape(BY_NUMPY)] = "it has no eager mode"
-    found = (
-        why
-        for what, why in patterns.items()
-        for place in (change, f"{line.strip()}: {change}")
-        if re.search(what, place)
-    )
-    return next(found, None)
+    with_line = f"{line.strip()}: {change}"
+    for pattern, why in patterns.items():
+        if re.search(pattern, change) or re.search(pattern, with_line):
+            return why
+    return None
 
 
 def names_of(recipes, parser):

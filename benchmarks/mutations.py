@@ -1,4 +1,4 @@
-"""The ways in which a recipe is broken: for each place in its text, what is put there instead."""
+"""The ways in which a recipe is broken: for each place in its text, the texts that replace it."""
 
 import ast
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ COPIED = "copied file by file"
 
 @dataclass
 class Mutant:
-    """A recipe with one place changed."""
+    """A recipe that is changed in a single place."""
 
     line: int
     change: str  # "old -> new"
@@ -37,8 +37,8 @@ class Source:
             self.starts.append(self.starts[-1] + len(line.encode()))
         self.nodes = [node for node in ast.walk(self.tree) if hasattr(node, "lineno")]
         [self.main] = [node for node in self.tree.body if getattr(node, "name", "") == "main"]
-        # statements that clean up
-        self.endings = {part for node in self.nodes for one in getattr(node, "finalbody", ()) for part in ast.walk(one)}
+        finals = [statement for node in self.nodes for statement in getattr(node, "finalbody", ())]
+        self.endings = {part for statement in finals for part in ast.walk(statement)}  # they clean up
 
     def span(self, node):
         first = self.starts[node.lineno - 1] + node.col_offset
@@ -54,9 +54,9 @@ class Source:
 
     def layer_kinds(self):
         """{class of the recipe: its base class} where the recipe gives layers another class."""
-        given = [part for node in self.nodes if is_new_class(node) for part in node.targets]
+        changes_class = any(is_new_class(node) for node in self.nodes)
         classes = [node for node in self.nodes if isinstance(node, ast.ClassDef) and node.bases]
-        kinds = {node.name: self.text(node.bases[0]) for node in classes if given}
+        kinds = {node.name: self.text(node.bases[0]) for node in classes if changes_class}
         return {name: base for name, base in kinds.items() if base.split(".")[-1] not in ("Module", "Graph")}
 
 
@@ -93,7 +93,7 @@ def is_new_class(node):
 
 
 def replacements(node, recipe, kinds, in_main):
-    """The texts by which one node of the syntax tree is replaced."""
+    """The texts that replace a node of the syntax tree."""
     old = recipe.text(node)
     stored = isinstance(node, ast.arg) or isinstance(getattr(node, "ctx", None), ast.Store)
     if isinstance(node, ast.Expr) and node in recipe.endings:
@@ -124,7 +124,7 @@ TWINS = {f"{name}[{i}]": f"{name}[{1 - i}]" for name in ("ranks", "stages") for 
 
 
 def options_changed(node, recipe):
-    """Of a dict with an optimizer's options: the dict with each one larger."""
+    """A dict with an optimizer's options, with each option larger in turn."""
     old = recipe.text(node)
     named = {key.value: value for key, value in zip(node.keys, node.values) if isinstance(key, ast.Constant)}
     numbers = [recipe.text(named[key]) for key in OPTIONS if isinstance(named.get(key), ast.Constant)]
@@ -132,10 +132,10 @@ def options_changed(node, recipe):
 
 
 def calls_changed(node, recipe):
-    """The texts by which a call is replaced."""
+    """The texts that replace a call."""
     function = recipe.text(node.func)
     arguments = [recipe.text(argument) for argument in node.args]
-    keywords = [(one.arg, recipe.text(one.value)) for one in node.keywords]
+    keywords = [(keyword.arg, recipe.text(keyword.value)) for keyword in node.keywords]
     for ending, change in CALLS.items():
         if function == ending or (ending.startswith(".") and function.endswith(ending)):
             return change(function, arguments, keywords)
@@ -207,7 +207,8 @@ def set_stage(function, arguments, keywords):
 
 
 def optimizer(old, keywords, recipe):
-    numbers = [f"{one.arg}={recipe.text(one.value)}" for one in keywords if isinstance(one.value, ast.Constant)]
+    constants = [keyword for keyword in keywords if isinstance(keyword.value, ast.Constant)]
+    numbers = [f"{keyword.arg}={recipe.text(keyword.value)}" for keyword in constants]
     return [old.replace(number, f"{number} * 1.5") for number in numbers]
 
 
@@ -245,7 +246,7 @@ def matmul(function, arguments, keywords):
 
 
 def linear(function, arguments, keywords):
-    """A layer of other sizes, with or without its bias, and layers whose forward is another."""
+    """A layer with other sizes, with or without its bias, and with another forward."""
     without_bias = [keyword for keyword in keywords if keyword[0] != "bias"]
     bias = without_bias if without_bias != keywords else [*keywords, ("bias", "False")]
     forward = f"{function}.forward(self, x)"
@@ -256,15 +257,18 @@ def linear(function, arguments, keywords):
         f"{function}.forward(self, x * 1.00001)",
         f"({forward} + {forward}) * 0.5",
     ]
-    given = listed(arguments, keywords)
+    listed_arguments = listed(arguments, keywords)
     return [
         f"{function}({listed([*arguments[1::-1], *arguments[2:]], keywords)})",
         f"{function}({listed(arguments, bias)})",
-        *[f'type("Linear", ({function},), {{"forward": lambda self, x: {body}}})({given})' for body in wrong],
+        *[
+            f'type("Linear", ({function},), {{"forward": lambda self, x: {body}}})({listed_arguments})'
+            for body in wrong
+        ],
     ]
 
 
-CALLS = {  # the name of a function, or with a dot the end of it -> what gives the texts instead of its call
+CALLS = {  # the name of a function, or its end with a dot -> the function that returns the texts for its call
     "flow._C.identity": identity,
     ".zero_grad": zero_grad,
     "os.replace": os_replace,

@@ -1,4 +1,4 @@
-"""What the ranks of a pool run for bench.py: steps of a recipe, and collectives. Times are in seconds, on this rank."""
+"""Functions that bench.py calls on the ranks of a pool: steps of a recipe, collectives. Times: seconds on this rank."""
 
 import time
 
@@ -11,12 +11,12 @@ from harness.start import recipe
 
 
 def wait():
-    """Until all that this rank was told to do is done."""
+    """Wait until this rank has finished its work."""
     flow._oneflow_internal.eager.Sync()
 
 
 def train(path, arguments):
-    """Run a training recipe; returns the times of its steps but the first and the last, and what it returned."""
+    """Run a training recipe; returns (times of its steps but the first and the last, its result)."""
     begins = []
 
     def begin_step(call):
@@ -25,9 +25,9 @@ def train(path, arguments):
         return call.proceed()
 
     with watching(begin_step, ["graph" if arguments.get("graph") else "zero_grad"]):
-        returned = call_entry(recipe.load(path), arguments)
+        result = call_entry(recipe.load(path), arguments)
         wait()
-    return differences(begins[1:]), returned
+    return differences(begins[1:]), result
 
 
 def step_times(path, **arguments):
@@ -42,7 +42,7 @@ def losses_and_times(path, **arguments):
 
 
 def move_times(old, new, elements, steps):
-    """The times of to_global from one SBP to another, on all ranks, of a tensor with 64 rows."""
+    """The times of to_global between two SBPs, on all ranks, of a tensor with 64 rows."""
     x = flow.ones(64, elements // 64, placement=flow.placement.all("cpu"), sbp=sbp_of(old))
     ends = []
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""JAX in one process, a host device for each rank: trains as it is told on standard input, like peer_torch.py."""
+"""JAX in a single process, with a host device for each rank; reads orders from standard input, like peer_torch.py."""
 
 import json
 import os
@@ -30,14 +30,14 @@ adam = partial(adamw, rate=0.1, decay=0)
 
 
 def training(kind, batch, in_features, hidden_size, out_features):
-    """A function that makes one step of x @ w0, relu, @ w1 with momentum, or sharded with Adam, and waits for it."""
+    """A function that runs a step of x @ w0, relu, @ w1 with momentum, or sharded with Adam, and waits for it."""
     shape, names = MESHES[kind]
     mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
     rows, columns = ("data" if "data" in names else None), ("tensor" if "tensor" in names else None)
     split = {"x": P(rows), "w0": P(None, columns), "w1": P(columns)}
     if kind == "sharded":  # weights and the moments too
         split.update(w0=P(rows), w1=P(rows))
-    split = {name: NamedSharding(mesh, one) for name, one in split.items()}
+    split = {name: NamedSharding(mesh, spec) for name, spec in split.items()}
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.device_put(jax.random.normal(keys[0], (batch, in_features)), split["x"])
     y = jax.device_put(jax.random.normal(keys[1], (batch, out_features)), split["x"])
@@ -54,14 +54,15 @@ def training(kind, batch, in_features, hidden_size, out_features):
     def loss(weights):
         return jnp.mean((jax.nn.relu(x @ weights["w0"]) @ weights["w1"] - y) ** 2)
 
-    def one(weights, state):
+    def update(weights, state):
         return optimizer(weights, jax.grad(loss)(weights), state)
 
-    one = jax.jit(one, donate_argnums=(0, 1), out_shardings=({name: split[name] for name in weights}, state_split))
+    shardings = {name: split[name] for name in weights}, state_split
+    update = jax.jit(update, donate_argnums=(0, 1), out_shardings=shardings)
     now = [weights, state]
 
     def step():
-        now[:] = one(*now)
+        now[:] = update(*now)
         jax.block_until_ready(now)
 
     return step
@@ -70,13 +71,13 @@ def training(kind, batch, in_features, hidden_size, out_features):
 def main():
     steps = {}
     for line in sys.stdin:
-        given = json.loads(line)
-        if "file" in given:
-            print(json.dumps(trained(**given)), flush=True)
+        options = json.loads(line)
+        if "file" in options:
+            print(json.dumps(trained(**options)), flush=True)
             continue
-        count = given.pop("steps")
+        count = options.pop("steps")
         if line not in steps:
-            steps[line] = training(**given)
+            steps[line] = training(**options)
         ends = []
         for _ in range(count):
             steps[line]()

@@ -1,4 +1,4 @@
-"""One rank of PyTorch: trains as it is told on standard input, a line of JSON each, and answers with times.
+"""A rank of PyTorch: reads orders from standard input, a line of JSON each, and answers with times.
 
 Started by peers.py. Needs the environment of requirements-peers.txt; imports nothing of ours.
 """
@@ -37,7 +37,7 @@ def momentum(module):
 
 
 def plain(model, x, y, sum_up=lambda: None, optimizer=momentum):
-    """A function that makes one step, and waits for it, as all of PyTorch does on a CPU."""
+    """A function that runs a step and waits for it, as PyTorch does on a CPU."""
     update = optimizer(model)
 
     def step():
@@ -107,7 +107,7 @@ def pipeline(batch, in_features, hidden_size, out_features, micro_batches):
 
 
 def collective(name, elements):
-    """One collective of gloo on a float32 tensor of so many elements, whole on the side that is whole."""
+    """A function that runs a collective of gloo on a float32 tensor; elements: of the whole tensor."""
     whole, part = torch.ones(elements), torch.ones(elements // N)
     exchanged = torch.empty_like(part)
     return {
@@ -124,13 +124,13 @@ def main():
     kinds = {kind.__name__: kind for kind in (data, tensor, hybrid, pipeline, sharded, collective)}
     steps = {}
     for line in sys.stdin:
-        given = json.loads(line)
-        if "file" in given:
-            print(json.dumps(trained(**given)), flush=True)
+        options = json.loads(line)
+        if "file" in options:
+            print(json.dumps(trained(**options)), flush=True)
             continue
-        count, kind = given.pop("steps"), given.pop("kind")
+        count, kind = options.pop("steps"), options.pop("kind")
         if line not in steps:
-            steps[line] = kinds[kind](**given)
+            steps[line] = kinds[kind](**options)
         ends = []
         for _ in range(count):
             steps[line]()

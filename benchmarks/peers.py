@@ -1,4 +1,4 @@
-"""PyTorch and JAX as processes that wait for orders, so that their steps and ours can take turns on the same cores."""
+"""PyTorch and JAX in processes that wait for orders, so that their steps and ours take turns on the same cores."""
 
 import json
 import os
@@ -24,7 +24,7 @@ class PeerError(Exception):
 
 
 class Peer:
-    """`ranks` ranks of a framework, "torch" or "jax"; JAX has them in one process. Use it as a context manager."""
+    """Ranks of a framework, "torch" or "jax" (all in a single process). A context manager that ends them."""
 
     def __init__(self, framework, ranks):
         port = reserve_port(0)
@@ -52,14 +52,14 @@ class Peer:
             process.wait()
         self.log.close()
 
-    def step_times(self, **given):
-        """The seconds of each step but the first, by rank; of a GPT what `trained` returns.
+    def step_times(self, **options):
+        """The seconds of each step but the first, by rank; for a GPT the results of `trained`.
 
         Raises PeerError if a process ends or gives no answer.
         """
         try:
             for process in self.processes:
-                process.stdin.write(json.dumps(given) + "\n")
+                process.stdin.write(json.dumps(options) + "\n")
                 process.stdin.flush()
         except BrokenPipeError:
             raise self.error("ended") from None
@@ -68,7 +68,7 @@ class Peer:
             ready, _, _ = select.select([process.stdout], [], [], max(0, deadline - time.monotonic()))
             if not ready:
                 raise self.error(f"gave no answer in {TIMEOUT} s")
-            answers.append(process.stdout.readline())  # each answer is one line, written at once
+            answers.append(process.stdout.readline())  # each answer is a line, written at once
             if not answers[-1]:
                 raise self.error("ended")
         return [json.loads(answer) for answer in answers]

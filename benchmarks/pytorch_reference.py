@@ -3,7 +3,7 @@
     python benchmarks/pytorch_reference.py [FOLDER]
 
 Needs torch, safetensors and numpy in an environment of its own; PyTorch 2.13.0 and safetensors 0.8.0 made tests/data.
-The model is the one of recipes/your_model, with the same names; its weights are drawn with seed 0.
+The model is that of recipes/your_model, with the same names; its weights are drawn with seed 0.
 """
 
 import json
@@ -72,12 +72,12 @@ def main():
     folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    state, found = Classifier().state_dict(), {"torch": torch.__version__}
+    state, results = Classifier().state_dict(), {"torch": torch.__version__}
     for name, dtype in DTYPES.items():
         path = folder / f"pytorch_{name}.safetensors"
         save_file({key: w.to(dtype) for key, w in state.items()}, path)
-        found[name] = reference(path)
-    (folder / "pytorch.json").write_text(json.dumps(found, indent=1) + "\n")
+        results[name] = reference(path)
+    (folder / "pytorch.json").write_text(json.dumps(results, indent=1) + "\n")
     print(f"{folder}: {', '.join(path.name for path in sorted(folder.glob('pytorch*')))}")
 
 

@@ -13,7 +13,7 @@ RUNS = json.loads(gpt.FOUND.read_text())
 
 
 def test_page_and_picture_are_those_of_the_runs():
-    for path, text in meshes.made(RUNS).items():
+    for path, text in meshes.files(RUNS).items():
         assert path.read_text() == text, f"{path}; ./launch.sh meshes makes it again"
     assert list(by_row(RUNS)) == ROWS
 

@@ -1,4 +1,4 @@
-"""The least that a parallel job can do: one all-reduce of one number."""
+"""A minimal parallel job: an all-reduce of a single number."""
 
 import oneflow as flow
 

@@ -1,5 +1,6 @@
-"""What launch.sh runs once the environment is there: `python harness ARGUMENT ...`."""
+"""The commands of launch.sh, which runs `python harness COMMAND [ARGUMENT ...]` once .venv is there."""
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of harness/ itself, which Python puts there
 
 from harness.start import job  # noqa: E402
-from harness.start.ending import BAD_INPUT  # noqa: E402
+from harness.start.ending import BAD_INPUT, BROKEN_PIPE  # noqa: E402
 from harness.start.output import say  # noqa: E402
 
 PROGRAMS = {
@@ -19,15 +20,29 @@ PROGRAMS = {
 }
 
 
+VALUE_FOLLOWS = ("-c", "-k", "-m", "-o", "-p", "-r", "-W")  # options of pytest: the next word is no path
+
+
 def pytest_arguments(arguments):
-    """Without --all, -k or a file leave out what is slow; make paths absolute, as pytest runs in ROOT."""
-    paths = [word for word in arguments if ("/" in word or ".py" in word) and os.path.exists(word.split("::")[0])]
-    words = [os.path.abspath(word) if word in paths else word for word in arguments if word != "--all"]
-    chosen = paths or any(word.startswith(("--all", "-k")) for word in arguments)
-    return words if chosen else [*words, "tests", "--ignore=tests/slow", "-m", "not slow"]
+    """The arguments for pytest, which runs in ROOT: with absolute paths, and without --all.
+
+    Without --all, -k or a path, the slow tests are left out.
+    """
+    words, paths, before = [], [], ""
+    for word in arguments:
+        if before not in VALUE_FOLLOWS and os.path.exists(word.split("::")[0]):
+            word = os.path.abspath(word)
+            paths.append(word)
+        if word != "--all":
+            words.append(word)
+        before = word
+    if paths or any(word.startswith(("--all", "-k")) for word in arguments):
+        return words
+    return [*words, "tests", "--ignore=tests/slow", "-m", "not slow"]
 
 
 def main(command, *arguments):
+    """Run a command of launch.sh; returns the exit code."""
     if command in ("docs", "meshes") and arguments:
         say(f"{command} takes no arguments, got {' '.join(arguments)}")
         return BAD_INPUT
@@ -52,5 +67,18 @@ def main(command, *arguments):
     return job.main([command, *arguments])
 
 
+def quiet_main(arguments):
+    """Run a command, and end it quietly if nobody reads its output, as in `./launch.sh show ... | head`."""
+    try:
+        code = main(*arguments)
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
+        return BROKEN_PIPE
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(quiet_main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What a test that harness.testing.on_ranks made returned on this rank."""
+"""Run a test of harness.testing.on_ranks on this rank."""
 
 import functools
 import importlib
@@ -12,27 +12,27 @@ from harness.measure.sbp import label
 from harness.measure.tensors import snapshot
 from harness.start.isolation import Isolation
 
-KIT = {"harness.testing": harness.testing}  # what the user's code imports of ours
+KIT = {"harness.testing": harness.testing}  # the module of ours that the user's code imports
 
 
 @functools.lru_cache(maxsize=None)
 def isolation(path):
-    """The Isolation for a user's sys.path: one for all tests, so that their modules stay."""
+    """The Isolation for a user's sys.path; the same for all tests, so that their modules stay loaded."""
     package = {} if PathFinder.find_spec("harness", path) else {"harness": harness}
     return Isolation(list(path), {**package, **KIT})
 
 
 def returned(path, module, name, arguments):
-    """Call the test `name` of a module on this rank; returns what it returned as data:
+    """Call the test `name` of a module on this rank; returns its result as data:
     {name: `snapshot` of the tensor, "expected_sbp" as `label` writes it, "expected": array}.
 
-    path: for sys.path, as pytest has it. name: with its class, if it has one. arguments: name -> pickled value.
+    path: sys.path of pytest. name: with its class, if it has one. arguments: {name: pickled value}.
     """
     with isolation(tuple(path)):
         owner = importlib.import_module(module)
         *classes, function = name.split(".")
-        for one in classes:
-            owner = getattr(owner, one)
+        for name_of_class in classes:
+            owner = getattr(owner, name_of_class)
         test = getattr(owner, function).on_rank
         values = {key: pickle.loads(value) for key, value in arguments.items()}
         tensors = test(owner(), **values) if classes else test(**values)

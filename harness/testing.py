@@ -1,4 +1,4 @@
-"""For your own tests: run a function on several ranks, and check what the ranks hold of the tensors that it returns.
+"""For your own tests: run a function on several ranks, and check the tensors that it returns, rank by rank.
 
 `docs/testing.md` has an example. `./launch.sh test path/to/test_mine.py` runs it, from any folder.
 """
@@ -20,22 +20,23 @@ RETURNED = f"{Path(__file__).with_name('returned.py')}:returned"
 
 
 def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
-    """Decorate a test: it runs once for each of these world sizes.
+    """Decorate a test function, which then runs once for each of these world sizes.
 
     On every rank the function returns {name: (global tensor, SBP, numpy array)}: the tensor, the SBP that it must have
-    (on a mesh a tuple of them), and its full value. The test fails if the SBP, the shape, a rank's shard or the value
+    (on a mesh a tuple of SBPs), and its full value. The test fails if the SBP, the shape, a rank's shard or the value
     differs, and names the tensor and the rank. rtol, atol: as in np.testing.assert_allclose.
 
-    The function's parameters are those of pytest, such as those of pytest.mark.parametrize: the ranks get copies.
+    The function may have parameters, such as those of pytest.mark.parametrize: the ranks get copies of their values.
     """
 
     def decorate(function):
-        path, known = inspect.getsourcefile(function), inspect.signature(function).parameters.values()
+        path = inspect.getsourcefile(function)
+        parameters = inspect.signature(function).parameters.values()
 
         @pytest.mark.parametrize("world_size", world_sizes)
         @functools.wraps(function)
-        def test(*of_class, pools, world_size, **arguments):
-            if any(parameter.name == "world_size" for parameter in known):
+        def test(*instance, pools, world_size, **arguments):  # instance: of the test's class, if it has one
+            if any(parameter.name == "world_size" for parameter in parameters):
                 arguments["world_size"] = world_size
             where = {"path": path_for(function, path), "module": function.__module__, "name": function.__qualname__}
             values = {name: pickled(name, value) for name, value in arguments.items()}
@@ -48,7 +49,7 @@ def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
                 pytest.fail("\n".join(problems), pytrace=False)
 
         ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("pools", "world_size")]
-        theirs = [parameter for parameter in known if parameter.name != "world_size"]
+        theirs = [parameter for parameter in parameters if parameter.name != "world_size"]
         test.__signature__ = inspect.Signature([*theirs, *ours])
         test.on_rank = function
         return test
@@ -57,27 +58,26 @@ def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
 
 
 def path_for(function, path):
-    """sys.path for the ranks: what pytest has put there for the file of a test, and no folder of ours."""
+    """sys.path for the ranks: that of pytest, with the root of the test's package first, without our folder."""
     folder = str(Path(path).parents[function.__module__.count(".")])
     return [folder, *(place for place in sys.path if place not in (folder, str(ROOT)))]
 
 
 def pickled(name, value):
-    """An argument of a test, for the ranks."""
+    """An argument of a test, pickled for the ranks; fails the test if it cannot be pickled."""
     try:
         return pickle.dumps(value)
     except Exception as error:
-        why = error
-    words = f"on_ranks: {name} cannot be copied to the ranks: {why}"
-    pytest.fail(f"{words}; make it inside the test, from values that can be pickled", pytrace=False)
+        message = f"on_ranks: {name} cannot be copied to the ranks: {error}"
+    pytest.fail(f"{message}; make it inside the test, from values that can be pickled", pytrace=False)
 
 
 def pytest_load_initial_conftests(early_config):
-    """Where a user has a package harness, imports mean that one; only harness.testing is ours then."""
+    """If the user has a package named harness, imports find that, and only harness.testing is ours."""
     paths = [Path(name.split("::")[0]).resolve() for name in early_config.known_args_namespace.file_or_dir]
     folders = {folder for path in paths for folder in (path, *path.parents)}
     if not paths or any(ROOT / room in folders for room in ("tests", "benchmarks")):
-        return  # tests of our own
+        return  # our own tests
     for folder in folders - {ROOT}:
         if (folder / "harness" / "testing.py").exists():
             raise pytest.UsageError(f"{folder}/harness/testing.py: rename it, as on_ranks is in a module of this name")
@@ -88,7 +88,7 @@ def pytest_load_initial_conftests(early_config):
 
 
 def in_own_words(error, path):
-    """What a PoolError says of the rank, with its traceback from the test's own file on."""
+    """The message of a PoolError, with the traceback from the test's own file on."""
     lines = str(error).replace(f"{RETURNED}: ", "", 1).splitlines()
     in_file = [number for number, line in enumerate(lines) if line.startswith(f'  File "{path}"')]
     if in_file:
@@ -97,7 +97,7 @@ def in_own_words(error, path):
 
 
 def differences(results, rtol, atol):
-    """Yield the text of each difference; results: what `observe.returned` returned, by rank."""
+    """Yield the text of each difference. results: of `returned` on each rank."""
     for rank, tensors in enumerate(results):
         for name, tensor in tensors.items():
             where, expected = f"{name}: rank {rank} of {len(results)}", tensor["expected"]
@@ -113,7 +113,9 @@ def differences(results, rtol, atol):
                 arrays["shard"] = (tensor["shard"], expected[block])
             for what, pair in arrays.items():
                 try:
-                    np.testing.assert_allclose(*pair, rtol, atol, err_msg=f"{where}: {what} (x: found, y: expected)")
+                    np.testing.assert_allclose(
+                        *pair, rtol, atol, err_msg=f"{where}: {what} (x: on the ranks, y: expected)"
+                    )
                 except AssertionError as error:
                     yield str(error)
 

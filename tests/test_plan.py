@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from harness.plan import __main__ as plan
-from harness.plan import cost, devices, formulas, page, report
-from harness.plan.megatron import ROWS, case_of_row, first_layouts, modelled
+from harness.plan import choosing_page, cost, devices, formulas, report
+from harness.plan.megatron import ROWS, first_layouts, modelled, problem_of_row
 from harness.plan.model import ConfigError, Model, of_config
 from harness.start.recipe import load, path_of
 from tests.cases import ROOT
@@ -30,7 +30,7 @@ MODEL = Model(**SIZES)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.billions}B")
 def test_parameters_and_flops_are_those_of_the_paper(row):
     h, layers, s, v = row.hidden_size, row.num_layers, 2048, 51200
-    model = dataclasses.replace(case_of_row(row).model, tied=True)
+    model = dataclasses.replace(problem_of_row(row).model, tied=True)
     exact = 12 * layers * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * layers * h))
     assert formulas.parameters(model) == pytest.approx(exact + 2 * h)  # the last norm, which the paper leaves out
     assert formulas.parameters(model) / GB == pytest.approx(row.billions, abs=0.06)
@@ -81,7 +81,7 @@ def test_activations_of_a_layer_are_those_of_table_2_of_korthikanti(h, a, s, b, 
 
 def test_idle_share_is_that_of_gpipe():
     assert formulas.idle_share(8, 4) == pytest.approx(3 / 11)
-    layout = cost.Layout(1, 1, 4, 1)
+    layout = cost.ParallelLayout(1, 1, 4, 1)
     time = cost.cost(MODEL, layout, 8, devices.Cluster(1, 4, A100, "amp", 0.5)).time
     pace = time["matmuls"] + time["weights"] + time["tensor"] + time["pipeline"]
     assert time["idle"] / (time["idle"] + pace) == pytest.approx(3 / 11)
@@ -104,7 +104,7 @@ def test_largest_stage_sets_memory_and_pace(tied, slowest):
     vocab_size = {2: 96, 3: 200_000}[slowest]
     model = dataclasses.replace(MODEL, num_layers=3, vocab_size=vocab_size, tied=tied)
     cluster = cluster_of(ranks=2)
-    found = cost.cost(model, cost.Layout(1, 1, 2, 1), 1, cluster)
+    found = cost.cost(model, cost.ParallelLayout(1, 1, 2, 1), 1, cluster)
     layer, head = formulas.layer_flops(model, model.seq_len), formulas.head_flops(model, model.seq_len)
     assert found.layers == [2, 1]
     assert found.time["matmuls"] == pytest.approx({2: 2 * layer, 3: layer + head}[slowest] / cluster.flops)
@@ -118,7 +118,10 @@ def test_largest_stage_sets_memory_and_pace(tied, slowest):
 def test_a_stage_with_more_layers_sends_more():
     equal, unequal = (
         cost.cost(
-            dataclasses.replace(MODEL, num_layers=layers, vocab_size=96), cost.Layout(2, 2, 2, 1), 2, cluster_of()
+            dataclasses.replace(MODEL, num_layers=layers, vocab_size=96),
+            cost.ParallelLayout(2, 2, 2, 1),
+            2,
+            cluster_of(),
         )
         for layers in (4, 3)
     )
@@ -287,7 +290,7 @@ def test_plan_says_the_first_the_second_and_how_to_run_it(capsys):
     ],
 )
 def test_command_trains_a_layout_that_fits_in_float32(memory, says, runs):
-    case = plan.case_of(plan.parser().parse_args(words(memory=memory)))
+    case = plan.problem_of(plan.parser().parse_args(words(memory=memory)))
     layout = cost.ranked(case.model, case.batch_size, case.cluster)[0][0].layout
     nearest = report.layout_in_float32(layout, case)
     assert nearest.mesh == layout.mesh and report.in_float32(nearest, case) <= case.cluster.memory
@@ -304,8 +307,8 @@ def test_command_trains_a_layout_that_fits_in_float32(memory, says, runs):
     ],
 )
 def test_what_is_said_of_a_layout_in_float32(memory, recompute, says):
-    case = plan.case_of(plan.parser().parse_args(words(memory=memory)))
-    said = "\n".join(report.command(cost.Layout(16, 1, 1, 2, recompute=recompute), case))
+    case = plan.problem_of(plan.parser().parse_args(words(memory=memory)))
+    said = "\n".join(report.command(cost.ParallelLayout(16, 1, 1, 2, recompute=recompute), case))
     assert says in said and "number for K:" in said and "--micro-batches 16" in said and "--recompute" not in said
 
 
@@ -350,10 +353,21 @@ def test_bandwidth_of_memory_given_by_numbers_is_used(capsys):
 
 def test_clock_of_a_cpu_that_linux_does_not_tell_must_be_given(capsys, monkeypatch):
     unknown = devices.this_machine()[1]._replace(flops={})
-    monkeypatch.setattr(devices, "this_machine", lambda: (2, unknown))
+    monkeypatch.setattr(devices, "this_machine", lambda ranks: (2, unknown))
     assert plan.main(words(device="cpu")) == 2
     assert "does not say how fast its clock is; give --tflops too" in capsys.readouterr().err
     assert plan.main(words(device="cpu", tflops=1, memory=80)) == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_ranks_on_a_cpu_share_its_memory_and_its_cores(monkeypatch, ranks):
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda pid: range(4))
+    cores, core = devices.this_machine()
+    count, device = devices.this_machine(ranks)
+    assert (cores, count) == (4, ranks)
+    assert device.memory * ranks == pytest.approx(4 * core.memory)
+    cores_of_rank = {1: 4, 2: 2, 3: 1, 8: 0.5}[ranks]  # each rank is bound to as many cores; the fourth core is idle
+    assert device.flops["fp32"] == pytest.approx(cores_of_rank * core.flops["fp32"])
 
 
 def test_json_has_every_layout(capsys):
@@ -455,18 +469,18 @@ def test_it_imports_the_standard_library_alone():
     assert job.code == 0, job.err
 
 
-@pytest.mark.parametrize("path", page.PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", choosing_page.PAGES, ids=lambda path: path.name)
 def test_page_shows_what_its_commands_print(path, monkeypatch, tmp_path):
     text = path.read_text()
     [config] = blocks(path, "json")
     (tmp_path / "config.json").write_text(config)
     monkeypatch.chdir(tmp_path)
-    assert len(page.COMMAND.findall(text)) == text.count("\n./launch.sh plan ") == 5
-    assert len(page.TABLE.findall(text)) == 1
-    assert page.filled(text) == text, "python3 harness/plan/page.py makes it anew"
+    assert len(choosing_page.COMMAND.findall(text)) == text.count("\n./launch.sh plan ") == 5
+    assert len(choosing_page.TABLE.findall(text)) == 1
+    assert choosing_page.filled(text) == text, "python3 harness/plan/choosing_page.py makes it anew"
 
 
 def test_block_of_a_page_that_ends_in_dots_keeps_its_number_of_lines():
     output = "one\ntwo\nthree\nfour\n"
-    assert page.shown(output, "1\n2\n") == output
-    assert page.shown(output, "1\n2\n...\n") == "one\ntwo\n...\n"
+    assert choosing_page.shown(output, "1\n2\n") == output
+    assert choosing_page.shown(output, "1\n2\n...\n") == "one\ntwo\n...\n"

@@ -156,3 +156,15 @@ def test_a_module_that_hides_on_ranks_is_refused(tmp_path):
     (tmp_path / "test_mine.py").touch()
     job = Run(LAUNCH, "test", "test_mine.py", cwd=tmp_path).wait()
     assert "harness/testing.py: rename it" in job.err and "Traceback" not in job.err, job.err
+
+
+@pytest.mark.parametrize(
+    "arguments, tests", [(".", 2), ("inner", 1), (". -k inner", 1), ("-k inner inner/test_in.py", 1)]
+)
+def test_tests_of_a_folder(tmp_path, arguments, tests):
+    """A folder's name behind -k is a word in the names of tests, and no folder."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "test_out.py").write_text("def test_out(): pass\n")
+    (tmp_path / "inner" / "test_in.py").write_text("def test_inner(): pass\n")
+    job = Run(LAUNCH, "test", *arguments.split(), cwd=tmp_path).wait()
+    assert job.code == 0 and f"{tests} passed" in job.out, job.out

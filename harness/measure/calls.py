@@ -1,4 +1,4 @@
-"""Watch the calls by which a script uses OneFlow. Only this file wraps OneFlow's functions."""
+"""Watch a script's calls of OneFlow. Only this file wraps OneFlow's functions."""
 
 import contextlib
 import functools
@@ -8,7 +8,7 @@ import oneflow as flow
 
 CREATORS = ("tensor", "ones", "zeros", "empty", "full", "rand", "randn")
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
-# Kind of call -> every name under which a script, or a layer of OneFlow, finds the function.
+# kind of call -> (owner, attribute) of every name by which a script, or a layer of OneFlow, calls the function
 PLACES = {
     "matmul": [
         (flow, "matmul"),
@@ -35,7 +35,7 @@ PLACES = {
 
 
 class Call:
-    """A call that a script makes. `proceed` runs it; `around` has the kinds of the calls that it is inside of."""
+    """A call that a script makes. `proceed` runs it; `around` holds the kinds of the calls that it is inside of."""
 
     def __init__(self, kind, name, function, arguments, keywords, around):
         self.kind, self.name, self.function = kind, name, function
@@ -47,9 +47,9 @@ class Call:
 
 @contextlib.contextmanager
 def watching(handler, kinds=tuple(PLACES)):
-    """Inside it, each call of these kinds becomes handler(Call), whose result is the call's result.
+    """Inside it, handler(Call) replaces each call of these kinds, and its result is the call's result.
 
-    A call inside a call of its own kind, such as a matmul that calls matmul, is not handled again.
+    A call inside a call of the same kind, such as a matmul that calls matmul, is not handled again; a module's is.
     """
     around = []
 
@@ -74,7 +74,7 @@ def watching(handler, kinds=tuple(PLACES)):
 
 @contextlib.contextmanager
 def replaced(functions):
-    """Inside it, each (owner, attribute) of this dict has the value that it gives."""
+    """Inside it, each (owner, attribute) has the value of this dict."""
     with contextlib.ExitStack() as stack:
         for (owner, name), function in functions.items():
             stack.enter_context(mock.patch.object(owner, name, function))

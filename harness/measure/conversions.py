@@ -1,4 +1,7 @@
-"""Measure every conversion between two SBPs and a matmul of every pair of SBPs, for the SBP atlas."""
+"""Measure every conversion between two SBPs, and a matmul in every pair of SBPs, for the SBP atlas."""
+
+import functools
+import itertools
 
 import oneflow as flow
 
@@ -16,7 +19,8 @@ def conversions(shape, source, target, graph):
     for old in NAMES:
         x = flow.ones(*shape, placement=flow.placement("cpu", source), sbp=sbp_of(old))
         for new in NAMES:
-            _, sent[old, new] = call(lambda x, new=new: x.to_global(placement=ranks, sbp=sbp_of(new)), graph, x)
+            convert = functools.partial(flow.Tensor.to_global, placement=ranks, sbp=sbp_of(new))
+            _, sent[old, new] = call(convert, graph, x)
     return sent
 
 
@@ -26,10 +30,13 @@ def signatures(x_shape, w_shape, graph):
     Returns {(SBP of x, of w): (SBP of the product, bytes that this rank sent)}. Collective.
     """
     ranks = flow.placement("cpu", list(range(flow.env.get_world_size())))
-    x, w = (
-        {name: flow.ones(*shape, placement=ranks, sbp=sbp_of(name)) for name in NAMES} for shape in (x_shape, w_shape)
-    )
-    return {(i, j): call(flow.matmul, graph, x[i], w[j]) for i in NAMES for j in NAMES}
+    x, w = in_every_sbp(x_shape, ranks), in_every_sbp(w_shape, ranks)
+    return {(i, j): call(flow.matmul, graph, x[i], w[j]) for i, j in itertools.product(NAMES, NAMES)}
+
+
+def in_every_sbp(shape, ranks):
+    """{SBP: tensor of ones}."""
+    return {name: flow.ones(*shape, placement=ranks, sbp=sbp_of(name)) for name in NAMES}
 
 
 def call(function, graph, *tensors):

@@ -23,13 +23,14 @@ def required(function):
 
 
 def call_entry(module, arguments):
-    """Call a recipe's entry. Collective.
+    """Call a recipe's entry with {name: value}; returns its result. Collective.
 
     Its first argument comes from the recipe's `placements(device, n, ...)`, which gets the arguments that it has
     parameters for, such as the size of a mesh axis. Without that function it is a placement of the ranks that the
-    arguments list, or of all ranks. Where the recipe has a Config, the arguments that it has fields for make `config`.
+    arguments list, or of all ranks. If the recipe has a Config, the arguments that are its fields make `config`.
     """
-    function, arguments = entry_of(module), dict(arguments)
+    function = entry_of(module)
+    arguments = dict(arguments)
     if hasattr(module, "Config"):
         fields = [field.name for field in dataclasses.fields(module.Config) if field.name in arguments]
         arguments["config"] = module.Config(**{name: arguments.pop(name) for name in fields})
@@ -38,8 +39,11 @@ def call_entry(module, arguments):
         return function(**arguments)
     if not hasattr(module, "placements"):
         ranks = arguments.pop(positional[0], None)
-        return function(flow.placement("cpu", ranks) if ranks else flow.placement.all("cpu"), **arguments)
+        placement = flow.placement("cpu", ranks) if ranks else flow.placement.all("cpu")
+        return function(placement, **arguments)
     parameters = inspect.signature(module.placements).parameters
     axes = {name: arguments.pop(name) for name in list(arguments) if name in parameters}
     placements = module.placements("cpu", flow.env.get_world_size(), **axes)
-    return function(*placements, **arguments) if len(positional) > 1 else function(placements, **arguments)
+    if len(positional) == 1:
+        placements = [placements]
+    return function(*placements, **arguments)

@@ -1,16 +1,16 @@
-"""What a Recorder records: an Event for each call of OneFlow. Does not import OneFlow."""
+"""Event: a call of OneFlow, as a Recorder records it. Does not import OneFlow."""
 
 from dataclasses import dataclass, field
 from typing import Optional
 
 from harness.measure.sbp import Layout
 
-UNNAMED = "·"  # in place of a tensor's name
+UNNAMED = "·"  # shown for a tensor without a name
 
 
 @dataclass
 class Event:
-    """One call of OneFlow. inputs, outputs: tensors, see tensors.describe."""
+    """A call of OneFlow. inputs, outputs: tensors as tensors.describe gives them."""
 
     kind: str  # as in calls.PLACES
     name: str  # of the function; of a graph its class
@@ -21,8 +21,8 @@ class Event:
     text: str = ""  # of that line
     layer: str = ""  # path of the innermost module around it, such as "blocks.0.up"; "" outside of modules
     sent: Optional[int] = None  # bytes that this rank sent for it, if measured
-    times: int = 1  # how often the script made it; `sent` is of the first time
-    facts: dict = field(default_factory=dict)  # more, by kind of call
+    times: int = 1  # how often the script made the call; `sent` is of the first time
+    facts: dict = field(default_factory=dict)  # what else is known, by kind of call
 
 
 def layout(tensor):

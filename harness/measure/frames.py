@@ -1,4 +1,4 @@
-"""The tensors of a recipe by the names of its variables, read from the frames of its functions as they return."""
+"""Name the tensors of a recipe after its variables, read from the frames of its functions as they return."""
 
 import contextlib
 import re
@@ -11,7 +11,7 @@ import oneflow as flow
 from harness.measure.graph import modules_in
 from harness.measure.tensors import layout_of
 
-STATE_OF_GRAPH = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buf"}  # a graph's names -> an optimizer's
+STATE_OF_GRAPH = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buf"}  # graph's name -> optimizer's name
 
 
 @contextlib.contextmanager
@@ -31,10 +31,10 @@ def returns_of(path, handler):
 
 
 class Frames:
-    """Collects the variables of the functions in the file at `path`.
+    """Collects the variables of the functions in the file at `path`, when they return.
 
-    outer: of the function whose code is `entry`, at its last return; inner: of all other functions; in_graph: name ->
-    (SBP, ranks, shape) of the tensors in a graph that is being built, which have no value.
+    outer: {name: value} of the function whose code is `entry`, at its last return; inner: of all other functions;
+    in_graph: {name: (SBP, ranks, shape)} of the tensors in a graph that is being built, which have no value.
     """
 
     def __init__(self, path, entry):
@@ -42,7 +42,7 @@ class Frames:
         self.outer, self.inner, self.in_graph = {}, {}, {}
 
     def watching(self):
-        """Inside it, collect from each function of the file when it returns."""
+        """Inside it, collect variables."""
         return returns_of(self.path, self.collect)
 
     def collect(self, frame):
@@ -57,9 +57,10 @@ class Frames:
 
 
 def tensors_by_name(variables):
-    """{name: tensor} of variables: of a tensor x "x", of a list x "x0", "x1", of a dict its keys.
+    """{name: tensor} of {variable: value}.
 
-    A key that several dicts have gets the variable in front of it.
+    A tensor x is named "x", the items of a list x "x0", "x1", those of a dict by its keys. A key of several dicts is
+    preceded by the variable.
     """
     named = {}
     keys = Counter(key for value in variables.values() if isinstance(value, dict) for key in value)
@@ -75,30 +76,31 @@ def tensors_by_name(variables):
 
 def arrays_by_name(variables):
     """{name: array} of the variables that hold plain numbers, such as the losses."""
+    numbers = (int, float, np.number, np.ndarray)
     named = {}
     for name, value in variables.items():
         if isinstance(value, np.ndarray):
             named[name] = value
-        elif (
-            isinstance(value, list)
-            and value
-            and all(isinstance(item, (int, float, np.number, np.ndarray)) for item in value)
-        ):
-            with contextlib.suppress(ValueError):  # arrays of several shapes
+        elif isinstance(value, list) and value and all(isinstance(item, numbers) for item in value):
+            with contextlib.suppress(ValueError):  # the arrays have different shapes
                 named[name] = np.array(value)
     return named
 
 
 def modules_of(variables):
-    """{variable: nn.Module} of the outermost modules, each once."""
+    """{variable: nn.Module} of the outermost modules, each once, under its first variable."""
     modules = {name: value for name, value in variables.items() if isinstance(value, flow.nn.Module)}
-    parts = {id(part) for module in modules.values() for part in list(module.modules())[1:]}
-    distinct = {id(module): name for name, module in reversed(modules.items()) if id(module) not in parts}
-    return {name: modules[name] for name in reversed(distinct.values())}
+    excluded = {id(part) for module in modules.values() for part in list(module.modules())[1:]}
+    outermost = {}
+    for name, module in modules.items():
+        if id(module) not in excluded:
+            outermost[name] = module
+            excluded.add(id(module))
+    return outermost
 
 
 def parameters_by_name(variables):
-    """{name: parameter or buffer}: its path in the module, with several modules behind the module's variable."""
+    """{name: parameter or buffer}: its path in the module; of several modules, preceded by the module's variable."""
     modules, named = modules_of(variables), {}
     for variable, module in modules.items():
         for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -107,13 +109,14 @@ def parameters_by_name(variables):
 
 
 def short(path):
-    """Of "0.w", the w of part 0 of a Sequential, "w0", as recipes call it."""
+    """The path of a parameter as recipes call it: "w0" for "0.w", the w of part 0 of a Sequential."""
     return re.sub(r"^(?:\w+\.)?(\d+)\.(\w+)$", r"\2\1", path)
 
 
 def optimizer_state(variables, parameters):
     """{"w0 momentum_buf": tensor}: the state of the optimizers and graphs in these variables, by parameter."""
-    names, state = {id(tensor): name for name, tensor in parameters.items()}, {}
+    names = {id(tensor): name for name, tensor in parameters.items()}
+    state = {}
     graphs = [value for value in variables.values() if isinstance(value, flow.nn.Graph) and value._is_compiled]
     for graph in graphs:
         paths = {}
@@ -136,7 +139,7 @@ def optimizer_state(variables, parameters):
 
 
 def flatten(state):
-    """A graph's state, in which each module has a dict, as one dict."""
+    """A graph's state, which has a nested dict for each module, as a flat dict."""
     flat = {}
     for key, value in state.items():
         flat.update(flatten(value) if isinstance(value, dict) else {key: value})

@@ -1,4 +1,4 @@
-"""What OneFlow compiled from an nn.Graph: the boxings, and the parameters that it reads without flow._C.identity."""
+"""What OneFlow compiled from an nn.Graph: boxings, gradients, and parameters read without flow._C.identity."""
 
 import numpy as np
 import oneflow as flow
@@ -9,7 +9,7 @@ ITEM_SIZES = {3: 8, 4: 1, 6: 8, 7: 1, 9: 2}  # bytes of OneFlow's data types by 
 
 
 class FunctionGraph(flow.nn.Graph):
-    """A function of tensors as a graph."""
+    """A graph that calls a function of tensors."""
 
     def __init__(self, function):
         super().__init__()
@@ -31,7 +31,9 @@ def boxings_of(graph):
     """
     job = graph._full_job_proto
     signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
-    blobs, ranks, boxings = job.helper.lbn2logical_blob_desc, ranks_of(job), {}
+    blobs = job.helper.lbn2logical_blob_desc
+    ranks = ranks_of(job)
+    boxings = {}
     for op in job.net.op:
         if op.WhichOneof("op_type") == "user_conf":
             inputs = sorted(op.user_conf.input.items())  # protobuf gives them in any order
@@ -49,7 +51,7 @@ def boxings_of(graph):
             if old != new:
                 shape, item = tuple(blobs[lbn].shape.dim), ITEM_SIZES.get(blobs[lbn].data_type, 4)
                 edge = {"producer": producer, "consumer": op.name, "shape": shape, "item": item, "old": old, "new": new}
-                target = ("B", new.ranks) if len(new.ranks) == 1 else new  # on one rank all SBPs are the same
+                target = ("B", new.ranks) if len(new.ranks) == 1 else new  # on a single rank all SBPs are the same
                 boxings.setdefault((lbn, str(target)), edge)  # OneFlow moves it once for all consumers there
     return list(boxings.values())
 
@@ -69,7 +71,9 @@ def gradient_bytes(graph, rank):
     """The bytes of the gradients that AdamW reads on a rank in a compiled graph."""
     job = graph._full_job_proto
     signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
-    blobs, ranks, total = job.helper.lbn2logical_blob_desc, ranks_of(job), 0
+    blobs = job.helper.lbn2logical_blob_desc
+    ranks = ranks_of(job)
+    total = 0
     for op in job.net.op:
         if op.user_conf.op_type_name == "adam_update":
             blob = blobs[op.user_conf.input["model_diff"].s[0]]
@@ -80,9 +84,9 @@ def gradient_bytes(graph, rank):
 
 
 def without_identity(graph):
-    """The parameters that a graph with micro-batches reads without identity.
+    """The names of the parameters that a graph with micro-batches reads without identity.
 
-    The last micro-batch's backward may read such a parameter while the optimizer changes it: rarely, and silently.
+    The last micro-batch's backward may read such a parameter while the optimizer changes it, rarely and silently.
     """
     job = graph._forward_job_proto  # before OneFlow optimizes it
     if job.job_conf.num_gradient_accumulation_steps < 2:
@@ -92,7 +96,7 @@ def without_identity(graph):
     for op in job.net.op:
         for lbn in (lbn for lbns in op.user_conf.input.values() for lbn in lbns.s):
             parameter = parameters.get(lbn.split("/")[0])
-            if parameter and op.user_conf.op_type_name == "repeat":  # OneFlow's own: once for each micro-batch
+            if parameter and op.user_conf.op_type_name == "repeat":  # OneFlow adds it, for the micro-batches
                 parameters[op.name] = parameter
             elif parameter and op.user_conf.op_type_name != "identity":
                 unprotected.add(parameter)
@@ -100,7 +104,7 @@ def without_identity(graph):
 
 
 def recomputed(graph):
-    """{type of op: how many backward computes again}, because of activation checkpointing."""
+    """{type of op: number of ops that backward computes again} because of activation checkpointing."""
     kinds = {}
     for op in graph._full_job_proto.net.op:
         if op.name.startswith("Sys-Checkpointing-Fake-Fw-Op_"):

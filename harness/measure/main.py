@@ -1,4 +1,4 @@
-"""Run the `main` of a recipe on this rank: what it prints and does."""
+"""Run the `main` of a recipe on this rank, and record what it prints and does."""
 
 import contextlib
 import io
@@ -10,13 +10,15 @@ from harness.start import recipe
 
 
 def main_of(path, arguments, matmul_scale=1.0):
-    """Run a recipe's main with these arguments. matmul_scale: of each matmul in its first call of `train` or `run`.
+    """Run a recipe's main with these arguments.
 
-    A second call, such as the same code on a single device, is not scaled.
-    Returns (exit code, standard output, standard error) of this rank; the code is 1 if main's comparison fails.
+    matmul_scale: factor of each matmul in main's first call of `train` or `run`; a second call, such as the same code
+    on a single device, is not scaled. Returns (exit code, standard output, standard error) of this rank; the code is 1
+    if main's comparison fails.
     """
     module, out, err = recipe.load(path), io.StringIO(), io.StringIO()
-    sys.argv, before = [path, *arguments], sys.argv
+    before = sys.argv
+    sys.argv = [path, *arguments]
     code, entry = 0, entry_of(module)
 
     def scaled_entry(*arguments, **keywords):
@@ -40,7 +42,7 @@ def main_of(path, arguments, matmul_scale=1.0):
 
 
 def recorded_main(path, arguments):
-    """The result of main_of by name, and the matmuls, moves, reads, stages and graph calls of all that main ran."""
+    """{"code", "out", "err": of main_of}, and the matmuls, moves, reads, stages and graph calls of main."""
     recorder = Recorder(keeps_initial=False)
     with recorder.recording():
         code, out, err = main_of(path, arguments)

@@ -1,4 +1,4 @@
-"""Name the tensors of a script: a parameter by its path in the module, others by the variable that holds them."""
+"""Name the tensors of a script: a parameter after its path in the module, others after their variable."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ def look_of(tensor):
 
 
 def tensors_inside(name, value, module):
-    """(name, tensor) of the tensors in a variable's list, dict, or object of a class that this module defines."""
+    """[(name, tensor)] of a variable's list or dict, or of an object whose class the module named `module` defines."""
     pairs = []
     if isinstance(value, (list, tuple, dict)) and len(value) < 1000:  # longer lists are data
         items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -26,48 +26,50 @@ def tensors_inside(name, value, module):
 
 
 class Names:
-    """Collects the tensors of the script at `path` while it runs, and what can name them. Keys are the tensors' ids."""
+    """Collects the tensors of the script at `path` while it runs, and what can name them. Most keys are tensor ids."""
 
     def __init__(self, path, events, others=()):
-        """events: the list that is recorded. others: paths of more files that belong to the script."""
+        """events: the list of a Recorder. others: paths of more files that belong to the script."""
         self.path, self.events, self.files = path, events, {path, *others}
-        self.tensors = {}  # in the order in which they came; as long as they are here, Python uses no id again
-        self.described = {}  # the tensors as they came, before zero_grad, say, changes an SBP; "after": events so far
+        self.tensors = {}  # in order of appearance; while they are here, Python does not reuse their ids
+        self.described = {}  # tensors as they appeared: zero_grad may change an SBP; "after": number of events before
         self.shown = set()  # parameters, and tensors that are variables
-        self.leaves = []  # tensors that get gradients; asking others for theirs may end the process
-        self.variables = {}  # (depth of the frame, name of the variable)
-        self.parameters = {}  # and buffers: (path in the module, module)
+        self.leaves = []  # tensors that get gradients; asking other tensors for theirs may end the process
+        self.variables = {}  # id -> (depth of the frame, name of the variable)
+        self.parameters = {}  # id of a parameter or buffer -> (path in the module, module)
         self.modules = {}  # module -> the variable that holds it
-        self.returned = {}  # outputs of a part of a module: its path with "()"
-        self.origins = {}  # (id of the tensor that it comes from, suffix of the name)
+        self.returned = {}  # id of an output of a part of a module -> the part's path with "()"
+        self.origins = {}  # id -> (id of the tensor that it comes from, suffix of the name)
         self.seen = set()  # (name, look) of tensors that variables hold
 
     def add(self, tensors):
+        """Add tensors that are new."""
         for tensor in tensors:
             if id(tensor) not in self.tensors:
                 self.tensors[id(tensor)] = tensor
                 self.described[id(tensor)] = {**describe(tensor), "after": len(self.events)}
-                self.leaves += [tensor] if tensor.requires_grad and tensor.is_leaf else []
+                if tensor.requires_grad and tensor.is_leaf:
+                    self.leaves.append(tensor)
 
     def add_moved(self, old, new):
-        """A moved tensor that gets no name of its own has the old tensor's name."""
+        """Unless it gets its own name, the result `new` of a to_global is named like `old`."""
         if new is not old:
             self.origins.setdefault(id(new), (id(old), ""))
 
     def add_returned(self, path, tensors):
-        """The output of a part of a module that gets no name of its own is named after the part."""
+        """Unless it gets its own name, the output of a part of a module is named after the part."""
         self.add(tensors)
         for tensor in tensors[:1]:
             self.returned.setdefault(id(tensor), f"{path}()")
 
     def gradients(self):
-        """The gradients of all tensors that have one."""
+        """The gradients of all tensors that have a gradient."""
         leaves = [leaf for leaf in self.leaves if leaf.grad is not None]
         self.origins.update({id(leaf.grad): (id(leaf), ".grad") for leaf in leaves})
         return [leaf.grad for leaf in leaves]
 
     def add_module(self, module, variable=""):
-        """Name the parameters and buffers of a module by their path in the outermost one; returns the parameters."""
+        """Name parameters and buffers of a module after their path in the outermost module; returns the parameters."""
         self.modules[module] = self.modules.get(module) or variable
         for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
             self.add([tensor])
@@ -77,19 +79,19 @@ class Names:
         return list(module.parameters())
 
     def watching(self):
-        """Inside it, name the variables of the script and of its functions when they return."""
+        """Inside it, name tensors after the variables of the script and of its functions when they return."""
         return returns_of(self.path, self.add_variables_on_return)
 
     def add_variables_on_return(self, frame):
         self.add_variables_of(frame, depth=len(self.frames_of_script(frame)))
 
     def add_variables(self):
-        """Name the tensors that the variables of the script hold now, in all functions that are running."""
+        """Name the tensors that variables of the script hold now, in all running functions."""
         for depth, frame in enumerate(self.frames_of_script(sys._getframe()), 1):
             self.add_variables_of(frame, depth)
 
     def frames_of_script(self, frame):
-        """The frames of the script among this one and those around it; outermost first, as its tensors are older."""
+        """The frames of the script among `frame` and its callers; the outermost first, as its tensors are older."""
         frames = []
         while frame:
             if frame.f_code.co_filename in self.files:
@@ -98,7 +100,7 @@ class Names:
         return frames
 
     def add_variables_of(self, frame, depth):
-        """Name the tensors that the variables of one frame hold; depth: how many frames of the script it is in."""
+        """Name the tensors that the variables of a frame hold. depth: number of frames of the script down to it."""
         for name, value in list(frame.f_locals.items()):
             if isinstance(value, flow.nn.Module) and name != "self":
                 self.add_module(value, name)
@@ -112,11 +114,11 @@ class Names:
                     self.add_variable(tensor, path, depth)
 
     def add_variable(self, tensor, name, depth):
-        """Name a tensor after a variable; of several, after the first one in the outermost function."""
+        """Name a tensor after a variable; of several variables, the first in the outermost function."""
         if tensor.is_lazy:
             return
         key = (name, look_of(tensor))
-        if id(tensor) not in self.tensors and key in self.seen:  # from a later iteration of a loop
+        if id(tensor) not in self.tensors and key in self.seen:  # the same variable in a later iteration of a loop
             return
         self.seen.add(key)
         self.add([tensor])

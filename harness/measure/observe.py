@@ -1,4 +1,4 @@
-"""What a recipe does on this rank: its tensors and shards, its matmuls, moves, reads, stages and calls of graphs."""
+"""Run a recipe on this rank: its tensors and shards, its matmuls, moves, reads, stages and graph calls."""
 
 from harness.measure.entry import call_entry, entry_of
 from harness.measure.frames import Frames, arrays_by_name, optimizer_state, parameters_by_name, tensors_by_name
@@ -10,10 +10,12 @@ RECORDED = ("matmuls", "lazy", "moves", "reads", "stages", "calls", "without_ide
 
 
 def observe(path, matmul_scale=1.0, names=None, **arguments):
-    """Call `train` or `run` of the recipe at `path` on all ranks. Collective. names: of the tensors to read, or all.
+    """Call `train` or `run` of the recipe at `path` on all ranks. Collective.
+
+    matmul_scale: factor of each matmul. names: of the tensors to read; None: all. arguments: of the entry.
 
     Returns {"tensors": {name: snapshot}, "arrays": {name: numpy array}, "in_graph": {name: (SBP, ranks, shape)} of the
-    tensors inside a graph, which have no value}, and what a Recorder saw.
+    tensors inside a graph, which have no value}, and the attributes RECORDED of a Recorder.
     """
     recorder = Recorder(matmul_scale)
     tensors, seen = observed(path, recorder, **arguments)
@@ -26,8 +28,8 @@ def observe(path, matmul_scale=1.0, names=None, **arguments):
 def observed(path, recorder, **arguments):
     """Call the entry of a recipe while `recorder` records.
 
-    Returns ({name: tensor, or its snapshot from before the first step}, Frames). A parameter w is "w" before and "new
-    w" after the training; its gradient is "w grad", its momentum "w momentum_buf".
+    Returns ({name: tensor, or its snapshot before the first step}, Frames). A parameter w is "w" before and "new w"
+    after training; its gradient is "w grad", its momentum "w momentum_buf".
     """
     module = recipe.load(path)
     seen = Frames(module.__file__, entry_of(module).__code__)

@@ -1,4 +1,4 @@
-"""Record what a script does on this rank: an Event for each call of OneFlow, and the parameters before training."""
+"""Record a script on this rank: an Event for each call of OneFlow, and the parameters before training."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Recorder:
     without_identity: list = field(default_factory=list)  # see graph.py
     recomputed: dict = field(default_factory=dict)  # of the graph that was compiled last, see graph.py
     initial: dict = field(default_factory=dict)  # id of a parameter -> its snapshot before the first step
-    referenced: list = field(default_factory=list)  # these parameters, so that Python uses no id again
+    referenced: list = field(default_factory=list)  # these parameters, so that Python does not reuse their ids
     gradients: dict = field(default_factory=dict)  # id of a parameter -> its gradient in a graph's last call
     appended: dict = field(default_factory=dict)  # graph -> ids of the parameters whose gradients it returns
     paused: bool = False
@@ -31,6 +31,7 @@ class Recorder:
             yield
 
     def see(self, call):
+        """Handle a call with the method for its kind, if there is one; returns the call's result."""
         if self.paused or "read" in call.around:
             return call.proceed()
         handler = getattr(self, f"see_{call.kind.replace(' ', '_')}", None)
@@ -52,6 +53,7 @@ class Recorder:
         return result
 
     def note(self, call, inputs, outputs, **facts):
+        """Append the Event of a call."""
         lazy = any(tensor.is_lazy for tensor in outputs)
         described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
         self.events.append(Event(call.kind, call.name, *described, lazy=lazy, facts=facts))
@@ -68,8 +70,8 @@ class Recorder:
         return self.record(call)
 
     def see_set_stage(self, call):
-        number, placement = (*call.arguments[1:], None, None)[:2]
-        return self.record(call, stage=(number, placement.ranks.tolist()))
+        named = {**dict(zip(("stage_id", "placement"), call.arguments[1:])), **call.keywords}
+        return self.record(call, stage=(named["stage_id"], named["placement"].ranks.tolist()))
 
     def see_module(self, call):
         if "module" not in call.around and "graph" not in call.around:
@@ -77,7 +79,7 @@ class Recorder:
         return call.proceed()
 
     def see_update(self, call):
-        optimizer = call.arguments[0]  # the script may call copies of its model only
+        optimizer = call.arguments[0]  # a script may only ever call copies of its model
         self.keep_initial([parameter for group in optimizer.param_groups for parameter in group.parameters])
         return call.proceed()
 
@@ -92,7 +94,7 @@ class Recorder:
         return outputs
 
     def first_call(self, graph, call):
-        """Build a graph such that it also returns the gradients of its parameters, and call it."""
+        """Build a graph so that it also returns the gradients of its parameters, and call it."""
         for module in modules_in(graph).values():
             self.keep_initial(tensors_of(module))
         build = type(graph).build
@@ -112,16 +114,16 @@ class Recorder:
         return result
 
     def keep_initial(self, tensors):
-        """Take a snapshot of each parameter or buffer, unless there is an earlier one. Collective."""
+        """Take a snapshot of each parameter or buffer that has none yet. Collective."""
         with self.pause():
             for tensor in tensors:
                 if self.keeps_initial and id(tensor) not in self.initial:
                     self.referenced.append(tensor)
-                    self.initial[id(tensor)] = snapshot(
-                        tensor.detach().clone()
-                    )  # a clone, as numpy shares a tensor's memory
+                    copy = tensor.detach().clone()  # as numpy shares a tensor's memory
+                    self.initial[id(tensor)] = snapshot(copy)
 
     def of_kind(self, kind):
+        """The events of a kind of call."""
         return [event for event in self.events if event.kind == kind]
 
     @property
@@ -137,7 +139,7 @@ class Recorder:
 
     @property
     def moves(self):
-        """The Layout before and after each to_global, and its grad_sbp if it has one."""
+        """[Layout before, Layout after] of each to_global, followed by its grad_sbp if set."""
         moves = []
         for event in self.of_kind("to_global"):
             [old], [new], grad_sbp = event.inputs, event.outputs, event.facts["grad_sbp"]

@@ -38,7 +38,7 @@ class Split:
 
 
 def parse(names):
-    """The SBPs of "S(0), B", one for each axis of the placement."""
+    """The SBPs of a name such as "S(0), B", as a list with an SBP for each axis of the placement."""
     simple = {"B": Broadcast(), "P": Partial()}
     return [simple[name] if name in simple else Split(int(name[2:-1])) for name in names.split(", ")]
 
@@ -62,7 +62,7 @@ def _name(kind, dim):
 
 
 def label(sbps):
-    """The name of an object of flow.sbp; of several, one for each axis of a 2-D placement, "S(0), B"."""
+    """The name of an object of flow.sbp; of a list, with an SBP for each axis of a mesh, such as "S(0), B"."""
     texts = map(str, sbps if isinstance(sbps, (list, tuple)) else [sbps])  # such as "oneflow.sbp.split(dim=0)"
     return ", ".join(_name(*re.fullmatch(r"oneflow\.sbp\.(\w+)(?:\(dim=(\d+)\))?", text).groups()) for text in texts)
 
@@ -92,14 +92,14 @@ class Layout(NamedTuple):
         return self.grid.ravel().tolist()
 
     def block(self, shape, rank):
-        """The (start, stop) of each dimension that a rank holds; None if the rank is outside the placement."""
+        """[(start, stop)] of each dimension that a rank holds; None if the rank is outside the placement."""
         block = [(0, size) for size in shape]
         if self.sbp == "local":
             return block
         if rank not in self.members:
             return None
         for sbp, n, position in zip(parse(self.sbp), self.grid.shape, np.argwhere(self.grid == rank)[0].tolist()):
-            if isinstance(sbp, Split):  # if n does not divide the size, the first ranks hold one more
+            if isinstance(sbp, Split):  # if n does not divide the size, the first ranks hold a row more
                 start, stop = block[sbp.dim]
                 size, larger = divmod(stop - start, n)
                 start += position * size + min(position, larger)

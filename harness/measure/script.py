@@ -19,11 +19,12 @@ from harness.start.isolation import Isolation
 
 
 def measure_script(path, keywords=None, argv=(), module=None):
-    """Call `train` or `run` of the script at `path` with these keywords; without any, run `python path *argv`.
+    """Call `train` or `run` of the script at `path` with these keywords; None: run `python path *argv`. Collective.
 
-    module: its name, if it is to be run as `python -m` does.
-    Collective. Returns {"tensors": those that were seen, each with its name, "names": {id: name}, "events": those of a
-    Trace, "connections": what `quiet` said before and after, "outside": bytes that this rank sent besides}, or
+    module: the script's name, if it is to be run as `python -m` does.
+
+    Returns {"tensors": [the global tensors, with names], "names": {id: name}, "events": those of a Trace,
+    "connections": the results of `quiet` before and after, "outside": bytes that this rank sent outside of events}, or
     {"refusal": why} if a rank would hold nothing of a tensor or the script does not know its arguments.
     """
     trace, before = Trace(path=str(path)), quiet()
@@ -52,7 +53,7 @@ def measure_script(path, keywords=None, argv=(), module=None):
 def run_as_main(path, argv, module=None):
     """Run a script as `python path *argv` does, or `python -m module *argv`.
 
-    Raises UsageError if it does not know these arguments.
+    Raises UsageError if its argparse does not know these arguments, RuntimeError if it exits with an error.
     """
 
     def refuse(parser, message):
@@ -70,12 +71,15 @@ def run_as_main(path, argv, module=None):
 
 
 def shown_tensors(trace, names):
-    """The global tensors of steps, modules and variables, each with its name and "after": the events before it."""
+    """The global tensors of steps, modules and variables as tensors.describe gives them, with "name" and "after".
+
+    "after" is the number of events before the tensor appeared.
+    """
     in_steps = {
         tensor["id"]
         for event in trace.events
         for tensor in event.inputs + event.outputs
-        if not event.layer or tensor["id"] in names  # tensors that a layer makes of its weights have no name
+        if not event.layer or tensor["id"] in names  # leaves out what a layer makes of its weights
     }
     shown = in_steps | trace.names.shown
     tensors = [tensor for number, tensor in trace.names.described.items() if number in shown]

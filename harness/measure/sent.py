@@ -1,8 +1,8 @@
-"""The bytes that this rank has sent to other ranks: what it has written to its TCP connections over IPv4.
+"""Count the bytes that this rank has sent to other ranks: those written to its TCP connections over IPv4.
 
 OneFlow sends tensors over these; its remote calls, such as the barriers here, use gRPC over IPv6. TCP counts each byte
-of content once: no headers, no retransmissions. Files, pipes and Unix sockets are not counted, nor connections of a
-rank to itself. Only `quiet` and `wait_for` import OneFlow.
+of content once, without headers and retransmissions. Files, pipes, Unix sockets and connections of a rank to itself are
+not counted. Only `quiet` and `wait_for` import OneFlow.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ import time
 from harness.measure.tensors import tensors_in
 
 BYTES_ACKED = 120  # offset in Linux' struct tcp_info
-QUIET = 3  # equal counts in a row after which no rank sends any more
+QUIET = 3  # after so many equal counts in a row, all has been sent
 
 
 def connections():
-    """{((address, port) here, (address, port) there): bytes written to it} of this rank's TCP connections to others."""
+    """{((address, port) here, (address, port) there): bytes written} of this rank's TCP connections to others."""
     counts = {}
     for entry in os.scandir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it has been closed, or it listens
+        with contextlib.suppress(OSError):  # closed meanwhile, or a listening socket
             if os.readlink(entry.path).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                     if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
@@ -32,29 +32,30 @@ def connections():
 
 
 def written(connection):
-    """The bytes written to a connection: those that are acknowledged, and those that are not yet."""
+    """The bytes written to a connection, acknowledged or not."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_ACKED + 8)
     [acknowledged] = struct.unpack_from("Q", info, BYTES_ACKED)
-    [on_the_way] = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
-    return acknowledged + on_the_way
+    [unacknowledged] = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+    return acknowledged + unacknowledged
 
 
 def quiet():
     """Wait until every rank has finished its work and sent everything; returns `connections()`. Collective.
 
-    No rank continues before all have counted: a rank that sends makes others send.
+    No rank continues before all have counted, because what a rank sends can make others send.
     """
     import oneflow as flow
 
     flow._oneflow_internal.eager.Sync()
     flow.comm.barrier()
-    before, same = connections(), 1
-    while same < QUIET:
+    counts = connections()
+    times = 1  # that these counts were seen in a row
+    while times < QUIET:
         time.sleep(0.005)
-        now = connections()
-        before, same = now, same + 1 if now == before else 1
+        before, counts = counts, connections()
+        times = times + 1 if counts == before else 1
     flow.comm.barrier()
-    return now
+    return counts
 
 
 def growth(before, after):
@@ -63,7 +64,7 @@ def growth(before, after):
 
 
 def sent_by(function):
-    """(what a call returns, the bytes that this rank sent for it). Collective: every rank makes the same call."""
+    """(function(), bytes that this rank sent for it). Collective: every rank makes the same call."""
     before = quiet()
     result = function()
     wait_for(result)
@@ -71,7 +72,7 @@ def sent_by(function):
 
 
 def between_ranks(before, after):
-    """{(sender, receiver): bytes} sent between two results of `quiet`, which are lists by rank."""
+    """{(sender, receiver): bytes}. before, after: the results of `quiet` of all ranks, by rank."""
     owner = {ends: rank for rank, counts in enumerate(after) for ends in counts}
     sent = {}
     for rank, counts in enumerate(after):
@@ -87,5 +88,7 @@ def wait_for(result):
     import oneflow as flow
 
     for tensor in tensors_in(result):
-        if not tensor.is_global or flow.env.get_rank() in tensor.placement.ranks:
-            (tensor.to_local() if tensor.is_global else tensor).detach().numpy()
+        if not tensor.is_global:
+            tensor.detach().numpy()
+        elif flow.env.get_rank() in tensor.placement.ranks:
+            tensor.to_local().detach().numpy()

@@ -1,4 +1,4 @@
-"""What a script did, as a list of its tensors and moves in order, for `show`, `bytes` and the atlas."""
+"""The tensors and moves of a script in order, for `show`, `bytes` and the atlas."""
 
 import re
 from collections import defaultdict
@@ -10,15 +10,15 @@ import numpy as np
 from harness.measure import theory
 from harness.measure.events import UNNAMED, layout
 
-IMPLICIT, BY_LAYER = "OneFlow moved an operand", "of it"  # collectives of which only the bytes are known
+IMPLICIT, BY_LAYER = "OneFlow moved an operand", "of it"  # in place of a collective, where only the bytes are known
 NOISE = 8_000  # bytes of OneFlow's own messages in a layer, at most
-EXACT = 1e6  # bytes of a tensor; for smaller ones OneFlow's own messages are a large part of what is measured
-READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # every rank gets the value
+EXACT = 1e6  # bytes of a tensor; for smaller tensors, a large part of what is measured is OneFlow's own messages
+READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # function -> as the script calls it
 
 
 @dataclass
 class Tensor:
-    """A tensor. blocks: for each rank the (start, stop) of each dimension that it holds, None if it holds nothing."""
+    """A tensor. blocks: for each rank [(start, stop)] of each dimension that it holds, None if it holds nothing."""
 
     name: str
     shape: tuple
@@ -28,26 +28,27 @@ class Tensor:
 
     @property
     def partial(self):
+        """Whether ranks hold addends of it."""
         return "P" in self.sbp.split(", ")
 
 
 @dataclass
 class Move:
-    """A step that can move data. `boxings` is None if what moved is not known."""
+    """A step that can move data."""
 
     what: str  # such as "x @ w" or "partial -> out"
     line: int  # of the script; 0 outside of it
     sent: Optional[list]  # bytes that each rank sent; None for a move inside a graph
     times: int = 1  # how often the script made it; `sent` is of the first time
-    source: tuple = ()  # kind and inputs of the step
+    source: tuple = ()  # identifies the step: its kind and its inputs
     size: int = 0  # bytes of the tensor that moves
-    boxings: Optional[list] = None
+    boxings: Optional[list] = None  # what moves; None if that is not known
     change: str = ""  # such as "P -> B"
     collective: str = "nothing"
 
     @property
     def key(self):
-        """Equal for two moves if the second repeats the first."""
+        """Equal for two moves if the second is a repetition of the first."""
         return (*self.source, self.line, self.change, self.collective, self.size)
 
     @property
@@ -57,9 +58,10 @@ class Move:
 
     @property
     def formula(self):
-        """Bytes that all ranks send together, by theory.py."""
-        totals = [None] if self.boxings is None else [boxing.total for boxing in self.boxings]
-        return None if None in totals else sum(totals)
+        """Bytes that all ranks together send, by theory.py; None if not known."""
+        if self.boxings is None or any(boxing.total is None for boxing in self.boxings):
+            return None
+        return sum(boxing.total for boxing in self.boxings)
 
     @property
     def by_rank(self):
@@ -70,15 +72,15 @@ class Move:
         return {rank: sum(boxing.by_rank.get(rank, 0.0) for boxing in self.boxings) for rank in ranks}
 
     def of(self, boxing, **fields):
-        """This move as the move of one tensor."""
+        """This move as that of a single Boxing, with more fields changed."""
         fields.update(size=boxing.size, boxings=[boxing], change=boxing.change, collective=boxing.collective)
         return replace(self, **fields)
 
 
 def tensors_and_moves(results):
-    """The Tensors and Moves of a script in order, from what script.measure_script returned on each rank.
+    """The Tensors and Moves of a script in order. results: of script.measure_script on each rank.
 
-    A move that is made again is one Move with `times`; a tensor that looks like an earlier one is left out.
+    A repeated move is a single Move with `times`; a tensor that looks like an earlier tensor is left out.
     """
     new_moves, is_repeat = distinct_moves(results)
     tensors_after = distinct_tensors(results, is_repeat)
@@ -89,10 +91,11 @@ def tensors_and_moves(results):
 
 
 def distinct_moves(results):
-    """For each event the Moves that no earlier event made, and whether it made only moves that an earlier one made."""
+    """(for each event its Moves that are new, for each event whether it only repeats earlier moves)."""
     first_moves, new_moves, is_repeat = {}, [], []
     for number in range(len(results[0]["events"])):
-        moves, new = moves_of([result["events"][number] for result in results], results[0]["names"]), []
+        moves = moves_of([result["events"][number] for result in results], results[0]["names"])
+        new = []
         for move in moves:
             first = first_moves.setdefault(move.key, move)
             if first is move:
@@ -105,15 +108,16 @@ def distinct_moves(results):
 
 
 def distinct_tensors(results, is_repeat):
-    """{number of events before them: [Tensor]}, without those that look like an earlier one.
+    """{number of events before: [Tensor]}, without tensors that look like an earlier tensor.
 
-    is_repeat: for each event whether it only repeats an earlier one; its outputs are left out.
+    is_repeat: for each event whether it only repeats earlier moves; then its outputs are left out.
     """
     events, world_size = results[0]["events"], len(results)
     tensors_after, seen = defaultdict(list), set()
     for described in results[0]["tensors"]:
-        where, shape, after = layout(described), described["shape"], described["after"]
-        tensor = Tensor(described["name"], shape, *where, [where.block(shape, rank) for rank in range(world_size)])
+        held, shape, after = layout(described), described["shape"], described["after"]
+        blocks = [held.block(shape, rank) for rank in range(world_size)]
+        tensor = Tensor(described["name"], shape, held.sbp, held.ranks, blocks)
         is_output = after > 0 and described["id"] in [output["id"] for output in events[after - 1].outputs]
         was_shown = is_repeat[after - 1] if is_output else repr(tensor) in seen
         if not was_shown:
@@ -127,14 +131,14 @@ def bytes_of(tensor):
 
 
 def moves_of(events, names):
-    """The Moves of one event: one, for a graph's call also one for each boxing in it, for backward for each layer.
+    """The Moves of an event. A graph's call has a Move for each boxing too, backward for each layer.
 
     events: the event on each rank; names: {id of a tensor: its name}.
     """
     event = events[0]
     operands = [names.get(tensor["id"], UNNAMED) for tensor in event.inputs]
     looks = [f"{tensor['sbp']} {tensor['ranks']} {tensor['shape']}" for tensor in event.inputs]
-    where = [event.layer] if event.layer else operands  # in a layer tensors have a name the first time only
+    where = [event.layer] if event.layer else operands  # in a layer, tensors have names the first time only
     source = (event.kind, event.name, *where, *looks)
     move = Move(event.kind, event.line, [event.sent for event in events], event.times, source)
     if event.kind == "graph":
@@ -184,7 +188,7 @@ def move_of_to_global(event, move, old_name, new_name):
 
 
 def move_in_layer(event, move):
-    """What OneFlow moved inside a layer by itself."""
+    """The Move of what OneFlow moved inside a layer by itself."""
     change = event.inputs[0]["sbp"]
     if event.outputs:
         change += f" -> {event.outputs[0]['sbp']}"
@@ -198,9 +202,9 @@ def has_moved(move):
 
 
 def moves_of_backward(events, move):
-    """The Move of a whole backward, of which only the bytes are known, and one for each layer that sent something.
+    """The Move of a whole backward, of which only the bytes are known, and a Move for each layer that sent something.
 
-    The fact "by_layer" has [path of a layer, bytes that this rank sent].
+    The event's fact "by_layer" is [[path of a layer, bytes that this rank sent]].
     """
     whole = replace(move, size=sum(map(bytes_of, events[0].outputs)), collective="backward")
     moves = [whole]
@@ -233,7 +237,7 @@ def moves_of_graph(event, call):
     collectives = ", ".join(dict.fromkeys(boxing.collective for boxing in boxings)) or "nothing"
     moves = [replace(call, size=size, boxings=boxings, collective="a whole step" if weights else collectives)]
     micro_batches = event.facts["micro_batches"]
-    if micro_batches > 1:  # the compiled graph does not say which moves come once, and which for each micro-batch
+    if micro_batches > 1:  # the compiled graph does not say which moves repeat for each micro-batch
         moves[0].boxings, moves[0].collective = None, f"a whole step of {micro_batches} micro-batches"
     for edge, boxing in zip(edges, boxings):
         what = f"{op_in_words(edge['producer'])} -> {op_in_words(edge['consumer'])}"
@@ -242,7 +246,7 @@ def moves_of_graph(event, call):
 
 
 def op_in_words(op):
-    """The name of an op in a graph, without OneFlow's prefix and number."""
+    """The name of an op in a graph, without OneFlow's prefixes and numbers."""
     if "_output." in op or "_input." in op:
         which = "output" if "_output." in op else "input"
         return f"{which} {op.split('.')[-1].split('_')[0]}"

@@ -1,6 +1,6 @@
 """Describe a tensor as plain data: its layout, its shape, this rank's shard, its value.
 
-OneFlow is imported by the functions that need it: sent.py is also used without it.
+Only functions import OneFlow, because sent.py is also used without it.
 """
 
 from harness.measure.sbp import Layout, label
@@ -12,13 +12,13 @@ def layout_of(tensor):
 
 
 def describe(tensor):
-    """A tensor's SBP, ranks, shape, bytes of an element and id."""
+    """{"sbp", "ranks", "shape", "item": bytes of an element, "id"} of a tensor."""
     item = tensor.element_size()
     return {**layout_of(tensor)._asdict(), "shape": tuple(tensor.shape), "item": item, "id": id(tensor)}
 
 
 def is_whole(tensor):
-    """Whether every rank holds the whole value: then reading it needs no other rank."""
+    """Whether every rank holds the whole value, so that reading it needs no other rank."""
     if not tensor.is_global:
         return True
     import oneflow as flow
@@ -27,9 +27,9 @@ def is_whole(tensor):
 
 
 def snapshot(tensor):
-    """A tensor's description, dtype, device, this rank's shard and the full value in numpy.
+    """`describe`, "dtype", "device", "shard": this rank's, and "value": the whole tensor, both in numpy.
 
-    Collective, as it reads the full value: every rank calls this for the same tensors in the same order.
+    Collective, because it reads the value: every rank calls this for the same tensors in the same order.
     """
     import oneflow as flow
 
@@ -51,5 +51,8 @@ def tensors_in(values):
 
     if isinstance(values, flow.Tensor):
         return [values]
-    inner = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
-    return [tensor for value in inner for tensor in tensors_in(value)]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]

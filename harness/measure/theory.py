@@ -1,4 +1,4 @@
-"""The cost of moving a tensor between two layouts: the collective, and how much each rank sends.
+"""The cost of moving a tensor between two Layouts: the collective, and how much each rank sends.
 
 The formulas are those of J. Yuan et al., "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch",
 arXiv:2110.15032, table 2 (the same as in OneFlow's core/framework/sbp_infer_util.cpp), for equal and for disjoint
@@ -18,10 +18,10 @@ MATMUL.update({("P", "B"): "P", ("B", "P"): "P"})
 
 
 class Boxing:
-    """One tensor that moves from one Layout to another. item: bytes of an element; 1 counts elements.
+    """A tensor of this shape that moves from the Layout `old` to `new`. item: bytes of an element; 1 counts elements.
 
-    total: what all ranks send together, None where no formula is known. by_rank: {rank: what it sends}, None where the
-    formula does not say which rank sends.
+    collective: its name. total: bytes that all ranks together send, None where no formula is known. by_rank: {rank:
+    bytes that it sends}, None where the formula does not say which rank sends.
     """
 
     def __init__(self, shape, old, new, item=1):
@@ -33,6 +33,7 @@ class Boxing:
 
     @property
     def size(self):
+        """Bytes of the tensor."""
         return self.item * int(np.prod(self.shape))
 
     @property
@@ -43,11 +44,12 @@ class Boxing:
 
 
 def changed_axes(old, new):
+    """The axes of the placement on which the SBP changes."""
     return [axis for axis, (before, after) in enumerate(zip(old.axes, new.axes)) if before != after]
 
 
 def collective(old, new):
-    """The name of the collective that takes a tensor from one layout to the other."""
+    """The name of the collective that moves a tensor from the Layout `old` to `new`."""
     if old.ranks != new.ranks:
         if len(old.axes) > 1 or len(new.axes) > 1:
             return "between placements"
@@ -62,29 +64,35 @@ def collective(old, new):
 
 
 def count(*blocks):
-    """The number of elements that are in all of these blocks."""
+    """The number of elements in the intersection of these blocks."""
     lengths = [min(stop for _, stop in spans) - max(start for start, _ in spans) for spans in zip(*blocks)]
     return float(np.prod([max(0, length) for length in lengths]))
 
 
 def elements_sent(shape, old, new):
-    """(total, by rank), as in Boxing, in elements."""
+    """(total, by_rank) as in Boxing, in elements."""
     if "P" not in old.axes + new.axes:
         return sent_to_copy(shape, old, new)
     if len(old.axes) == len(new.axes) == 1:
         return sent_with_partial_sums(shape, old, new)
     if old == new:
         return 0.0, dict.fromkeys(old.members, 0.0)
-    parts = [elements_sent(*line) for line in lines(shape, old, new)]
-    if not parts:
+    moves = lines(shape, old, new)
+    if not moves:
         return None, None
-    return sum(total for total, _ in parts), {rank: sent for _, by_rank in parts for rank, sent in by_rank.items()}
+    total, by_rank = 0.0, {}
+    for move in moves:
+        total_of_line, by_rank_of_line = elements_sent(*move)
+        total += total_of_line
+        by_rank.update(by_rank_of_line)
+    return total, by_rank
 
 
 def lines(shape, old, new):
-    """The moves along one axis that a move consists of: [(shape, old Layout, new Layout)].
+    """The moves along a single axis that a move consists of: [(shape, old Layout, new Layout)].
 
-    On a mesh where one axis changes there is a move for each line of ranks along it. [] where no formula is known.
+    If the SBP changes on one axis of a mesh, each line of ranks along that axis is such a move. [] where no formula is
+    known.
     """
     if len(old.axes) == len(new.axes) == 1:
         return [(shape, old, new)]
@@ -92,21 +100,21 @@ def lines(shape, old, new):
     if old.ranks != new.ranks or len(changed) != 1:
         return []
     [axis] = changed
-    before, after, others = old.axes[axis], new.axes[axis], [*old.axes[:axis], *old.axes[axis + 1 :]]
-    if set(others) & {before, after} - {"B", "P"}:  # both axes split one dimension
+    before, after = old.axes[axis], new.axes[axis]
+    others = [*old.axes[:axis], *old.axes[axis + 1 :]]
+    if set(others) & {before, after} - {"B", "P"}:  # both axes split the same dimension
         return []
-    whole = Layout(
-        ", ".join([*old.axes[:axis], "B", *old.axes[axis + 1 :]]), old.ranks
-    )  # what the ranks of a line hold together
+    axes_of_line = [*old.axes[:axis], "B", *old.axes[axis + 1 :]]
+    held_by_line = Layout(", ".join(axes_of_line), old.ranks)  # what the ranks of a line hold together
     moves = []
     for ranks in np.moveaxis(old.grid, axis, -1).reshape(-1, old.grid.shape[axis]).tolist():
-        part = [stop - start for start, stop in whole.block(shape, ranks[0])]
+        part = [stop - start for start, stop in held_by_line.block(shape, ranks[0])]
         moves.append((part, Layout(before, ranks), Layout(after, ranks)))
     return moves
 
 
 def sent_to_copy(shape, old, new):
-    """(total, by rank) without P: each rank gets the elements of its new block that it does not hold."""
+    """(total, by_rank) without P: each rank gets the elements of its new block that it does not hold yet."""
     total, sent = 0.0, dict.fromkeys(old.members, 0.0)
     for rank in new.members:
         block = new.block(shape, rank)
@@ -119,9 +127,9 @@ def sent_to_copy(shape, old, new):
 
 
 def sent_with_partial_sums(shape, old, new):
-    """(total, by rank) from or to P, not on a mesh."""
+    """(total, by_rank) from or to P, not on a mesh."""
     whole = float(np.prod(shape))
-    if new.sbp == "P":  # elements that no new rank holds must go to one
+    if new.sbp == "P":  # the elements of ranks that leave must go to a new rank
         leaving = [rank for rank in old.members if rank not in new.members]
         if old.sbp == "B":
             total = whole if leaving == old.members else 0.0
@@ -129,7 +137,7 @@ def sent_with_partial_sums(shape, old, new):
         sent = {rank: count(old.block(shape, rank)) if rank in leaving else 0.0 for rank in old.members}
         return sum(sent.values()), sent
     sent = dict.fromkeys(old.members + new.members, 0.0)
-    for rank in new.members:  # reduce-scatter: each rank's part of the sum from every other rank
+    for rank in new.members:  # reduce-scatter: every other rank sends it its part of the sum
         part = whole / len(new.members) if new.sbp == "B" else count(new.block(shape, rank))
         for sender in old.members:
             sent[sender] += part if sender != rank else 0.0
@@ -140,8 +148,8 @@ def sent_with_partial_sums(shape, old, new):
 def matmul_boxings(inputs, out, transposed=(False, False)):
     """What OneFlow must have moved for a matmul, from the SBP of its product: [("x" or "w", Boxing)].
 
-    Of all moves that lead to this SBP, the cheapest. None where they are not known: on a mesh, where x has more than
-    two dimensions, or where x or w is transposed, unless nothing moves. inputs, out: see tensors.describe.
+    inputs, out: tensors as tensors.describe gives them. Of all moves that lead to this SBP, the cheapest. Unless
+    nothing moves, it is None (not known) on a mesh, if x has more than two dimensions, or if x or w is transposed.
     """
     x, w = inputs[:2]
     if "local" in (x["sbp"], w["sbp"]):
@@ -158,14 +166,14 @@ def matmul_boxings(inputs, out, transposed=(False, False)):
 
 
 def is_legal(x, w, transposed):
-    """Whether OneFlow multiplies x and the matrix w as they are. All dimensions of x but the last count as rows."""
+    """Whether OneFlow multiplies x and the matrix w without moving them. All dimensions of x but the last are rows."""
     x_axes = [matrix_sbp(sbp, len(x["shape"]) - 2, transposed[0], stack_is_rows=True) for sbp in parse(x["sbp"])]
     w_axes = [matrix_sbp(sbp, 0, transposed[1]) for sbp in parse(w["sbp"])]
     return all(pair in MATMUL for pair in zip(x_axes, w_axes))
 
 
 def product_of_stacks(x, w, transposed):
-    """The SBP of x @ w, two stacks of matrices, if OneFlow multiplies them as they are; else None."""
+    """The SBP of x @ w, two stacks of matrices, if OneFlow multiplies them without moving either; else None."""
     if len(x["shape"]) != len(w["shape"]):
         return None
     stack_dims = len(x["shape"]) - 2
@@ -175,20 +183,20 @@ def product_of_stacks(x, w, transposed):
 
 
 def product_on_axis(x_sbp, w_sbp, stack_dims, transposed):
-    """The SBP of the product of two stacks of matrices on one axis of the placement; None if something must move."""
+    """The SBP of the product of two stacks of matrices on an axis of the placement; None if something must move."""
     if isinstance(x_sbp, Split) and x_sbp == w_sbp and x_sbp.dim < stack_dims:
         return x_sbp  # each rank has some of the matrices
-    matrices = [matrix_sbp(sbp, stack_dims, turned) for sbp, turned in zip((x_sbp, w_sbp), transposed)]
-    if tuple(matrices) not in MATMUL:
+    matrices = matrix_sbp(x_sbp, stack_dims, transposed[0]), matrix_sbp(w_sbp, stack_dims, transposed[1])
+    if matrices not in MATMUL:
         return None
-    [product] = parse(MATMUL[tuple(matrices)])
+    [product] = parse(MATMUL[matrices])
     return Split(product.dim + stack_dims) if isinstance(product, Split) else product
 
 
 def matrix_sbp(sbp, stack_dims, transposed, stack_is_rows=False):
-    """The name of the SBP that the matrices of a stack have as they are multiplied: S(0) splits rows, S(1) columns.
+    """The name of the SBP that the matrices of a stack have in the product: S(0) splits rows, S(1) columns.
 
-    stack_is_rows: whether the stack is multiplied as one matrix of all its rows.
+    stack_is_rows: whether the stack is multiplied as a single matrix with all its rows.
     """
     if not isinstance(sbp, Split):
         return str(sbp)
@@ -199,16 +207,20 @@ def matrix_sbp(sbp, stack_dims, transposed, stack_is_rows=False):
 
 
 def cheapest_boxings(operands, product):
-    """[("x" or "w", Boxing)] that send least and after which x @ w, two matrices, has the SBP `product`."""
+    """[("x" or "w", Boxing)] that send least of those after which x @ w, two matrices, has the SBP `product`."""
     choices = []
-    for signature in (sbps for sbps, out in MATMUL.items() if out == product):
-        changed = [(name, sbp) for name, sbp in zip(operands, signature) if operands[name]["sbp"] != sbp]
-        choices.append([(name, boxing_to(operands[name], sbp, operands[name]["ranks"])) for name, sbp in changed])
+    for signature, out in MATMUL.items():
+        if out == product:
+            boxings = []
+            for (name, tensor), sbp in zip(operands.items(), signature):
+                if tensor["sbp"] != sbp:
+                    boxings.append((name, boxing_to(tensor, sbp, tensor["ranks"])))
+            choices.append(boxings)
     return min(choices, key=lambda boxings: (sum(boxing.total for _, boxing in boxings), len(boxings)))
 
 
 def boxing_to(tensor, sbp, ranks):
-    """The Boxing of a tensor, see tensors.describe, to this SBP on these ranks."""
+    """The Boxing of a tensor, as tensors.describe gives it, to this SBP on these ranks."""
     return Boxing(tensor["shape"], (tensor["sbp"], tensor["ranks"]), (sbp, ranks), tensor["item"])
 
 

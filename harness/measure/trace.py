@@ -1,4 +1,4 @@
-"""Record a script with what each of its steps sends, and with the names of its tensors."""
+"""Record a script with the bytes that each step sends and the names of its tensors."""
 
 import contextlib
 import linecache
@@ -20,8 +20,8 @@ from harness.measure.sent import growth, quiet, sent_by
 from harness.measure.tensors import describe, is_whole, tensors_in
 from harness.start.errors import UsageError
 
-MEASURED = 20  # times that a step is measured, as its tensors may have different names; then it is only counted
-REPEATED = 2  # the same in a module and for backward; not 1, as at first ranks connect and gradients are created
+MEASURED = 20  # times that a step is measured, as its tensors may have different names; after that it is counted
+REPEATED = 2  # the same in a module and for backward; not 1, because at first ranks connect and gradients are created
 STEPS = {"matmul", "to_global", "module to_global", "backward", "read", "graph"}  # kinds of calls that can move data
 
 
@@ -29,16 +29,16 @@ STEPS = {"matmul", "to_global", "module to_global", "backward", "read", "graph"}
 class Trace(Recorder):
     """A Recorder that measures each step that can move data, and records nothing else. Collective.
 
-    A call inside a step is part of the step. Facts of events: of a matmul "transposed"; of a graph's call "graph", the
-    bytes of the "weights" that it trains and the number of "micro_batches"; of backward "by_layer", [[path of a part
-    of the module, bytes that its backward sent]]. A call of a part of a module is an event "layer". Its bytes are
+    A call inside a step is part of the step. Facts of events: of a matmul "transposed", (x, w); of a graph's call
+    "graph", "weights": the bytes that it trains, and "micro_batches": their number; of backward "by_layer", [[path of a
+    part of the module, bytes that its backward sent]]. A call of a part of a module is an event "layer". Its bytes are
     those that neither its steps nor its own parts sent: OneFlow moved an operand by itself.
     """
 
     keeps_initial: bool = False
     path: str = ""  # of the script
     others: tuple = ()  # paths of more files that belong to it
-    similar: dict = field(default_factory=dict)  # signature of a step -> its events
+    similar: dict = field(default_factory=dict)  # signature of a step -> the events with this signature
     paths: dict = field(default_factory=dict)  # module -> its path in the outermost module
     layers: list = field(default_factory=list)  # paths of the running modules, innermost last
     accounted: int = 0  # bytes of all events so far
@@ -54,6 +54,7 @@ class Trace(Recorder):
             yield
 
     def record(self, call, **facts):
+        """Make a call; if it is a step, measure and record it."""
         tensors = tensors_in([call.arguments, call.keywords])
         if STEPS & set(call.around) or not self.can_move(call.kind, tensors):
             return call.proceed()
@@ -72,15 +73,15 @@ class Trace(Recorder):
         return any(tensor.is_global for tensor in tensors)
 
     def measured(self, call, inputs, options, name="", outputs_of=tensors_in, **facts):
-        """Make a call as one step: measure it, or only count it once steps like it have been measured often enough.
+        """Make a call that is a step: measure it, or only count it if similar steps were measured often enough.
 
-        options: its other arguments, as text. name: of the event, by default that of the function. outputs_of: the
-        tensors of what the call returns. facts: of the event.
+        inputs: its tensors. options: its other arguments, as text. name: of the event, by default that of the function.
+        outputs_of: a function from the call's result to its tensors. facts: of the event.
         """
         layer = self.layers[-1] if self.layers else ""
         similar = self.similar.setdefault(self.signature(call, inputs, options, layer), [])
         enough = REPEATED if layer or call.kind == "backward" else MEASURED
-        if len(similar) == enough:  # on all ranks at the same call, so they measure together
+        if len(similar) == enough:  # at the same call on all ranks, so they measure together
             similar[-1].times += 1
             return call.proceed()
         self.names.add(inputs)
@@ -95,29 +96,29 @@ class Trace(Recorder):
         return result
 
     def signature(self, call, inputs, options, layer):
-        """Equal for calls that are the same step of the script, made again."""
+        """Equal for calls that repeat a step of the script."""
         looks = [look_of(tensor) if tensor.is_global else "local" for tensor in inputs]
         parameters = [id(tensor) for tensor in inputs if id(tensor) in self.names.parameters]
         return (call.kind, self.line(), layer, options, *looks, *parameters)
 
     def event(self, kind, name, inputs, outputs, **fields):
-        """An Event on the line of the script that is running."""
+        """An Event on the present line of the script."""
         line, text = self.line()
         described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
         return Event(kind, name, *described, line=line, text=text, **fields)
 
     def add_event(self, event, similar):
-        """similar: the list of the events of the same step."""
+        """Add an event to the record, and to `similar`, the list of the events of the same step."""
         similar.append(event)
         self.events.append(event)
         self.accounted += event.sent
 
     def measure(self, function):
-        """(what a call returns, the bytes that this rank sent for it)."""
+        """(function(), bytes that this rank sent for it)."""
         return sent_by(function)
 
     def line(self):
-        """Number and text of the line of the script that is running; number 0 outside of it."""
+        """(number, text) of the present line of the script; number 0 outside of it."""
         frame = sys._getframe()
         while frame and frame.f_code.co_filename not in (self.path, *self.others):
             frame = frame.f_back
@@ -130,9 +131,9 @@ class Trace(Recorder):
         return self.record(call, transposed=transposed)
 
     def see_to_global(self, call):
-        tensor, placement, sbp = (*call.arguments, None, None)[:3]
-        placement, sbp = call.keywords.get("placement", placement), call.keywords.get("sbp", sbp)
-        if tensor.is_global:  # a local tensor does not tell the global size
+        named = {**dict(zip(("tensor", "placement", "sbp"), call.arguments)), **call.keywords}
+        tensor, placement, sbp = named["tensor"], named.get("placement"), named.get("sbp")
+        if tensor.is_global:  # the shape of a local tensor is not the global shape
             self.check(tensor.shape, placement or tensor.placement, tensor.sbp if sbp is None else sbp)
         return self.record(call)
 
@@ -145,8 +146,8 @@ class Trace(Recorder):
         return result
 
     def gradient_arrived(self, path):
-        """The gradient of this layer's output is there: what was sent before belongs to the layer before."""
-        if self.by_layer is None:  # not in the backward that is measured
+        """Call it when the gradient of a layer's output is there: bytes sent before belong to the layer before."""
+        if self.by_layer is None:  # in a backward that is not measured
             return
         if self.by_layer:
             self.by_layer[-1][1] = growth(self.before, quiet())
@@ -163,13 +164,13 @@ class Trace(Recorder):
         module = call.arguments[0]
         self.averages = self.averages or getattr(module, "_is_ddp_module", False)
         if not {"module", *STEPS} & set(call.around):
-            self.names.add_variables()  # tensors that are older than the module come first
+            self.names.add_variables()  # first the tensors that are older than the module
             self.names.add_module(module)
             self.paths.update({part: path for path, part in module.named_modules() if path})
         return self.layer(call) if module in self.paths else call.proceed()
 
     def layer(self, call):
-        """Call a part of a module. The first call is measured: bytes that its steps did not send, it sent itself."""
+        """Call a part of a module. Its first call is measured; what its steps did not send is the layer's own."""
         path, inputs = self.paths[call.arguments[0]], tensors_in([call.arguments, call.keywords])
         is_global = bool(inputs) and all(tensor.is_global and not tensor.is_lazy for tensor in inputs)
         if STEPS & set(call.around) or not is_global:
@@ -193,7 +194,7 @@ class Trace(Recorder):
         return result
 
     def see_module_to_global(self, call):
-        """A module's to_global is one step, in which all parameters and buffers move."""
+        """A module's to_global is a single step, in which all parameters and buffers move."""
         module = call.arguments[0]
         if STEPS & set(call.around):
             return call.proceed()
@@ -206,7 +207,7 @@ class Trace(Recorder):
         return result
 
     def see_graph(self, call):
-        """Build the graph before its first call, so that only the call is measured."""
+        """Build a graph before its first call, so that only the call is measured."""
         graph, *arguments = call.arguments
         if STEPS & set(call.around):
             return call.proceed()
@@ -232,7 +233,7 @@ class Trace(Recorder):
 
 
 def created_shape(creator, arguments, named):
-    """The shape of the tensor that a call of one of calls.CREATORS makes."""
+    """The shape of the tensor that a function of calls.CREATORS creates. named: its keyword arguments."""
     if creator == "tensor":
         data = arguments[0] if arguments else named["data"]
         return tuple(data.shape) if hasattr(data, "shape") else np.shape(data)

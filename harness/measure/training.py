@@ -1,4 +1,4 @@
-"""What a training recipe costs on this rank: the bytes that a step sends, the resident memory and its peak."""
+"""The cost of a training recipe on this rank: the bytes that a step sends, the resident memory and its peak."""
 
 import oneflow as flow
 
@@ -11,8 +11,8 @@ from harness.measure.sent import growth, quiet, sent_by, wait_for
 def per_step(path, **arguments):
     """{"sent": bytes that this rank sends in a step, "graph": whether it is an nn.Graph}, and `costs`. Collective.
 
-    A graph is called in 3 steps: between the ends of its first and last call, 2 steps send. In eager mode nothing marks
-    the end of a step, so 2 steps are the difference between a run of 3 steps and a run of 1.
+    A graph runs 3 steps: what 2 steps send is counted from the end of its first call to that of its last. In eager mode
+    nothing marks the end of a step, so it is the difference between a run of 3 steps and a run of 1 step.
     """
     at_end = {}  # graph -> the result of `quiet` at the end of each call
 
@@ -32,19 +32,22 @@ def per_step(path, **arguments):
 
 
 def costs(tensors):
-    """Bytes of the tensors of a training recipe, see `observed`.
+    """Bytes of the tensors of a training recipe after the last step. tensors: from `observed`.
 
-    {"weights": of the trained weights in full, "kept": of this rank's shards of {"weights", "gradients", "state": of
-    the optimizer} after the last step}.
+    {"weights": of the whole trained weights, "kept": {"weights", "gradients", "state": of the optimizer} of the shards
+    on this rank}.
     """
     weights, resident = 0, dict.fromkeys(("weights", "gradients", "state"), 0)
     for name, tensor in tensors.items():
         first, _, rest = name.partition(" ")
         if first == "new" or (rest and f"new {first}" in tensors):
             shard = tensor.to_local() if tensor.is_global else tensor
-            kind = "weights" if first == "new" else "gradients" if rest.endswith("grad") else "state"
+            if first == "new":
+                kind = "weights"
+                weights += tensor.numel() * tensor.element_size()
+            else:
+                kind = "gradients" if rest.endswith("grad") else "state"
             resident[kind] += shard.numel() * shard.element_size()
-            weights += tensor.numel() * tensor.element_size() * (first == "new")
     return {"weights": weights, "kept": resident}
 
 

@@ -1,13 +1,14 @@
-"""What a layout costs on a cluster: memory of the fullest rank, bytes along each axis, seconds of a step."""
+"""The cost of a layout on a cluster: memory of the fullest rank, bytes along each axis, seconds of a step."""
 
 import dataclasses
+import itertools
 
 from harness.plan import formulas
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """data x tensor x pipeline ranks. micro_batch: sequences that a rank takes at a time."""
+class ParallelLayout:
+    """A mesh of data x tensor x pipeline ranks, and its options. micro_batch: sequences that a rank takes at once."""
 
     data: int
     tensor: int
@@ -23,24 +24,25 @@ class Layout:
 
     @property
     def options(self):
-        """What it adds to a plain one, as formulas.moved names it."""
-        has = {"sequence_parallel": self.sequence_parallel, "shard_weights": self.shard_weights}
-        return (*(name for name in has if has[name]), self.recompute)
+        """Its options, by the names of formulas.moved."""
+        switches = {"sequence_parallel": self.sequence_parallel, "shard_weights": self.shard_weights}
+        return (*(name for name, on in switches.items() if on), self.recompute)
 
     def micro_batches(self, batch_size):
+        """The number of micro-batches of a step."""
         return batch_size // (self.data * self.micro_batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of one Layout."""
+    """The cost of a ParallelLayout."""
 
-    layout: Layout
-    layers: list  # of each stage
-    memory: dict  # part -> bytes, of the rank that needs most
-    sent: dict  # axis -> bytes that a rank sends in a step; along data and tensor, one of the stage with most layers
-    links: dict  # axis -> "inside a host" or "between hosts"
-    time: dict  # part -> seconds of a step
+    layout: ParallelLayout
+    layers: list  # the number of layers of each stage
+    memory: dict  # {part: bytes} of the rank that needs most
+    sent: dict  # {axis: bytes} that a rank sends in a step; along data and tensor, a rank of the stage with most layers
+    links: dict  # {axis: "inside a host" or "between hosts"}
+    time: dict  # {part: seconds} of a step
 
     @property
     def bytes(self):
@@ -52,9 +54,9 @@ class Cost:
 
 
 def memory(model, layout, batch_size, precision):
-    """{part: bytes} of the rank that needs most: the first stage keeps most micro-batches, the last one the logits.
+    """{part: bytes} of the rank that needs most: the first stage holds most micro-batches, the last stage the logits.
 
-    A stage of 1F1B keeps as many micro-batches as there are stages from it to the end (D. Narayanan et al.,
+    A stage of 1F1B holds as many micro-batches as there are stages from it to the end (D. Narayanan et al.,
     arXiv:2104.04473, section 2.2).
     """
     _, tensor, pipeline = layout.mesh
@@ -62,31 +64,31 @@ def memory(model, layout, batch_size, precision):
     how = {"precision": precision, "sequence_parallel": layout.sequence_parallel}
     layer = formulas.activations(model, tokens, tensor, recompute=layout.recompute, **how)
     working = formulas.activations(model, tokens, tensor, **how) if layout.recompute == "full" else 0
-    kept = formulas.state(model, layout.mesh, precision, layout.shard_weights)
+    state = formulas.state(model, layout.mesh, precision, layout.shard_weights)
     elements, layers = formulas.stages(model, pipeline), formulas.layers_of_stages(model, pipeline)
     weight, gradient, optimizer, _ = formulas.PRECISIONS[precision]
-    found = []
+    by_stage = []
     for stage in range(pipeline):
         in_flight = min(layout.micro_batches(batch_size), pipeline - stage)
         parts = {
-            "weights": kept[stage] * weight / (weight + gradient + optimizer),
-            "gradients": kept[stage] * gradient / (weight + gradient + optimizer),
-            "optimizer": kept[stage] * optimizer / (weight + gradient + optimizer),
+            "weights": state[stage] * weight / (weight + gradient + optimizer),
+            "gradients": state[stage] * gradient / (weight + gradient + optimizer),
+            "optimizer": state[stage] * optimizer / (weight + gradient + optimizer),
             "activations": in_flight * layers[stage] * layer + working,
         }
         if layout.shard_weights or precision == "fp32":  # gpt.py frees its copies after backward, not after forward
             parts["copies of weights"] = weight * formulas.elements_on_a_rank(elements[stage], tensor)
         if stage == pipeline - 1:
             parts["activations"] += formulas.head_activations(model, tokens, tensor, precision)
-        found.append(parts)
-    return max(found, key=lambda parts: sum(parts.values()))
+        by_stage.append(parts)
+    return max(by_stage, key=lambda parts: sum(parts.values()))
 
 
 def cost(model, layout, batch_size, cluster):
     """The Cost of a layout. Nothing overlaps: a rank computes, or it sends.
 
-    The slowest stage sets the pace: the first one, which has most layers, or the last one, which has the head. It does
-    each micro-batch, and waits for pipeline - 1 of them.
+    The slowest stage sets the pace: the first, which has most layers, or the last, which has the head. It computes each
+    micro-batch, and is idle for the time of pipeline - 1 of them.
     """
     data, tensor, pipeline = layout.mesh
     weight, gradient, optimizer, item = formulas.PRECISIONS[cluster.precision]
@@ -108,7 +110,7 @@ def cost(model, layout, batch_size, cluster):
     most_reduced = sent["tensor"] / rates["tensor"] / micro_batches
     seconds = [(flops[k] / tensor / cluster.flops, most_reduced * layers[k] / max(layers)) for k in range(pipeline)]
     compute, reduce = max(seconds, key=sum)
-    # a stage sends the residual on and its gradient back; the first one also the tied table
+    # a stage sends the residual forward and its gradient back; the first stage also the tied table
     table = model.vocab_size * model.hidden_size if model.tied else 0
     hop = 2 * item * (tokens * model.hidden_size + table) / tensor / rates["pipeline"] if pipeline > 1 else 0
     # forward and backward read the weights, and backward adds to the gradients
@@ -129,13 +131,13 @@ def cost(model, layout, batch_size, cluster):
 
 
 def divisors(number):
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def layouts(model, batch_size, ranks, recompute=formulas.RECOMPUTE):
-    """Yields every Layout that divides the model, the batch and the ranks, as gpt.py checks it.
+    """Yield every ParallelLayout that divides the model, the batch and the ranks, as gpt.py checks it.
 
-    Only stages need not be equal: there may be as many as layers.
+    Stages may have different numbers of layers, so there may be as many stages as layers.
     """
     kv_heads = model.kv_heads or model.num_heads
     for tensor in divisors(model.num_heads):
@@ -145,18 +147,20 @@ def layouts(model, batch_size, ranks, recompute=formulas.RECOMPUTE):
             data = ranks // tensor // pipeline
             if pipeline > model.num_layers or batch_size % data:
                 continue
-            for micro_batch in divisors(batch_size // data):
-                for sequence_parallel in (False, True) if tensor > 1 and model.seq_len % tensor == 0 else (False,):
-                    for shard in (False, True) if data > 1 and model.hidden_size % data == 0 else (False,):
-                        for kept in recompute:
-                            yield Layout(data, tensor, pipeline, micro_batch, sequence_parallel, shard, kept)
+            micro_batches = divisors(batch_size // data)
+            sequence_parallel = (False, True) if tensor > 1 and model.seq_len % tensor == 0 else (False,)
+            shard_weights = (False, True) if data > 1 and model.hidden_size % data == 0 else (False,)
+            for options in itertools.product(micro_batches, sequence_parallel, shard_weights, recompute):
+                yield ParallelLayout(data, tensor, pipeline, *options)
 
 
 def ranked(model, batch_size, cluster, recompute=formulas.RECOMPUTE):
-    """(costs of the layouts that fit, fastest first; costs of those that do not, smallest first)."""
+    """(Costs of the layouts that fit, fastest first; Costs of the others, smallest first)."""
     costs = [
         cost(model, layout, batch_size, cluster) for layout in layouts(model, batch_size, cluster.ranks, recompute)
     ]
-    fit = [one for one in costs if one.bytes <= cluster.memory]
-    fit.sort(key=lambda one: (one.seconds, one.bytes))
-    return fit, sorted((one for one in costs if one.bytes > cluster.memory), key=lambda one: one.bytes)
+    fit = [candidate for candidate in costs if candidate.bytes <= cluster.memory]
+    fit.sort(key=lambda candidate: (candidate.seconds, candidate.bytes))
+    refused = [candidate for candidate in costs if candidate.bytes > cluster.memory]
+    refused.sort(key=lambda candidate: candidate.bytes)
+    return fit, refused

@@ -1,11 +1,11 @@
-"""What devices can do, from their makers' data sheets, and a cluster of them."""
+"""Devices, with the numbers of their data sheets, and a cluster of them."""
 
 import os
 from collections import namedtuple
 
-# memory: bytes of a device; flops: a second, by precision, dense; inside: bytes a second that a device sends to others
-# of its host; between: that a whole host sends to other hosts, where its usual system says so; hbm: of its own memory;
-# capability: the compute capability of a GPU, None where it is not known
+# memory: bytes. flops: {precision: dense operations a second}. Bandwidths in bytes a second: inside: of a device to
+# others of its host; between: of a whole host to other hosts, in the maker's usual system; hbm: of the device's own
+# memory. capability: the compute capability of a GPU, None where it is not known.
 Device = namedtuple("Device", "memory flops inside between hbm source capability", defaults=(None,))
 GB, TERA = 1e9, 1e12
 NEWEST_CAPABILITY = 8.9  # that OneFlow 0.9.0 has code for
@@ -27,14 +27,14 @@ DEVICES = {
     "rtx4090": gpu(24, 165, 82.6, 32, 1.25, 1008, 8.9, "NVIDIA Ada white paper; PCIe 4.0; 10 Gbit/s Ethernet"),
     "a10": gpu(24, 125, 31.2, 32, 3.125, 600, 8.6, "NVIDIA A10 data sheet; PCIe 4.0; 25 Gbit/s Ethernet"),
 }
-# The part of the peak that matmuls and all between them reach while nothing waits: see docs/choosing.md.
+# The share of the peak that computation reaches while nothing waits: see docs/choosing.md.
 EFFICIENCY = 0.55
-CPU_BANDWIDTHS = (10, 4, 1.25)  # memory, inside, between, in GB/s: assumed, as Linux does not tell them
-KEPT_FREE = 0.08  # of a device's memory, for CUDA's context, buffers of collectives and fragmentation
+CPU_BANDWIDTHS = (10, 4, 1.25)  # memory, inside, between, in GB/s: assumed, as Linux does not report them
+RESERVED = 0.08  # of a device's memory, for CUDA's context, buffers of collectives and fragmentation
 
 
 class Cluster(namedtuple("Cluster", "hosts ranks_per_host device precision efficiency")):
-    """Hosts of equal devices. A rank computes at `flops` a second."""
+    """Hosts with equal devices; a device is a rank. precision: a key of Device.flops; efficiency: as EFFICIENCY."""
 
     @property
     def ranks(self):
@@ -42,17 +42,18 @@ class Cluster(namedtuple("Cluster", "hosts ranks_per_host device precision effic
 
     @property
     def flops(self):
+        """Operations a second that a rank reaches."""
         return self.device.flops[self.precision] * self.efficiency
 
     @property
     def memory(self):
-        """The bytes of a device that a layout may take."""
-        return self.device.memory * (1 - KEPT_FREE)
+        """Bytes of a device that a layout may use."""
+        return self.device.memory * (1 - RESERVED)
 
     def bandwidth(self, stride, members):
         """(bytes a second that a rank of a group sends in a ring, whether the ring leaves the host).
 
-        The group has `members` ranks, each `stride` after the one before. The rings that leave a host share its link.
+        The group has `members` ranks, `stride` apart. The rings that leave a host share its link.
         """
         if stride * members <= self.ranks_per_host or self.hosts == 1:
             return self.device.inside, False
@@ -61,9 +62,15 @@ class Cluster(namedtuple("Cluster", "hosts ranks_per_host device precision effic
         return min(self.device.inside, self.device.between / rings), True
 
 
-def this_machine():
-    """The CPU of this machine, as Linux tells it: each core does two multiply-adds of a vector at a time."""
+def this_machine(ranks=None):
+    """(number of ranks, a Device of each rank) on the CPU of this machine, as Linux describes it.
+
+    ranks: on this host, by default one for each core. They share the memory and the cores evenly, as under launch.sh.
+    Each core does two multiply-adds of a vector at a time.
+    """
     cores = len(os.sched_getaffinity(0))
+    ranks = ranks or cores
+    cores_of_rank = cores // ranks or cores / ranks  # ranks share cores if there are more ranks
     facts = {}
     with open("/proc/cpuinfo") as file:
         for line in file:
@@ -72,6 +79,8 @@ def this_machine():
     with open("/proc/meminfo") as file:
         memory = int(file.readline().split()[1]) * 1024
     numbers = 16 if "avx512f" in facts.get("flags", "") else 8  # float32 in a vector
-    flops = {"fp32": float(facts["cpu MHz"]) * 1e6 * numbers * 2 * 2} if "cpu MHz" in facts else {}
+    flops = {}
+    if "cpu MHz" in facts:
+        flops["fp32"] = float(facts["cpu MHz"]) * 1e6 * numbers * 2 * 2 * cores_of_rank
     hbm, inside, between = (rate * GB for rate in CPU_BANDWIDTHS)
-    return cores, Device(memory / cores, flops, inside, between, hbm, "/proc/cpuinfo, /proc/meminfo")
+    return ranks, Device(memory / ranks, flops, inside, between, hbm, "/proc/cpuinfo, /proc/meminfo")

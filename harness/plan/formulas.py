@@ -1,26 +1,27 @@
-"""What a training step of a transformer computes, keeps and sends on a mesh. Each function names its source.
+"""What a training step of a transformer computes, holds and sends on a mesh. Each function names its source.
 
-A mesh is (data, tensor, pipeline). Rank by rank: the tensor axis changes first, then data, then pipeline. A weight that
-the tensor axis splits is "split", another one "whole": each rank of the tensor axis has a copy of it.
+A mesh is (data, tensor, pipeline). Neighbouring ranks are along the tensor axis, then data, then pipeline. A weight is
+"split" by the tensor axis, or "whole": each rank of the tensor axis has a copy of it. Sizes are in bytes.
 """
 
+import math
 from collections import namedtuple
 
 AXES = ("data", "tensor", "pipeline")
-Precision = namedtuple("Precision", "weight gradient optimizer activation")  # bytes of a parameter, or of a number
-# Adam: two moments. Mixed precision: also a copy of the weight in float32. (S. Rajbhandari et al., arXiv:1910.02054.)
+Precision = namedtuple("Precision", "weight gradient optimizer activation")  # bytes of a number
+# Adam has two moments; mixed precision adds a copy of the weight in float32 (S. Rajbhandari et al., arXiv:1910.02054).
 PRECISIONS = {"fp32": Precision(4, 4, 8, 4), "amp": Precision(2, 2, 12, 2)}
 RECOMPUTE = ("none", "selective", "full")
 
 
 def matrices(model):
-    """The elements of the weights that a token of a layer is multiplied by."""
+    """The number of elements in the weight matrices of a layer."""
     attention = model.hidden_size * (2 * model.query_size + 2 * model.kv_size)
     return attention + (3 if model.gated else 2) * model.hidden_size * model.inner_size
 
 
 def weights(model, num_layers=None):
-    """{part: (split, whole)}: the elements of the weights. num_layers: of a stage.
+    """{part: (split, whole)}: the numbers of elements of the weights. num_layers: of a stage, by default of the model.
 
     With biases they add up to 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)), D. Narayanan et al., arXiv:2104.04473.
     """
@@ -40,34 +41,40 @@ def weights(model, num_layers=None):
 
 
 def parameters(model):
+    """The number of elements of all weights."""
     return sum(split + whole for split, whole in weights(model).values())
 
 
 def layers_of_stages(model, pipeline):
     """[number of layers of each stage]: layer i is on stage i * pipeline // num_layers, as in gpt.py."""
-    first = [-(-stage * model.num_layers // pipeline) for stage in range(pipeline + 1)]  # rounded up
-    return [end - start for start, end in zip(first, first[1:])]
+    first_layers = [math.ceil(stage * model.num_layers / pipeline) for stage in range(pipeline + 1)]
+    return [end - start for start, end in zip(first_layers, first_layers[1:])]
 
 
 def stages(model, pipeline):
-    """[(split, whole)]: the elements of the weights of each stage; the embedding is in the first, the head the last."""
-    found = [["layers"] for _ in range(pipeline)]
-    found[0] += ["table", "positions"]
-    found[-1] += ["norm", "head"]
-    parts = [weights(model, num_layers) for num_layers in layers_of_stages(model, pipeline)]
-    return [tuple(sum(part[name][i] for name in stage) for i in (0, 1)) for part, stage in zip(parts, found)]
+    """[(split, whole) of each stage]: elements of its weights; the first stage has the embedding, the last the head."""
+    parts_of_stages = [["layers"] for _ in range(pipeline)]
+    parts_of_stages[0] += ["table", "positions"]
+    parts_of_stages[-1] += ["norm", "head"]
+    totals = []
+    for parts, num_layers in zip(parts_of_stages, layers_of_stages(model, pipeline)):
+        elements = weights(model, num_layers)
+        split = sum(elements[part][0] for part in parts)
+        whole = sum(elements[part][1] for part in parts)
+        totals.append((split, whole))
+    return totals
 
 
 def elements_on_a_rank(stage, tensor, sharded_by=1):
-    """Of one stage of `stages`. sharded_by: the ranks over which weights that the mesh splits are sharded as well."""
+    """Elements on a rank of a stage, (split, whole). sharded_by: number of ranks that also shard the split weights."""
     split, whole = stage
     return split / tensor / sharded_by + whole
 
 
 def state(model, mesh, precision="fp32", shard_weights=False):
-    """[bytes on a rank of each stage]: weights, gradients and Adam's state.
+    """[bytes on a rank of each stage] of weights, gradients and Adam's state.
 
-    ZeRO's stage 3 divides all of them by the data axis (arXiv:1910.02054); so does --shard-weights, but for norms and
+    Like ZeRO's stage 3 (arXiv:1910.02054), --shard-weights divides all of them by the data axis, except norms and
     positions.
     """
     data, tensor, pipeline = mesh
@@ -77,20 +84,27 @@ def state(model, mesh, precision="fp32", shard_weights=False):
 
 
 def zero(elements, data, stage):
-    """Bytes a rank of mixed precision and Adam in ZeRO's stages 0 (plain data parallel) to 3: arXiv:1910.02054."""
+    """Bytes on a rank, with mixed precision and Adam, in ZeRO's stages 0 (data parallel) to 3: arXiv:1910.02054."""
     weight, gradient, optimizer, _ = PRECISIONS["amp"]
-    sizes = (weight / (data if stage > 2 else 1), gradient / (data if stage > 1 else 1))
-    return elements * (sum(sizes) + optimizer / (data if stage > 0 else 1))
+    if stage > 0:
+        optimizer /= data
+    if stage > 1:
+        gradient /= data
+    if stage > 2:
+        weight /= data
+    return elements * (weight + gradient + optimizer)
 
 
 def moved(model, mesh, batch_size, layout=(), item=4, micro_batches=1):
     """{axis: bytes that all ranks together send along it in a step of a graph}, as docs/gpt.md measures them.
 
-    layout: those of "sequence_parallel", "shard_weights" and "full" recomputation that it has. A ring all-reduce of K
-    bytes among n ranks sends 2 (n-1) K. The data axis sums the gradients once; under shard_weights it gathers the
-    weights and scatters the gradients, as much, in each micro-batch. A layer has 4 all-reduces of its activation along
-    the tensor axis, or 4 pairs of an all-gather and a reduce-scatter, and the two ends have one each. Full
-    recomputation does 2 more in each layer, and gathers its weights once more. (arXiv:2104.04473, arXiv:2205.05198.)
+    layout: its options among "sequence_parallel", "shard_weights" and "full" (recomputation). item: bytes of a number.
+
+    A ring all-reduce of K bytes among n ranks sends 2 (n-1) K. The data axis sums the gradients once; with
+    shard_weights it gathers the weights and scatters the gradients in each micro-batch, the same number of bytes each
+    time. A layer has 4 all-reduces of its activation along the tensor axis, or 4 pairs of an all-gather and a
+    reduce-scatter; embedding and head have one each. Full recomputation adds 2 to each layer, and gathers its weights
+    once more. (arXiv:2104.04473, arXiv:2205.05198.)
     """
     data, tensor, pipeline = mesh
     activation = item * batch_size * model.seq_len * model.hidden_size
@@ -111,9 +125,9 @@ def moved(model, mesh, batch_size, layout=(), item=4, micro_batches=1):
 
 
 def layer_flops(model, tokens, recompute="none"):
-    """Of a layer, forward and backward: 2 for each token and element of a matrix, and 4 s for each query's column.
+    """Operations of a layer, forward and backward: of a token 2 for an element of a matrix, 4 s for a query's column.
 
-    Backward takes twice as much as forward. Full recomputation does forward again, a selective one the attention alone.
+    Backward takes twice as much as forward. Full recomputation repeats forward, selective recomputation the attention.
     """
     products = 2 * matrices(model)
     attention = 4 * model.seq_len * model.query_size
@@ -122,27 +136,30 @@ def layer_flops(model, tokens, recompute="none"):
 
 
 def head_flops(model, tokens):
+    """Operations of the head, forward and backward."""
     return 3 * tokens * 2 * model.hidden_size * model.vocab_size
 
 
 def flops(model, batch_size, recompute="none"):
-    """Of a step: 72 B s l h^2 (1 + s / (6 h) + V / (12 l h)); with full recomputation 96 B s l h^2
-    (1 + s / (6 h) + V / (16 l h)), arXiv:2104.04473.
+    """Operations of a step: 72 B s l h^2 (1 + s / (6 h) + V / (12 l h)), arXiv:2104.04473.
+
+    With full recomputation 96 B s l h^2 (1 + s / (6 h) + V / (16 l h)).
     """
     tokens = batch_size * model.seq_len
     return model.num_layers * layer_flops(model, tokens, recompute) + head_flops(model, tokens)
 
 
-# What a layer keeps from forward to backward: what -> (which size of a token, bytes of each number, who splits it).
-# Sizes: of the model, or "scores": a row of the scores for each head. "sequence": the residual's part, which only
-# sequence parallelism splits; "tensor": always split along the tensor axis; "gathered": never.
+# What a layer saves for backward. size: numbers for each token, an attribute of Model, or "scores": a row of them for
+# each head. bytes: of a number. split: "sequence", by sequence parallelism only; "tensor", always; "gathered", never.
+# selective: whether selective recomputation drops it.
 Saved = namedtuple("Saved", "size bytes split selective", defaults=(False,))
 
 
 def saved_in_16_bit(model):
-    """V. Korthikanti et al., arXiv:2205.05198, section 4.1: of a GPT with dropout s b h (34 + 5 a s / h) bytes.
+    """{name: Saved} of a layer: V. Korthikanti et al., arXiv:2205.05198, section 4.1.
 
-    Without dropout its masks and what it made of the scores are not there; a gated MLP keeps three inner activations.
+    A GPT with dropout saves s b h (34 + 5 a s / h) bytes. Without dropout there are no masks and no dropped scores. A
+    gated MLP saves three inner activations.
     """
     inner = 3 if model.gated else 2
     masks = {
@@ -164,7 +181,7 @@ def saved_in_16_bit(model):
 
 
 def saved_in_gpt_py(_):
-    """What gpt.py's operations keep in eager mode, float32, fitted to measurements: see tests/slow/test_plan.py."""
+    """{name: Saved} of a layer of gpt.py, eager, float32, fitted to measurements: see tests/slow/test_plan.py."""
     return {
         "norms": Saved("hidden_size", 4 * 2.5, "sequence"),
         "inputs of qkv and up": Saved("hidden_size", 4 * 2.5, "gathered"),
@@ -176,28 +193,29 @@ def saved_in_gpt_py(_):
 
 
 def activations(model, tokens, tensor, precision="fp32", sequence_parallel=False, recompute="none"):
-    """The bytes that a layer keeps for backward on a rank, of `tokens` of a micro-batch: sequences times seq_len.
+    """The bytes that a layer saves for backward on a rank. tokens: of a micro-batch, sequences times seq_len.
 
-    selective: the scores are computed again; full: all but the layer's input is, which sequence parallelism splits.
+    Selective recomputation drops the scores, full recomputation all but the layer's input.
     """
     if recompute == "full":
         return PRECISIONS[precision].activation * tokens * model.hidden_size / (tensor if sequence_parallel else 1)
     saved = saved_in_16_bit(model) if precision == "amp" else saved_in_gpt_py(model)
     total = 0
-    for one in saved.values():
-        if one.selective and recompute == "selective":
+    for tensor_saved in saved.values():
+        if tensor_saved.selective and recompute == "selective":
             continue
-        size = model.num_heads * model.seq_len if one.size == "scores" else getattr(model, one.size)
-        splits = one.split == "tensor" or (one.split == "sequence" and sequence_parallel)
-        total += one.bytes * tokens * size / (tensor if splits else 1)
+        size = tensor_saved.size
+        numbers = model.num_heads * model.seq_len if size == "scores" else getattr(model, size)
+        splits = tensor_saved.split == "tensor" or (tensor_saved.split == "sequence" and sequence_parallel)
+        total += tensor_saved.bytes * tokens * numbers / (tensor if splits else 1)
     return total
 
 
 def head_activations(model, tokens, tensor, precision="fp32"):
-    """The bytes that the head keeps on a rank: its norm's input, its input, and the logits in float32.
+    """The bytes that the head saves on a rank: its norm's input, its input, and the logits in float32.
 
-    4 s b h (1 + V / h) in 16 bit, arXiv:2205.05198, section 4.3. In float32 the first two take 4 bytes a number, and
-    the loss keeps its probabilities beside the logits.
+    In 16 bit 4 s b h (1 + V / h), arXiv:2205.05198, section 4.3. In float32 the first two take 4 bytes a number, and
+    the loss saves its probabilities besides the logits.
     """
     item = PRECISIONS[precision].activation
     logits = 4 if precision == "amp" else 8
@@ -205,5 +223,5 @@ def head_activations(model, tokens, tensor, precision="fp32"):
 
 
 def idle_share(micro_batches, pipeline):
-    """The part of a step in which a stage waits, (p - 1) / (m + p - 1): Y. Huang et al., arXiv:1811.06965."""
+    """The share of a step in which a stage is idle, (p - 1) / (m + p - 1): Y. Huang et al., arXiv:1811.06965."""
     return (pipeline - 1) / (micro_batches + pipeline - 1)

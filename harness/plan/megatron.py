@@ -1,14 +1,14 @@
-"""What Megatron-LM chose and reached, beside what a plan says of it: arXiv:2104.04473, table 1."""
+"""The layouts and times of Megatron-LM, arXiv:2104.04473, table 1, compared with the plan."""
 
 from collections import namedtuple
 
 from harness.plan import cost, devices, formulas, report
-from harness.plan.case import Case
 from harness.plan.model import Model
+from harness.plan.problem import Problem
 
 
 class Row(namedtuple("Row", "billions num_heads hidden_size num_layers tensor pipeline ranks batch_size tflops")):
-    """A model of so many parameters on so many A100 of 80 GB, 8 in a host; tflops: of a device, measured."""
+    """A row of the table: a model on A100 of 80 GB, 8 in a host. tflops: measured, of a device."""
 
     @property
     def mesh(self):
@@ -16,8 +16,8 @@ class Row(namedtuple("Row", "billions num_heads hidden_size num_layers tensor pi
 
     @property
     def seconds(self):
-        """Of a step, by their count of what is computed, which includes the recomputation."""
-        model = case_of_row(self).model
+        """Seconds of a step, by the paper's count of operations, which includes the recomputation."""
+        model = problem_of_row(self).model
         return formulas.flops(model, self.batch_size, "full") / (self.ranks * self.tflops * devices.TERA)
 
 
@@ -35,27 +35,28 @@ ROWS = [
 ]
 
 
-def case_of_row(row):
-    """As they ran it: with full recomputation. Its last stage has a copy of the table of its own."""
+def problem_of_row(row):
+    """The Problem of a row, as they ran it: with full recomputation, and a copy of the table on the last stage."""
     model = Model(
         row.num_layers, row.hidden_size, row.num_heads, 2048, 51200, biases=True, dropout=True, tied=row.pipeline == 1
     )
     cluster = devices.Cluster(row.ranks // 8, 8, devices.DEVICES["a100-80"], "amp", devices.EFFICIENCY)
-    return Case(model, row.batch_size, cluster, ("full",), True)
+    return Problem(model, row.batch_size, cluster, ("full",), True)
 
 
 def costs(row):
-    """Those of the layouts that fit and that Megatron-LM had then.
+    """The Costs, fastest first, of the layouts that fit and that Megatron-LM had then.
 
-    They have equal stages, no sequence parallelism and no sharded weights.
+    These have equal stages, no sequence parallelism and no sharded weights.
     """
-    case = case_of_row(row)
-    found = []
-    for layout in cost.layouts(case.model, case.batch_size, case.cluster.ranks, case.recompute):
+    problem = problem_of_row(row)
+    candidates = []
+    for layout in cost.layouts(problem.model, problem.batch_size, problem.cluster.ranks, problem.recompute):
         unequal = row.num_layers % layout.pipeline
         if not (layout.sequence_parallel or layout.shard_weights or unequal):
-            found.append(cost.cost(case.model, layout, case.batch_size, case.cluster))
-    return sorted((one for one in found if one.bytes <= case.cluster.memory), key=lambda one: one.seconds)
+            candidates.append(cost.cost(problem.model, layout, problem.batch_size, problem.cluster))
+    fit = [candidate for candidate in candidates if candidate.bytes <= problem.cluster.memory]
+    return sorted(fit, key=lambda candidate: candidate.seconds)
 
 
 def first_layouts(row):
@@ -65,14 +66,14 @@ def first_layouts(row):
 
 def modelled(row):
     """The Cost of the mesh that they chose."""
-    return next(one for one in first_layouts(row) if one.layout.mesh == row.mesh)
+    return next(candidate for candidate in first_layouts(row) if candidate.layout.mesh == row.mesh)
 
 
 def rows_of_table():
-    """Lines of Markdown: their mesh, the time of a step as they measured it and by the plan, its place in the plan."""
+    """Yield rows in Markdown: the mesh, the seconds of a step as measured and by the plan, its rank in the plan."""
     for row in ROWS:
         best = first_layouts(row)
-        place = [one.layout.mesh for one in best].index(row.mesh)
+        place = [candidate.layout.mesh for candidate in best].index(row.mesh)
         planned = best[place].seconds
         difference = 100 * (planned / row.seconds - 1)
         mesh = " x ".join(map(str, row.mesh))

@@ -8,9 +8,9 @@ import json
 class Model:
     """A decoder: an embedding, layers of attention and MLP, a head.
 
-    By default it is the one of recipes/transformer/gpt.py: learned positions, norms without a bias, an MLP of four
-    times the hidden size, a head that is tied to the embedding. kv_heads: of grouped-query attention. gated: an MLP of
-    three matrices, as in Llama.
+    The defaults are those of recipes/transformer/gpt.py: learned positions, norms without a bias, an MLP of four times
+    the hidden size, a head that is tied to the embedding. kv_heads: of grouped-query attention. gated: an MLP of three
+    matrices, as in Llama.
     """
 
     num_layers: int
@@ -43,7 +43,7 @@ class Model:
 
     @property
     def runs_in_gpt(self):
-        """Whether gpt.py has every part of it."""
+        """Whether gpt.py has every part of this model."""
         plain = dataclasses.replace(self, biases=False, dropout=False)
         sizes = (self.num_layers, self.hidden_size, self.num_heads, self.seq_len, self.vocab_size)
         return plain == Model(*sizes) and not self.biases
@@ -70,9 +70,9 @@ USUAL = {
 }
 GPT_LIKE = {"biases": True, "dropout": True}
 LLAMA_LIKE = {"gated": True, "learned_positions": False, "tied": False}
-KINDS = {  # model_type -> (names of the sizes, what else it is, where config.json does not say)
-    "gpt2": (GPT2, {**GPT_LIKE}),
-    "opt": ({**USUAL, "mlp_size": "ffn_dim"}, {**GPT_LIKE}),
+KINDS = {  # model_type -> (names of the sizes in config.json, what config.json does not say)
+    "gpt2": (GPT2, GPT_LIKE),
+    "opt": ({**USUAL, "mlp_size": "ffn_dim"}, GPT_LIKE),
     "gpt_neox": (USUAL, {**GPT_LIKE, "learned_positions": False, "tied": False}),
     "llama": (USUAL, LLAMA_LIKE),
     "mistral": (USUAL, LLAMA_LIKE),
@@ -84,9 +84,9 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def of_config(path, seq_len=None):
-    """The Model of a config.json. seq_len: that of training, by default the longest that the model takes.
+    """The Model of a config.json. seq_len: of training, by default the longest that the model takes.
 
-    Raises ConfigError where it is not one of a dense decoder.
+    Raises ConfigError if it does not describe a dense decoder.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -111,12 +111,6 @@ def of_config(path, seq_len=None):
         raise ConfigError(f"{path}: {kv_heads} key-value heads do not divide the {heads} heads")
     sizes = {"mlp_size": config.get("n_inner") or 0, **{size: config[name] for size, name in names.items()}}
     sizes["seq_len"] = seq_len or sizes["seq_len"]
-    return Model(
-        **sizes,
-        **{
-            **facts,
-            "tied": config.get("tie_word_embeddings", facts.get("tied", True)),
-            "kv_heads": config.get("num_key_value_heads") or 0,
-            "head_size": config.get("head_dim") or 0,
-        },
-    )
+    tied = config.get("tie_word_embeddings", facts.get("tied", True))
+    head_size = config.get("head_dim") or 0
+    return Model(**{**sizes, **facts, "tied": tied, "kv_heads": kv_heads or 0, "head_size": head_size})

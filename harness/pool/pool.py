@@ -1,7 +1,8 @@
-"""A pool of ranks: processes that run one call after another, as starting a job takes about a second.
+"""A pool of ranks: processes that run many calls, because starting a job takes about a second.
 
-`Pool(4).call("file.py:function", ...)` calls the function on each of 4 ranks and returns the results by rank. If a rank
-raises, dies or hangs, the call raises PoolError with the rank's traceback, and the next call starts new ranks.
+`Pool(4).call("file.py:function", ...)` calls the function on each of 4 ranks and returns a list of the results by
+rank. If a rank raises, dies or hangs, the call raises PoolError with the rank's traceback, and the next call starts
+new ranks.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from pathlib import Path
 from harness.start.ranks import RankAssignment, RankProcesses, is_consequence, reserve_port
 
 WORKER = str(Path(__file__).with_name("worker.py"))
-LARGE = 2**30  # bytes of resident memory after which a rank is replaced
+LARGE = 2**30  # bytes of resident memory: ranks are replaced when one has more
 START_TIMEOUT = 300  # seconds until new ranks are connected; on a busy machine that may take a minute
 
 
@@ -27,10 +28,10 @@ def resident(pid):
 
 
 class PoolError(Exception):
-    """A call failed; the text says on which rank and how.
+    """A call failed; the message has the rank and the reason.
 
-    rank: that rank; signal: that killed it, or None; hung: whether it did not answer in time; answers: {rank: result}
-    of the ranks that answered; waiting: {rank: traceback} of those that hung.
+    rank: that rank; signal: the signal that killed it, or None; hung: whether it did not answer in time; answers:
+    {rank: result} of the ranks that answered; waiting: {rank: traceback} of those that hung.
     """
 
     def __init__(self, rank, text, signal=None, hung=False, answers=None, waiting=None):
@@ -40,7 +41,7 @@ class PoolError(Exception):
 
 
 class TimeOver(Exception):
-    """Raise it in a signal handler to end a call as at its timeout."""
+    """A signal handler may raise it to end a call early, as if its time was over."""
 
 
 class Pool:
@@ -49,8 +50,8 @@ class Pool:
     def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, bind=True, place=RankAssignment):
         """timeout: seconds after which a call counts as hung; the start of the ranks is not counted.
 
-        repeat: whether calls may run twice and on different processes: a call runs again if a rank died of SIGSEGV, as
-        OneFlow 0.9.0 rarely does, and the ranks are replaced when one uses more memory than LARGE.
+        repeat: whether calls may run twice and on different processes: a call runs again if a rank died of SIGSEGV,
+        which OneFlow 0.9.0 rarely causes, and the ranks are replaced when a rank uses more memory than LARGE.
         variables: more environment variables of the ranks. bind: whether to bind each rank to its cores.
         place: a function from world_size and a port to a RankAssignment; by default all ranks run on this host.
         """
@@ -75,7 +76,7 @@ class Pool:
             self.ranks = None
 
     def time_left(self, result):
-        """The seconds that other ranks get after one has answered with this result; None: all that are left."""
+        """The seconds that the other ranks get once a rank has answered with this result; None: no other limit."""
         return None
 
     def call(self, function, **arguments):
@@ -132,7 +133,7 @@ class Pool:
             pass
         except (EOFError, OSError):  # a rank has closed its socket: it is ending
             self._wait_until(self.ranks.exit_codes)
-        except BaseException:  # Ctrl-C, or an answer that cannot be unpickled: its ranks may still answer this call
+        except BaseException:  # Ctrl-C, or an answer that cannot be unpickled; the other ranks may still answer
             self.close()
             raise
         if len(answers) == self.world_size and not failure:
@@ -145,7 +146,8 @@ class Pool:
 
     def _error(self, what, timeout, failure, waiting):
         """The PoolError of a call. failure: (rank that raised, its traceback); waiting: ranks without an answer."""
-        codes, died_of, where = self.ranks.exit_codes(), None, {}
+        codes = self.ranks.exit_codes()
+        died_of, where = None, {}
         if failure:
             rank, traceback = failure
             text = f"failed:\n{traceback}"
@@ -154,7 +156,8 @@ class Pool:
             died_of = signal.Signals(-codes[rank]) if codes[rank] < 0 else None
             text = f"died ({died_of.name if died_of else f'exit code {codes[rank]}'}):\n{self._log(rank)}"
         else:
-            rank, before = waiting[0], [self._log(rank) for rank in waiting]
+            rank = waiting[0]
+            before = [self._log(rank) for rank in waiting]
             self.ranks.dump_tracebacks()
             self._wait_until(lambda: all(self._is_traced(rank, log) for rank, log in zip(waiting, before)))
             where = {rank: self._log(rank) for rank in waiting}
@@ -175,7 +178,9 @@ class Pool:
 
     def _log(self, rank):
         """The last lines of a rank's standard output and error."""
-        log = Path(f"/proc/self/fd/{self.logs[rank].fileno()}")  # opened again, as reading would move the rank's offset
+        log = Path(
+            f"/proc/self/fd/{self.logs[rank].fileno()}"
+        )  # opened anew: reading self.logs would move the rank's offset
         text = log.read_text("utf-8", "replace")
         return "\n".join(text.splitlines()[-30:])
 

@@ -1,6 +1,7 @@
-"""The script of a pool's ranks: it runs the calls of the pool, and answers with a result or a traceback.
+"""The script of a pool's ranks: it runs the calls of the pool, and answers (result, None) or (None, traceback).
 
-Its first answer says that all ranks are connected."""
+Its first answer, (None, None), says that all ranks are connected.
+"""
 
 import os
 import sys
@@ -17,7 +18,7 @@ else:  # in a process that the script started, the path is the script's
 from harness.start import recipe  # noqa: E402
 from harness.start.isolation import Isolation  # noqa: E402
 
-if __name__ != "__main__":  # it only needs the import hook of `recipe`
+if __name__ != "__main__":  # this process only needs the import hook of `recipe`
     Isolation(sys.path[1:]).swap()
 
 

@@ -1,4 +1,4 @@
-"""Measure every conversion and every matmul signature, and the bytes that each should send by the formulas."""
+"""Measure every conversion between two SBPs and every matmul signature, with the bytes by the formulas."""
 
 import itertools
 
@@ -20,7 +20,7 @@ MATMULS = {  # shapes of x and w
     "large w": ((720, 720), (720, 2160)),
 }
 
-# What OneFlow 0.9.0 sends where that is not the formula: (mode, placements, old SBP, new SBP) -> what all ranks send in
+# Where OneFlow 0.9.0 does not follow the formula: (mode, placements, old SBP, new SBP) -> what all ranks send, in
 # units of the tensor, the same as text, and the reason. p1 ranks hold the tensor before, p2 after.
 ALL_TO_ALL = (
     "Each rank sends (p-1)/p + (p-1)/p². The second part is an extra all-to-all between S(1) and S(0). It is left out"
@@ -59,7 +59,7 @@ DEVIATIONS = {
 # The paper's formulas as text, for all ranks together: on the same p ranks, and from p1 ranks to p2 other ranks.
 SAME_RANKS = {("S", "S"): "(p-1)/p", ("S", "B"): "p-1", ("P", "S"): "p-1", ("P", "B"): "2(p-1)"}
 OTHER_RANKS = {("S", "B"): "p2", ("B", "B"): "p2", ("P", "S"): "p1", ("P", "B"): "p1+p2-1", ("P", "P"): "p1"}
-# The same for one rank; from p1 to p2 ranks: what each old rank and each new rank sends. A B any old rank can send.
+# The same for each rank; from p1 to p2 ranks: of each old rank, of each new rank. Any old rank can send a B.
 EACH_SENDS = {("S", "S"): "(p-1)/p²", ("S", "B"): "(p-1)/p", ("P", "S"): "(p-1)/p", ("P", "B"): "2(p-1)/p"}
 EACH_TO_OTHERS = {
     ("B", "B"): ("p2/p1 on average", "0"),
@@ -74,7 +74,9 @@ EACH_TO_OTHERS = {
 
 def kind(source, target):
     """Whether two lists of ranks are the "same", "disjoint" or "overlapping"."""
-    return "same" if source == target else "overlapping" if set(source) & set(target) else "disjoint"
+    if source == target:
+        return "same"
+    return "overlapping" if set(source) & set(target) else "disjoint"
 
 
 def formula(source, target, old, new, shape=SHAPE):
@@ -90,19 +92,19 @@ def formula_in_words(which, old, new):
 
 
 def sent_by_each(old, new):
-    """What each of the same p ranks sends by the formula, as text."""
+    """The bytes of each rank by the formula, as text, on the same p ranks."""
     return "0" if old == new else EACH_SENDS.get((old[0], new[0]), "0")
 
 
 def sent_to_others(old, new):
-    """What each old and each new rank sends by the formula, as text, for disjoint ranks."""
+    """(bytes of each old rank, bytes of each new rank) by the formula, as text, for disjoint ranks."""
     return EACH_TO_OTHERS.get((old[0], new[0]), ("1/p1", "0"))
 
 
 def expected(mode, shape, old, new):
     """Elements that all ranks send for a conversion between two (SBP, ranks) in OneFlow 0.9.0."""
     lines = theory.lines(shape, Layout(*old), Layout(*new))
-    for _, before, after in lines[:1]:  # all lines are alike
+    for _, before, after in lines[:1]:  # all lines have the same SBPs
         deviation = DEVIATIONS.get((mode, kind(before.ranks, after.ranks), before.sbp, after.sbp))
         if deviation:
             return sum(deviation[0](len(a.ranks), len(b.ranks)) * float(np.prod(part)) for part, a, b in lines)

@@ -16,7 +16,7 @@ TEMPLATE = Path(__file__).with_name("atlas_template.md")  # with a {name} for ea
 
 
 def calls():
-    """The measurements for the page: key -> (number of ranks, function of a pool)."""
+    """{key: (number of ranks, function of a pool)}: the measurements for the page."""
     measurements = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
     for name, n, mode in runs.training_runs():
         measurements["step", name, n, mode] = (n, partial(runs.training_run, name=name, n=n, mode=mode))
@@ -26,7 +26,7 @@ def calls():
 
 
 def measured(measurements):
-    """Run them, see `calls`, with a thread and a pool for each number of ranks; returns {key: result}."""
+    """Run the measurements of `calls`, with a thread and a pool for each number of ranks; returns {key: result}."""
 
     def on(n):
         with Pool(n, timeout=600, repeat=True) as pool:
@@ -39,10 +39,7 @@ def measured(measurements):
 def page(results):
     """The text of the page; results: of `calls`."""
     atlas_tables = {key: table for n in atlas.SAME for key, table in results["atlas", n].items()}
-    others = [*atlas.DISJOINT.values()], [pair for pairs in atlas.OVERLAPPING.values() for pair in pairs]
-    disjoint, overlapping = (
-        "\n".join(f"### {a} → {b}\n\n{tables.other_ranks(atlas_tables, a, b)}" for a, b in group) for group in others
-    )
+    overlapping = [pair for pairs in atlas.OVERLAPPING.values() for pair in pairs]
     return TEMPLATE.read_text().format(
         shape=" x ".join(map(str, atlas.SHAPE)),
         megabytes=f"{4 * np.prod(atlas.SHAPE) / 1e6:.1f}",
@@ -50,9 +47,9 @@ def page(results):
         same=tables.same_ranks(atlas_tables),
         same_deviations=tables.deviations("same"),
         formulas=tables.formulas_of_other_ranks(),
-        disjoint=disjoint,
+        disjoint=sections(atlas_tables, atlas.DISJOINT.values()),
         disjoint_deviations=tables.deviations("disjoint"),
-        overlapping=overlapping,
+        overlapping=sections(atlas_tables, overlapping),
         legal=tables.legal_signatures(atlas_tables),
         signatures=tables.signatures(atlas_tables),
         larger=tables.larger_signatures(atlas_tables),
@@ -63,8 +60,13 @@ def page(results):
     )
 
 
+def sections(atlas_tables, pairs):
+    """A section for each pair of placements, with the conversions between them."""
+    return "\n".join(f"### {a} → {b}\n\n{tables.other_ranks(atlas_tables, a, b)}" for a, b in pairs)
+
+
 def differs(old, new):
-    """The first line in which two texts differ, numbers with two decimals by more than 2 %; None if there is none."""
+    """The first line in which two texts differ, numbers with two decimals by more than 2 %, in words; or None."""
     for number, (old_line, new_line) in enumerate(zip(old.splitlines() + [""], new.splitlines() + [""]), 1):
         if not tables.near(old_line, new_line):
             return f"line {number}: {old_line!r} is now {new_line!r}"
@@ -72,10 +74,11 @@ def differs(old, new):
 
 
 def main():
+    """Write the page anew; returns the exit code."""
     print("measuring every conversion, matmul signature and recipe: 3 minutes", flush=True)
     text = page(measured(calls()))
     changed = not ATLAS.exists() or differs(ATLAS.read_text(), text)
     if changed:
         ATLAS.write_text(text)
-    print(f"{ATLAS.relative_to(ROOT)}: {'made anew' if changed else 'as it was'}")
+    print(f"{ATLAS.relative_to(ROOT)}: {'updated' if changed else 'unchanged'}")
     return 0

@@ -1,4 +1,6 @@
-"""Run the recipes on pools of ranks: record a run, and measure what a training step costs."""
+"""Run recipes on pools of ranks: record a run, and measure the cost of a training step."""
+
+import itertools
 
 from harness.report.atlas import MODES
 from harness.start.recipe import HARNESS, all_paths, entry, path_of, world_sizes
@@ -17,16 +19,17 @@ def modes(path):
 
 
 def measured_modes(path):
-    """The modes in which the run of a recipe is measured: the first one, if it trains."""
+    """The modes in which the run of a recipe is measured: only the first, if it trains."""
     return modes(path)[:1] if "steps" in entry(path) else modes(path)
 
 
 def with_mode(keywords, mode):
+    """These keywords, with `graph` for the mode."""
     return keywords if mode == "only" else {**keywords, "graph": mode == "graph"}
 
 
 def recipe_run(pool, path, mode, **sizes):
-    """The result of measure_script for a recipe, by rank. sizes: in place of SIZES."""
+    """The results of measure_script for a recipe, by rank. sizes: they override SIZES."""
     keywords = {name: size for name, size in {**SIZES, **sizes}.items() if name in entry(path)}
     return pool.call(MEASURE_SCRIPT, path=str(path), keywords=with_mode(keywords, mode))
 
@@ -39,18 +42,21 @@ def compared():
 
 
 def training_runs():
-    """(name, number of ranks, mode) of each run whose costs are compared."""
+    """Yield (name, number of ranks, mode) of each run whose costs are compared."""
     for path in compared():
-        for n in (n for n in TRAINED_ON if n in world_sizes(path)):
-            yield from ((path.stem, n, mode) for mode in modes(path))
+        for n, mode in itertools.product(TRAINED_ON, modes(path)):
+            if n in world_sizes(path):
+                yield path.stem, n, mode
 
 
 def training_sizes(name, **more):
-    """The arguments with which a step of a recipe is measured: `more`, and the sizes that it has besides."""
-    return {**{option: size for option, size in TRAINING_SIZES.items() if option in entry(path_of(name))}, **more}
+    """The arguments with which a step of a recipe is measured: those of TRAINING_SIZES that it has, and `more`."""
+    options = entry(path_of(name))
+    sizes = {option: size for option, size in TRAINING_SIZES.items() if option in options}
+    return {**sizes, **more}
 
 
 def training_run(pool, name, n, mode, **more):
-    """The result of per_step for a training recipe on a pool of n ranks, by rank."""
+    """The results of per_step for a training recipe on a pool of n ranks, by rank."""
     keywords = with_mode(training_sizes(name, **more), mode)
     return pool.call(PER_STEP, path=str(path_of(name)), **keywords)

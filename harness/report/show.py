@@ -1,12 +1,13 @@
 """`launch.sh show` and `launch.sh bytes`: run a script on all ranks, and show its tensors and moves, or its bytes.
 
-Only its function `train` or `run` is called, if each parameter has a default or is a recipe's placement; else the
-whole script runs. Its output is not shown.
+If each parameter of its function `train` or `run` has a default or is a recipe's placement, only that is called; else
+the whole script runs. Its output is not shown.
 """
 
 import os
 import signal
 import sys
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from harness.measure.steps import IMPLICIT, Move, tensors_and_moves
 from harness.pool import Pool, PoolError
-from harness.report import terminal
+from harness.report import drawing
 from harness.report.runs import MEASURE_SCRIPT
 from harness.start import recipe
 from harness.start.ending import BAD_INPUT, TIME_LIMIT_REACHED
@@ -22,17 +23,17 @@ from harness.start.errors import UsageError
 from harness.start.options import Parser, checked, file_of
 from harness.start.output import say
 
-TIMEOUT = 600.0  # seconds, by default: nobody sees whether a script that hangs still prints
+TIMEOUT = 600.0  # seconds, by default: as the output is not shown, nobody notices a script that hangs
 
 
 def keywords_of(script, arguments):
-    """The keyword arguments for a script's `run`, from the command line; None if the whole script must run.
+    """{name: value} for a script's `train` or `run`, from the command line; None if the whole script must run.
 
     Raises UsageError.
     """
     try:
         defaults = recipe.entry(script)
-    except ValueError:  # it has no `run`, or one that needs more than options
+    except ValueError:  # it has no such function, or the function needs more than options
         return None
     parser = Parser(prog=str(script), add_help=False, allow_abbrev=False)
     options = {name: f"--{name.replace('_', '-')}" for name in defaults}
@@ -40,18 +41,31 @@ def keywords_of(script, arguments):
         if isinstance(default, bool):
             parser.add_argument(options[name], action="store_true", default=default)
             continue
-        is_list = isinstance(default, tuple)
-        kind = type((*default, 0)[0]) if is_list else int if default is None else type(default)
-        parser.add_argument(options[name], type=kind, nargs="+" if is_list else None, default=default)
+        if isinstance(default, tuple):
+            parser.add_argument(options[name], type=type(default[0]) if default else int, nargs="+", default=default)
+        else:
+            parser.add_argument(options[name], type=int if default is None else type(default), default=default)
     try:
-        return vars(parser.parse_args(arguments))
+        keywords = vars(parser.parse_args(arguments))
     except UsageError as error:
         known = " ".join(options.values()) or "none"
         raise UsageError(f"{script}: {str(error).split(';')[0]}; the parameters of its run are {known}") from None
+    if recipe.RECIPES in Path(script).resolve().parents:
+        check_sizes(script, defaults, keywords)
+    return keywords
+
+
+def check_sizes(script, defaults, keywords):
+    """Raises UsageError if a whole number for a recipe is negative, or 0 where its default is not 0."""
+    for name, value in keywords.items():
+        least = 0 if defaults[name] == 0 else 1
+        if type(value) is int and value < least:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{script}: {option} must be {least} or more, got {value}")
 
 
 def measured(options):
-    """The result of measure_script for the script, by rank. Raises UsageError, PoolError."""
+    """The results of measure_script for the script, by rank. Raises UsageError, PoolError."""
     keywords = keywords_of(options.script, options.arguments)
     timeout = TIMEOUT if options.timeout is None else options.timeout or 1e9
     with Pool(options.nproc_per_node, timeout) as pool:
@@ -74,21 +88,24 @@ def main(command, arguments):
         return BAD_INPUT
     except PoolError as error:
         say(str(error).replace(f"{MEASURE_SCRIPT}: ", "", 1))
-        return TIME_LIMIT_REACHED if error.hung else 128 + error.signal if error.signal else 1
+        if error.hung:
+            return TIME_LIMIT_REACHED
+        return 128 + error.signal if error.signal else 1
     title = f"{options.script} {' '.join(options.arguments)}".strip() + f" on {options.nproc_per_node} ranks"
-    form = {"show": show, "bytes": list_bytes}[command]
+    write = {"show": show, "bytes": list_bytes}[command]
     width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160))  # wide enough for any table
     console = Console(highlight=False, width=width)
     with console.capture() as captured:
-        form(console, title, results, options)
+        write(console, title, results, options)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0
 
 
 def show(console, title, results, options):
+    """Write tensors and moves to a console of rich. results: of measured."""
     console.print(Text(title, "bold"))
     items = tensors_and_moves(results)
-    terminal.on_terminal(console, items)
+    drawing.draw(console, items)
     if not items:
         console.print("\nIt makes no global tensor.")
     if not all(item.is_exact for item in items if isinstance(item, Move) and item.formula):
@@ -97,6 +114,7 @@ def show(console, title, results, options):
 
 
 def list_bytes(console, title, results, options):
+    """Write the bytes of each move as a table."""
     moves = [item for item in tensors_and_moves(results) if isinstance(item, Move)]
     table = Table(title=f"bytes that leave each rank: {title}", title_justify="left", expand=False)
     for name in ("line", "step", "collective"):
@@ -116,10 +134,11 @@ def list_bytes(console, title, results, options):
 
 
 def row(move, world_size):
+    """The cells of a move in the table."""
     line = str(move.line) if move.line else ""
     what = move.what + (f" ({move.change})" if move.change and move.change != move.collective else "")
     formula = "" if move.formula is None else f"{move.formula:,.0f}"
-    if move.sent is None:  # a boxing in a graph, which is measured as a whole
+    if move.sent is None:  # a boxing in a graph, of which only the whole call is measured
         return [line, f"  {what}", move.collective, *[""] * world_size, "", formula, ""]
     total, about = sum(move.sent), "" if move.is_exact else "~"
     sent = [f"{about}{number:,}" for number in (*move.sent, total)]
@@ -128,7 +147,7 @@ def row(move, world_size):
 
 
 def explain_implicit(console, items, options):
-    """If OneFlow moved operands by itself, say how to see which."""
+    """If OneFlow moved operands by itself, write how to see which."""
     if any(isinstance(item, Move) and item.collective == IMPLICIT for item in items):
         words = "OneFlow moved operands inside these layers; in eager mode it does not tell which ones."
         has_graph = keywords_of(options.script, []) is not None and "graph" in recipe.entry(options.script)
@@ -137,5 +156,6 @@ def explain_implicit(console, items, options):
 
 
 def hint(console, how):
+    """Write why the measured bytes of small tensors are not exact."""
     words = f"Tensors under 1 MB: what was measured is {how}, because OneFlow's own messages drown their bytes."
     console.print(Text(f"\n{words} Give larger sizes to compare with the formulas.", "dim"))

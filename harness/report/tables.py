@@ -19,18 +19,19 @@ def units(number):
 
 
 def by_rank(sent, separator=" "):
-    """A figure for each rank; one 0 if no rank sends anything."""
+    """A figure for each rank; a single 0 if no rank sends anything."""
     figures = [units(multiple) for multiple in sent]
     return separator.join(figures) if set(figures) != {"0"} else "0"
 
 
 def table(header, rows):
+    """A table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
 def is_off(sent, formula):
-    """Whether what was sent is not what the formula says."""
+    """Whether the measured bytes differ from the formula."""
     return abs(sent - formula) > 0.02 * formula + 0.02
 
 
@@ -39,7 +40,7 @@ def bold(text, off):
 
 
 def near(old, new, tolerance=0.011):
-    """Whether two lines are the same text, with numbers of two decimals that differ by 2 % and `tolerance` at most."""
+    """Whether two lines have the same text, and numbers of two decimals that differ by 2 % and `tolerance` at most."""
     if FIGURE.sub("#", old) != FIGURE.sub("#", new):
         return False
     numbers = zip(FIGURE.findall(old), FIGURE.findall(new))
@@ -78,7 +79,7 @@ def sbps_in_words(sbps):
 
 
 def same_ranks(measured, pairs=PAIRS):
-    """Conversions on the same 2, 3 and 4 ranks: what each of them sends."""
+    """Conversions on the same 2, 3 and 4 ranks: what each rank sends."""
 
     def each(pair, mode):
         figures, off = [], False
@@ -123,14 +124,14 @@ def sent_by_rank(boxing, rank):
 
 
 def ranks_differ(sent, boxing):
-    """Whether a rank did not send what the formula says, or all together where it does not say which rank sends."""
+    """Whether what a rank sent differs from the formula; where that names no rank, what all ranks sent together."""
     if boxing.by_rank is None:
         return is_off(sum(sent), boxing.total)
     return any(is_off(multiple, sent_by_rank(boxing, rank)) for rank, multiple in enumerate(sent))
 
 
 def deviations(which):
-    """Where OneFlow 0.9.0 differs from the formulas, a line for each reason; which: "same" or "disjoint" ranks."""
+    """A line for each reason why OneFlow 0.9.0 differs from the formulas. which: "same" or "disjoint" ranks."""
     lines = {}
     for (mode, kind, old, new), (_, _, why) in atlas.DEVIATIONS.items():
         if kind == which:
@@ -139,7 +140,7 @@ def deviations(which):
 
 
 def moved(measured, x, w, which):
-    """The SBP of the product of two matrices, and the boxings before it, which follow from that SBP."""
+    """(SBP of the product of two matrices, boxings before it, which follow from that SBP)."""
     out, _ = measured["signatures", 2, which, "eager"][x, w]
     shapes = zip((x, w), MATMULS[which])
     inputs = [{"sbp": sbp, "ranks": [0, 1], "shape": shape, "item": 4} for sbp, shape in shapes]
@@ -158,7 +159,7 @@ def moves_in_words(moves):
 
 
 def signatures(measured):
-    """The other matmuls: the product, what moves first, and what each of 2 ranks sends for it."""
+    """The other matmuls: the product, what moves first, and the bytes of each of 2 ranks."""
     rows = []
     for pair in PAIRS:
         out, moves = moved(measured, *pair, "equal")
@@ -194,7 +195,7 @@ def mesh(results):
 
 
 def figure_of_all(sent):
-    """One figure if all ranks send the same."""
+    """A single figure if all ranks send the same."""
     figures = by_rank(sent).split(" ")
     return figures[0] if len(set(figures)) == 1 else " ".join(figures)
 

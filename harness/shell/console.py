@@ -1,4 +1,4 @@
-"""Reading statements: from a terminal with history and completion, or from a pipe."""
+"""Read statements: from a terminal with history and completion, or from a pipe."""
 
 import code
 import contextlib
@@ -15,7 +15,7 @@ PROMPTS = {False: ">>> ", True: "... "}
 
 
 class Terminal:
-    """Lines that somebody types."""
+    """Lines typed at a terminal."""
 
     echo = False
 
@@ -31,8 +31,8 @@ class Terminal:
         words = []
 
         def nth(text, state):
-            if not state:
-                words[:] = complete(text) if text.strip() else ["    "]  # at the begin of a line Tab indents
+            if state == 0:  # readline asks for word 0, 1, ... until None
+                words[:] = complete(text) if text.strip() else ["    "]  # at the start of a line, Tab indents
             return words[state] if state < len(words) else None
 
         self.readline.set_completer(nth)
@@ -44,7 +44,7 @@ class Terminal:
             self.readline.read_history_file(os.path.expanduser(HISTORY))
 
     def line(self, more):
-        """The next line. Raises EOFError at the end, KeyboardInterrupt at Ctrl-C."""
+        """The next line. more: whether it continues a statement. Raises EOFError, KeyboardInterrupt."""
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return input(PROMPTS[more])
@@ -52,17 +52,17 @@ class Terminal:
             signal.signal(signal.SIGINT, before)
 
     def more_comes(self):
-        """Whether more lines are there already, as after a paste."""
+        """Whether more lines are waiting, as after a paste."""
         return bool(select.select([0], [], [], 0)[0])
 
     def close(self):
         if self.readline:
-            with contextlib.suppress(OSError):  # a home that cannot be written
+            with contextlib.suppress(OSError):  # the home folder cannot be written
                 self.readline.write_history_file(os.path.expanduser(HISTORY))
 
 
 class Piped:
-    """Lines from a pipe or a file, by its descriptor. echo: whether they are shown with prompts, as in a terminal."""
+    """Lines from a pipe or a file, by its descriptor. echo: whether to show them with prompts, as in a terminal."""
 
     def __init__(self, descriptor, echo):
         self.descriptor, self.echo = descriptor, echo
@@ -90,7 +90,7 @@ class Piped:
 
 
 class Console(code.InteractiveConsole):
-    """Python's console, whose statements a session runs. Unlike there, a block may have empty lines if it is pasted."""
+    """Python's console; a Session runs its statements. Unlike in Python, a pasted block may have empty lines."""
 
     def __init__(self, session, lines):
         super().__init__(filename=SHELL)
@@ -128,17 +128,18 @@ class Console(code.InteractiveConsole):
         return self.push(line)
 
     def begins_anew(self, line):
-        """Whether a line that is not indented ends the block above it, and begins a statement of its own."""
+        """Whether a line that is not indented ends the block above it and begins a new statement."""
         return self.state([*self.buffer, ""]) == "complete" and self.state([*self.buffer, line]) == "wrong"
 
     def state(self, lines):
+        """Whether these lines are a "complete" statement, "open", or "wrong"."""
         try:
             return "complete" if self.compile("\n".join(lines), self.filename, "single") else "open"
         except (SyntaxError, ValueError, OverflowError):
             return "wrong"
 
     def flush(self):
-        """Run the block that was typed, though no empty line has ended it."""
+        """Run the block that was typed, without an empty line at its end."""
         if self.buffer:
             self.runsource("\n".join([*self.buffer, ""]))
             self.resetbuffer()

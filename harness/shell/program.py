@@ -1,7 +1,6 @@
 """`launch.sh shell [-n N] [--timeout S] [--echo] [SCRIPT [ARG ...]]`."""
 
 import errno
-import os
 import signal
 import sys
 
@@ -11,7 +10,7 @@ from harness.pool import PoolError
 from harness.shell.console import Console, Piped, Terminal
 from harness.shell.screen import Screen
 from harness.shell.session import Session
-from harness.start.ending import BAD_INPUT, BROKEN_PIPE
+from harness.start.ending import BAD_INPUT
 from harness.start.errors import UsageError
 from harness.start.options import Parser, add_script, file_of, fill_in_ranks, find_script
 from harness.start.output import say
@@ -35,9 +34,9 @@ def options_of(arguments):
 
 
 def main(arguments):
-    """Run the shell with these arguments; returns the exit code."""
+    """Run the shell with these arguments; returns the exit code. Raises OSError if nobody reads the output."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # on its way out the session ends its ranks
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # the session then ends its ranks
     try:
         options = options_of(arguments)
         return shell(options)
@@ -50,15 +49,14 @@ def main(arguments):
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            say(str(error))
-            return 1
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads what we write, such as what is left in buffers
-        return BROKEN_PIPE
+        if error.errno in (errno.EPIPE, errno.EIO):  # nobody reads the output
+            raise
+        say(str(error))
+        return 1
 
 
 class Output(RichConsole):
-    """Standard output."""
+    """Standard output; raises where rich would exit."""
 
     def on_broken_pipe(self):
         raise BrokenPipeError(errno.EPIPE, "nobody reads the output")
@@ -68,12 +66,12 @@ def shell(options):
     """Read and run statements until the end; returns the exit code."""
     typed = sys.stdin.isatty()
     screen = Screen(Output(highlight=False, soft_wrap=True), options.nproc_per_node)
-    script = options.script and file_of(options)
-    what = script, options.arguments, options.module
-    with Session(options.nproc_per_node, options.timeout, screen, *what) as session:
+    script = file_of(options) if options.script else None
+    session = Session(options.nproc_per_node, options.timeout, screen, script, options.arguments, options.module)
+    with session:
         if not session.start():
             session.renew()
-        signal.signal(signal.SIGINT, lambda number, frame: None)  # but at the prompt, and while a statement runs
+        signal.signal(signal.SIGINT, lambda number, frame: None)  # no effect, but at the prompt and in a statement
         if typed:
             welcome(screen, options)
         lines = Terminal(session.complete) if typed else Piped(sys.stdin.fileno(), options.echo)

@@ -1,4 +1,4 @@
-"""What the shell shows: the output of the ranks, each part once for the ranks on which it is equal, and what moved."""
+"""What the shell shows: the output of the ranks, equal parts once, and what moved."""
 
 import json
 import math
@@ -10,14 +10,14 @@ from pathlib import Path
 from rich.text import Text
 
 from harness.measure.steps import tensors_and_moves
-from harness.report.terminal import bytes_in_words, colour, in_words, quiet
+from harness.report.drawing import bytes_in_words, colour, in_words, quiet
 
-PATIENCE = 5  # seconds until somebody at a terminal is told that only some ranks have finished
+PATIENCE = 5  # seconds until the terminal shows that only some ranks have finished
 PAUSE = 0.1  # seconds between two looks at what the ranks print
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object; each rank has its own
-CALL = "a call of "  # how steps.moves_of_graph names it
-MOST = 12  # moves of one statement that are shown
-MESSAGES = 4000  # bytes from a rank that OneFlow's own messages may be
+CALL = "a call of "  # how steps.py names the call of a graph
+MOST = 12  # moves of a statement that are shown
+MESSAGES = 4000  # bytes from a rank: OneFlow's own messages may be that many
 
 
 class Screen:
@@ -31,7 +31,7 @@ class Screen:
         self.console.print(Text(text.rstrip(" "), style), soft_wrap=True, highlight=False)
 
     def by_ranks(self, parts):
-        """Show a text of each rank, {rank: text}: equal ones once."""
+        """Show {rank: text}: equal texts once."""
         groups = {}
         for rank, text in sorted(parts.items()):
             groups.setdefault(ADDRESS.sub(" at 0x...", text), []).append(rank)
@@ -42,10 +42,10 @@ class Screen:
                 self.console.print(label + Text(line.rstrip()), soft_wrap=True, highlight=False)
 
     def moves(self, by_rank):
-        """Show what moved in a statement, from what on_rank.moved returned on each rank."""
-        events, sent = by_rank[0]["events"], [one["sent"] for one in by_rank]
-        alike = len({len(one["events"]) for one in by_rank}) == 1
-        moves = tensors_and_moves(by_rank) if alike else []
+        """Show what moved in a statement. by_rank: what interpreter.moved returned on each rank."""
+        events, sent = by_rank[0]["events"], [result["sent"] for result in by_rank]
+        same_steps = len({len(result["events"]) for result in by_rank}) == 1
+        moves = tensors_and_moves(by_rank) if same_steps else []
         only_step = len(events) == 1 and events[0].times == 1
         for move in moves:
             move.sent = sent if only_step and move is moves[0] else None
@@ -62,19 +62,19 @@ class Screen:
 
 
 def without_calls(moves):
-    """These moves without the call of a graph in which only one tensor moves: that move says it all."""
-    kept = []
+    """These moves, but where a single tensor moves in the call of a graph, its move replaces that of the call."""
+    result = []
     for move in moves:
-        call = kept[-1] if kept else None
+        call = result[-1] if result else None
         if call and call.what.startswith(CALL) and len(call.boxings or []) == 1 and move.line == 0:
-            kept.pop()
+            result.pop()
             move.what, move.sent = f"{call.what[len(CALL) :]}: {move.what}", call.sent
-        kept.append(move)
-    return kept
+        result.append(move)
+    return result
 
 
 def implicit(moves, compares, sent):
-    """What to say of a statement that sent bytes, although none of its steps explains it."""
+    """The lines for a statement that sent bytes, although none of its steps explains them."""
     about = f"{bytes_in_words(sent)} from a rank, OneFlow's own messages included"
     of_backward = [move for move in moves if move.what == "backward"]
     if of_backward:
@@ -82,24 +82,24 @@ def implicit(moves, compares, sent):
     if compares:
         return [f"flow.tensor: OneFlow compares the values of all ranks, {about}"]
     from_local = [move for move in moves if move.collective == "local to global"]
-    if from_local:  # else the ranks have only compared shapes
-        return [
-            f"{move.what}: {move.change}, broadcast from rank 0" for move in from_local if move.change.endswith("B")
-        ]
+    if from_local:  # to S and P the ranks only compare shapes
+        to_broadcast = [move for move in from_local if move.change.endswith("B")]
+        return [f"{move.what}: {move.change}, broadcast from rank 0" for move in to_broadcast]
     if sent < MESSAGES:
         return [f"OneFlow's ranks exchanged {bytes_in_words(sent)}: messages of its own, or small parts of a tensor"]
     return [f"OneFlow moved data inside this statement: {about}"]
 
 
 class Following(threading.Thread):
-    """Shows what the ranks print while a statement runs: a part as soon as each rank has written its own."""
+    """Shows what the ranks print while a statement runs: each part once all ranks have written it."""
 
     def __init__(self, screen, folder, ranks):
-        """folder: of the files that ranks write. ranks: a session.Ranks."""
+        """folder: with the file that each rank writes. ranks: a session.Ranks."""
         super().__init__(daemon=True)
         self.screen, self.ranks = screen, ranks
-        self.done, self.stop = 0, threading.Event()
-        self.error = None  # of writing: the reader of the output may have closed it
+        self.done = 0  # number of parts shown
+        self.stop = threading.Event()
+        self.error = None  # an OSError while writing: nobody reads the output
         self.files = [Path(folder) / str(rank) for rank in range(ranks.world_size)]
         self.parts = {rank: [] for rank in range(ranks.world_size)}
         self.offsets = [0] * ranks.world_size
@@ -119,6 +119,7 @@ class Following(threading.Thread):
             self.error = error
 
     def look(self):
+        """Read new parts, and show those that all ranks have written."""
         for rank, file in enumerate(self.files):
             with open(file, "rb") as stream:
                 stream.seek(self.offsets[rank])
@@ -129,12 +130,13 @@ class Following(threading.Thread):
             self.show()
 
     def show(self):
+        """Show the next part."""
         parts = {rank: parts[self.done] for rank, parts in self.parts.items() if len(parts) > self.done}
         self.done += 1
         self.screen.by_ranks(parts)
 
     def finish(self):
-        """Show the rest, also what only some ranks have printed."""
+        """Show the rest, even what only some ranks have printed. Raises OSError if nobody reads it."""
         self.stop.set()
         self.join()
         if self.error:

@@ -1,4 +1,4 @@
-"""The ranks of a shell: they run statements, and are replaced where they no longer agree."""
+"""The ranks of a shell: they run statements, and are replaced when they no longer agree."""
 
 import contextlib
 import re
@@ -11,20 +11,20 @@ from harness.pool import Pool, PoolError, TimeOver
 from harness.shell import remember
 from harness.shell.screen import Following
 
-ON_RANK = str(Path(__file__).with_name("on_rank.py"))
+INTERPRETER = str(Path(__file__).with_name("interpreter.py"))
 HARNESS = str(Path(__file__).resolve().parents[1])
-INSIDE = re.compile(f"^{re.escape(HARNESS)}/|/site-packages/oneflow/")  # files that are not the user's
-NO_LIMIT = 1e6  # seconds; a wait for much more overflows
-GRACE = 5  # seconds that the other ranks have when one has raised
-FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')  # as faulthandler writes it
-NOISE = ("libibverbs not available", "    @ ", "*** Check failure")  # in what a rank wrote before it died
-LAST = 12  # lines that are shown of that
+INSIDE = re.compile(f"^{re.escape(HARNESS)}/|/site-packages/oneflow/")  # paths of files that are not the user's
+NO_LIMIT = 1e6  # seconds; much longer waits overflow
+GRACE = 5  # seconds that the other ranks get once a rank has raised
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')  # a line of faulthandler
+NOISE = ("libibverbs not available", "    @ ", "*** Check failure")  # in the output of a rank that died
+LAST = 12  # lines of that output that are shown
 
 
 class Ranks(Pool):
-    """A pool whose calls end early where one rank has raised and the others do not.
+    """A pool whose calls end early when a rank has raised and the others wait.
 
-    answered: how many ranks have answered the call that runs.
+    answered: number of ranks that have answered the present call.
     """
 
     answered = 0
@@ -36,19 +36,22 @@ class Ranks(Pool):
 
 
 class Session:
-    """Runs statements on all ranks. A context manager, which ends them.
+    """Runs statements on all ranks; a context manager that ends the ranks.
 
-    exit_code: that of exit(), once all ranks have called it.
+    exit_code: the argument of exit(), once all ranks have called it; None before.
     """
 
     def __init__(self, world_size, timeout, screen, script=None, arguments=(), module=None):
-        """module: the script's name, if it is to be imported as `python -m` does."""
+        """timeout: seconds for a statement; 0: no limit. script: its path, or None, with its arguments.
+
+        module: the script's name, if it is to be imported as `python -m` does.
+        """
         self.world_size, self.screen = world_size, screen
         self.script, self.arguments, self.module = script, list(arguments), module
         self.ranks = Ranks(world_size, min(timeout or NO_LIMIT, NO_LIMIT))
         self.folder = tempfile.TemporaryDirectory(prefix="cookbook-shell-")
         self.interrupted, self.exit_code = False, None
-        self.script_works = True
+        self.script_works = True  # whether the script ran well; else new ranks start without it
         self.lines = []  # all that was typed
 
     def __enter__(self):
@@ -59,10 +62,10 @@ class Session:
         self.folder.cleanup()
 
     def start(self):
-        """Start the ranks, and run the script on them, if there is one. Raises PoolError if they do not start."""
+        """Start the ranks, and run the script if there is one; returns whether the ranks agree. Raises PoolError."""
         script = self.script if self.script_works else None
-        self.ranks.call(f"{ON_RANK}:ready")
-        self.script_works = False  # until it has
+        self.ranks.call(f"{INTERPRETER}:ready")
+        self.script_works = False  # until it has run well
         agreed = self.call("begin", script=script, arguments=self.arguments, module=self.module)
         self.script_works = agreed and script is not None
         self.exit_code = None  # as with python -i, a script that calls exit() ends only itself
@@ -79,7 +82,7 @@ class Session:
             self.renew()
 
     def renew(self):
-        """Start new ranks, and say what is lost."""
+        """Start new ranks, and show what is lost."""
         again = self.script if self.script_works else None
         what = f"the names are lost that were typed after {again}, which runs again" if again else "all names are lost"
         self.screen.line(f"New ranks start: {what}.", "bold red")
@@ -89,16 +92,16 @@ class Session:
             self.ranks.close()
 
     def call(self, function, **arguments):
-        """Call a function of on_rank.py that runs code of the user's; returns whether the ranks still agree."""
+        """Call a function of interpreter.py that runs the user's code; returns whether the ranks still agree."""
         self.ranks.answered = 0
         following = Following(self.screen, self.folder.name, self.ranks)
         following.start()
         try:
             with self.interruptible():
-                answers = self.ranks.call(f"{ON_RANK}:{function}", folder=self.folder.name, **arguments)
+                answers = self.ranks.call(f"{INTERPRETER}:{function}", folder=self.folder.name, **arguments)
             moved = []
             if function == "run" and any(answer["sent"] for answer in answers) and not disagreement(answers):
-                moved = self.ranks.call(f"{ON_RANK}:moved")
+                moved = self.ranks.call(f"{INTERPRETER}:moved")
         except PoolError as error:
             following.finish()
             self.explain(error)
@@ -114,7 +117,7 @@ class Session:
 
     @contextlib.contextmanager
     def interruptible(self):
-        """Inside it Ctrl-C ends the call, which then fails as a call that hangs."""
+        """Inside it, Ctrl-C ends the call, which then fails like a call that hangs."""
         self.interrupted = False
 
         def interrupt(number, frame):
@@ -129,16 +132,16 @@ class Session:
             signal.signal(signal.SIGINT, before)
 
     def judge(self, answers):
-        """Whether all ranks ended a statement alike; says it if not."""
-        apart = disagreement(answers)
-        if apart:
-            self.screen.line(f"{apart}, so the ranks no longer agree.", "bold red")
+        """Whether all ranks ended a statement in the same way; shows how they differ if not."""
+        difference = disagreement(answers)
+        if difference:
+            self.screen.line(f"{difference}, so the ranks no longer agree.", "bold red")
             return False
         self.exit_code = answers[0]["exit"]
         return True
 
     def explain(self, error):
-        """Say why a call failed."""
+        """Show why a call failed. error: a PoolError."""
         if not error.hung:
             text, _, log = str(error).partition(": rank ")[2].partition("\n")
             lines = [line for line in log.splitlines() if line.strip() and not line.startswith(NOISE)]
@@ -158,17 +161,17 @@ class Session:
         self.screen.by_ranks({rank: where(text) for rank, text in error.waiting.items()})
 
     def complete(self, text):
-        """How the name at the end of a text may go on, on rank 0."""
+        """The completions of the name at the end of a text, on rank 0."""
         if self.ranks.ranks is None or self.ranks.ranks.exit_codes():
             return []
         try:
-            return self.ranks.call(f"{ON_RANK}:complete", text=text)[0]
+            return self.ranks.call(f"{INTERPRETER}:complete", text=text)[0]
         except PoolError:
             return []
 
 
 def disagreement(answers):
-    """How the ranks ended a statement differently, in words; "" if all did alike."""
+    """In words, how the ranks ended a statement differently; "" if all ended it in the same way."""
     ends = {rank: (answer["error"], answer["exit"]) for rank, answer in enumerate(answers)}
     if len(set(ends.values())) == 1:
         return ""
@@ -188,19 +191,21 @@ def named(ranks):
 
 
 def kinds(errors):
+    """The names of these errors, each once."""
     return ", ".join(dict.fromkeys(error if isinstance(error, str) else error[0] for error in errors))
 
 
 def codes(ended):
+    """{rank: exit code} in words, without the ranks."""
     return ", ".join(signal.Signals(-code).name if code < 0 else f"exit code {code}" for code in ended.values())
 
 
 def where(log):
-    """Where a rank is, from what faulthandler wrote: the user's frames, the innermost last."""
+    """Where a rank is, from its log with the lines of faulthandler: the user's frames, the innermost last."""
     frames = FRAME.findall(log.rpartition("(most recent call first)")[2])[::-1]
-    ours = [number for number, frame in enumerate(frames) if frame[0] == ON_RANK]
-    theirs = [frame for frame in frames[min(ours, default=0) :] if not INSIDE.search(frame[0])]
-    if not theirs:
+    first = min((number for number, (path, *_) in enumerate(frames) if path == INTERPRETER), default=0)
+    of_user = [frame for frame in frames[first:] if not INSIDE.search(frame[0])]
+    if not of_user:
         return "at the end of the statement: it waits for other ranks"
-    frames = traceback.StackSummary.from_list([(path, int(line), name, None) for path, line, name in theirs])
+    frames = traceback.StackSummary.from_list([(path, int(line), name, None) for path, line, name in of_user])
     return "".join(frames.format())

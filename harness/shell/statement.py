@@ -1,4 +1,4 @@
-"""What one statement of the shell did on this rank: its steps, and the bytes that left the rank during all of it."""
+"""What a statement of the shell did on this rank: its steps, and the bytes that left the rank in all of it."""
 
 import oneflow as flow
 
@@ -10,9 +10,9 @@ from harness.shell import SHELL
 
 
 class Statement(Trace):
-    """A Trace that waits for no other rank: the user's statement hangs only where it would hang without us.
+    """A Trace that waits for no other rank, so that a statement hangs only if it would hang without the shell.
 
-    So its steps are not measured one by one. `sent` counts the bytes of the whole statement.
+    So it does not measure each step; `sent` counts the bytes of the whole statement.
     """
 
     def __init__(self, script):
@@ -22,16 +22,16 @@ class Statement(Trace):
         self.compares = False  # whether flow.tensor made a global tensor, for which OneFlow compares all ranks' values
 
     def sent(self):
-        """The bytes that this rank has sent so far; 0 on all ranks if nothing has moved."""
+        """The bytes that this rank has sent in this statement so far; 0 on all ranks if nothing has moved."""
         flow._oneflow_internal.eager.Sync()
         return max(0, growth(self.before, connections()) - self.outside)
 
     def settled(self):
-        """The same once all ranks have sent everything. Collective."""
+        """The same, once all ranks have sent everything. Collective."""
         return max(0, growth(self.before, quiet()) - self.outside)
 
     def facts(self, variables):
-        """{"events", "names"} as measure_script has them, for the terminal. variables: those after the statement."""
+        """The keys of measure_script that the terminal needs. variables: {name: value} after the statement."""
         for name, value in list(variables.items()):
             if id(value) in self.names.tensors and not name.startswith("_"):
                 self.names.add_variable(value, name, 1)
@@ -65,5 +65,5 @@ class Statement(Trace):
             result = call.proceed()
         finally:
             self.layers.pop()
-        self.names.add_returned(path, [one for one in tensors_in(result) if not one.is_lazy])
+        self.names.add_returned(path, [tensor for tensor in tensors_in(result) if not tensor.is_lazy])
         return result

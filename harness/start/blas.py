@@ -1,7 +1,7 @@
-"""Make .venv/lib/libopenblas.so: the OpenBLAS of scipy-openblas32 under the names by which OneFlow calls its own.
+"""Make .venv/lib/libopenblas.so: the OpenBLAS of scipy-openblas32, with the functions that OneFlow calls renamed.
 
-A rank loads it before OneFlow, whose calls of these four functions it then takes over. All other names get a prefix of
-ours: OneFlow's and numpy's OpenBLAS have functions of the same names inside, and would call those of another version.
+A rank loads it before OneFlow, so OneFlow's calls of these four functions go to it. All other functions get a prefix:
+OneFlow and numpy bring OpenBLAS in other versions, which would otherwise call functions of this one.
 """
 
 import os
@@ -11,15 +11,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-TAKEN_OVER = ("sgemm", "dgemm", "sdot", "ddot")  # all of BLAS that OneFlow 0.9.0 exports
-DYNAMIC_SYMBOLS = 11  # the type of such a section, SHT_DYNSYM
+REPLACED = ("sgemm", "dgemm", "sdot", "ddot")  # all of BLAS that OneFlow 0.9.0 exports
+DYNAMIC_SYMBOLS = 11  # SHT_DYNSYM, the type of the section that lists exported names
 
 
 def exported(library):
-    """The names that a shared library defines for others; a section of 64-bit ELF says where they are."""
+    """Yield the names that a shared library, a 64-bit ELF file, exports."""
     data = library.read_bytes()
-    begin, size, count = (*struct.unpack_from("<Q", data, 40), *struct.unpack_from("<HH", data, 58))
-    sections = [struct.unpack_from("<IIQQQQII", data, begin + i * size) for i in range(count)]
+    [table] = struct.unpack_from("<Q", data, 40)
+    size, count = struct.unpack_from("<HH", data, 58)
+    sections = [struct.unpack_from("<IIQQQQII", data, table + i * size) for i in range(count)]
     [(offset, length, link)] = [section[4:7] for section in sections if section[1] == DYNAMIC_SYMBOLS]
     for name, _, _, defined_in, *_ in struct.iter_unpack("<IBBHQQ", data[offset : offset + length]):
         if name and defined_in:
@@ -31,7 +32,7 @@ def main():
     [source] = Path(sys.prefix).glob("lib/python3*/site-packages/scipy_openblas32/lib/libscipy_openblas.so")
     library = Path(sys.prefix, "lib", "libopenblas.so")
     names = {name: f"cookbook_{name}" for name in exported(source)}
-    names.update({f"scipy_cblas_{name}": f"cblas_{name}" for name in TAKEN_OVER})
+    names.update({f"scipy_cblas_{name}": f"cblas_{name}" for name in REPLACED})
     with tempfile.NamedTemporaryFile("w") as table:
         table.writelines(f"{old} {new}\n" for old, new in names.items())
         table.flush()

@@ -1,4 +1,4 @@
-"""How a job ends: the outcome of each node's ranks, and the decision of all nodes, a function of these and the time."""
+"""How a job ends: from the outcome of each node's ranks, node 0 decides the outcome of the job."""
 
 import enum
 import signal
@@ -11,11 +11,11 @@ from harness.start.ranks import is_consequence
 BAD_INPUT = 2
 TIME_LIMIT_REACHED = 124
 BROKEN_PIPE = 128 + signal.SIGPIPE
-VERDICT_DELAY = 2.0  # seconds in which another node may report the cause of a failure that is only a consequence
+VERDICT_DELAY = 2.0  # seconds to wait for the cause of a failure that looks like a consequence
 
 
 class Cause(str, enum.Enum):
-    """Why the ranks of a node have ended, or are to end. A str, so that launchers can send it as JSON."""
+    """Why the ranks of a node have ended, or must end. A str, so that launchers can send it as JSON."""
 
     DONE = "all ranks ended well"
     RANK = "a rank failed"
@@ -28,21 +28,21 @@ class Cause(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of a node have ended, or the whole job; launchers send it to each other."""
+    """How the ranks of a node, or of the whole job, have ended; launchers send it to each other."""
 
     code: int  # exit code for the shell
     cause: Cause
-    node: int  # where
-    text: str = ""  # what to say of it
+    node: int  # where it happened
+    text: str = ""  # the message for the user
     rank: Optional[int] = None  # the local rank that failed
     time: float = field(default_factory=time.time)
-    consequence: bool = False  # whether it looks like OneFlow's answer to the death of another rank
+    consequence: bool = False  # whether it looks like OneFlow's reaction to the death of another rank
     restart: int = 0  # number of the restart that follows; 0: none
 
 
 @dataclass(frozen=True)
 class Received:
-    """An outcome that this launcher knows of, and since when, by time.monotonic()."""
+    """An outcome, and when this launcher learned of it, by time.monotonic()."""
 
     outcome: Outcome
     at: float
@@ -54,29 +54,29 @@ def outcome_from(message):
 
 
 def first_failure(codes, reports):
-    """The local rank that failed first, None if none did.
+    """The local rank that failed first, None if no rank failed.
 
-    codes: exit codes by local rank, of those that have ended; reports: the Report of each rank. A rank that was killed
-    has no report, and its time is infinite; then one that does not look like a consequence is the first.
+    codes: {local rank: exit code} of the ranks that have ended; reports: the Report of each rank. A rank that was
+    killed sends no report, so its time is infinite; among several of these, a consequence comes last.
     """
     failed = [rank for rank, code in codes.items() if code]
     return min(failed, key=lambda rank: (reports[rank].time, is_consequence(codes[rank])), default=None)
 
 
 def exit_code(code):
-    """What the shell is told of a process: 128 + N where signal N killed it, for which Python has -N."""
+    """A process's exit code as a shell reports it: 128 + N after signal N, for which Python has -N."""
     return code if code >= 0 else 128 - code
 
 
 def decide(received, now, nodes, is_leader, connected):
-    """The Outcome of the job; None as long as it is open.
+    """The Outcome of the job; None while it is undecided.
 
-    received: what this launcher knows, in the order in which it came. nodes: number of nodes of the job. is_leader:
-    whether this is node 0, which decides for all. connected: number of other launchers that this one can hear.
+    received: the outcomes that this launcher knows, in order of arrival. now: time.monotonic(). nodes: number of nodes
+    of the job. is_leader: whether this is node 0. connected: number of other launchers that are connected to this one.
 
-    Node 0 decides for all; a launcher that hears no other one decides alone. The job ends well when all nodes have. A
-    failure ends it at once, unless it looks like a consequence, such as the abort of ranks that have lost another one:
-    then the other nodes have VERDICT_DELAY to report the cause. Of several failures the first cause counts.
+    Node 0 decides for all; a launcher without a connection decides alone. The job ends well when all nodes have ended
+    well. A failure ends it at once, unless it looks like a consequence, such as the abort of ranks that have lost a
+    peer: then the other nodes have VERDICT_DELAY to report the cause. Of several failures the first cause counts.
     """
     if connected and not is_leader:
         return None
@@ -92,7 +92,7 @@ def decide(received, now, nodes, is_leader, connected):
 
 
 def with_restart(outcome, attempt, max_restarts):
-    """An Outcome with the number of the restart that follows, if one does: only after a rank has failed."""
+    """The Outcome with the number of the restart that follows, if a restart follows: only after a rank has failed."""
     if outcome.cause is Cause.RANK and attempt < max_restarts:
         return replace(outcome, restart=attempt + 1)
     return outcome

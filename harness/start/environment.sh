@@ -1,33 +1,33 @@
 # shellcheck shell=bash disable=SC2154
-# Sourced by launch.sh: makes .venv with everything in requirements.txt, once, by uv, and knows when it is broken.
-# Needs $here, the checkout. All it says goes to standard error; what cannot be helped ends with exit code 2.
+# Sourced by launch.sh: creates .venv with everything in requirements.txt, once, with uv, and notices when it is broken.
+# Needs $here, the checkout. All messages go to standard error; an error ends with exit code 2.
 
 venv=$here/.venv
 
 say() { printf 'launch.sh: %s\n' "$*" >&2; }
 refuse() { say "$1"; shift; [[ $# -eq 0 ]] || printf '  %s\n' "$@" >&2; exit 2; }
 
-# Runs a command in the background and waits for it: for one in the foreground, bash would not heed a signal.
+# Runs a command in the background and waits for it: while one runs in the foreground, bash delays traps.
 heed() { "$@" >&2 & wait $!; }
 heed_into() { "${@:2}" >"$1" 2>&1 & wait $!; }
 
-# A line for the requirements, and one for each file whose loss breaks an environment. The file .venv/made is written
-# last of all and holds these lines as they were then.
+# Prints a checksum of the requirements, and size and path of each file whose loss breaks an environment. The file
+# .venv/made, which is written last, holds these lines as they were when .venv was created.
 contents() {
     cksum <"$here/requirements.txt"
     (cd "$venv" && find lib \( -name '*.so*' -o -name __init__.py -o -name RECORD \) -type f -printf '%s %p\n' 2>/dev/null)
 }
 
-# Those lines of .venv/made that are true no more.
+# Prints the lines of .venv/made that no longer hold.
 lost() { contents | grep -vxFf - "$venv/made"; }
 
-# Whether .venv is whole: made from these very requirements, no such file is gone or cut short, and its Python runs.
+# Whether .venv is whole: created from the present requirements, no file lost or cut short, and its Python runs.
 environment_is_whole() {
     [[ -f $venv/made && -x $venv/bin/python && -z $(lost) ]] && "$venv/bin/python" -ISc \
         'import os, sys; os.chdir("%s/lib/python%d.%d" % (sys.argv[1], *sys.version_info[:2]))' "$venv" 2>/dev/null
 }
 
-# PATH, and behind it where pyenv, uv and conda keep Pythons.
+# PATH, followed by the folders where pyenv, uv and conda keep Pythons.
 path_of_pythons() {
     printf '%s' "$PATH"
     printf ':%s' "${PYENV_ROOT:-${HOME-}/.pyenv}"/versions/*/bin "${CONDA_PREFIX:-/nowhere}/bin" \
@@ -35,7 +35,7 @@ path_of_pythons() {
         {"${HOME-}",/opt}/{{mini,ana}conda3,{mini,mamba}forge{,3},conda}/{,envs/*/}bin
 }
 
-# Sets $python to the first of this machine that is no older than version $1.$2: .venv's, if there is one.
+# Sets $python to the first Python here of version $1.$2 or newer: that of .venv, if it exists.
 find_any_python() {
     local any
     while IFS= read -r any; do
@@ -45,7 +45,7 @@ find_any_python() {
     refuse "no Python $1.$2 or newer here"
 }
 
-# Sets $python to the one that PYTHON names.
+# Sets $python to the Python that PYTHON names.
 take_named_python() {
     local what why="name a Python 3.8, 3.9 or 3.10, or unset it"
     python=$(type -p "$PYTHON") || refuse "PYTHON=$PYTHON: no such program; $why"
@@ -53,7 +53,7 @@ take_named_python() {
     [[ $what =~ ^CPython\ 3\.(8|9|10)\. ]] || refuse "PYTHON=$PYTHON is ${what##*$'\n'}; $why"
 }
 
-# Sets $uv: the one on PATH, if it is new enough to know this option, else one of our own, fetched with any Python.
+# Sets $uv to the uv on PATH, if it is new enough to know this option, else to our own, which any Python can fetch.
 find_uv() {
     local any
     for uv in "$(type -p uv)" "$here/.venv-uv/bin/uv"; do
@@ -66,14 +66,14 @@ find_uv() {
     refuse "no Python 3 of this machine could fetch uv: check the network, name a mirror (PIP_INDEX_URL), or install uv"
 }
 
-# Sets $python to the first of this machine that uv has run, else to one that uv fetches.
+# Sets $python to the first suitable Python that uv finds here, else to one that uv fetches.
 find_python() {
     local find=("$uv" python find --no-project --system)
     ! python=$(PATH=$(path_of_pythons) "${find[@]}" --no-python-downloads 'cpython>=3.8,<3.11' 2>/dev/null) || return 0
     say "no Python 3.8, 3.9 or 3.10 here; uv fetches one"
     export UV_PYTHON_INSTALL_BIN=0 # no link to it in ~/.local/bin
     { heed "$uv" python install 3.10 && python=$("${find[@]}" --managed-python 3.10); } || refuse \
-        "OneFlow 0.9.0 exists for Python 3.8 to 3.10 only, and uv could not fetch one, see above; get one, such as by" \
+        "OneFlow 0.9.0 exists for Python 3.8 to 3.10 only, and uv could not fetch one, see above; install one, for example:" \
         "conda create -y -n py310 python=3.10; conda activate py310" \
         "pyenv install 3.10" \
         "sudo add-apt-repository ppa:deadsnakes/ppa; sudo apt install python3.10 (Ubuntu)" \
@@ -103,17 +103,17 @@ make_environment() {
     settings=$("$python" "$here/harness/start/packages.py" settings) || refuse "pip's settings are bad, see above"
     eval "$settings"
     say "setting up .venv with $python"
-    # The files of .venv are links to those in uv's cache: one that is cut short here is cut short there.
+    # The files of .venv are hard links into uv's cache: a file that is cut short here is cut short there too.
     if [[ -f $venv/made && $(lost | head -n 1) == *" lib/"* ]]; then
         mapfile -t packages < <(sed -n 's/==.*//p' "$here/requirements.txt")
         heed "$uv" cache clean "${packages[@]}"
     fi
     rm -rf "$venv"
-    # shellcheck disable=SC2064 # the path of today
+    # shellcheck disable=SC2064 # expand the path now
     trap "rm -rf '$venv'" EXIT
     heed "$uv" venv --quiet --no-project --python "$python" "$venv" || refuse "uv venv failed, see above"
     install_all "${command[@]}"
-    # This also compiles it to bytecode, even where images tell Python not to: a rank then starts in half of the time.
+    # This also compiles OneFlow to bytecode, even where an image turns that off: ranks then start twice as fast.
     heed_into "$log" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'import oneflow' \
         || refuse "OneFlow does not start: $(tail -n 1 "$log")"
     heed_into "$log" "$venv/bin/python" "$here/harness/start/blas.py" \
@@ -124,7 +124,7 @@ make_environment() {
     say "ready: .venv took $SECONDS s"
 }
 
-# Makes .venv unless it is whole. Two callers at once: one works, the other waits and then finds it whole.
+# Creates .venv unless it is whole. Of two callers at once, one creates it, and the other waits for it.
 ensure_environment() {
     environment_is_whole && return
     exec 9>"$here/.venv.lock" || refuse "cannot write to $here; clone the cookbook to a folder of your own"

@@ -1,8 +1,8 @@
-"""The error of whoever types a command."""
+"""UsageError: what the user typed cannot run."""
 
 
 class UsageError(BaseException):
-    """One line that says why something cannot run, and what to type instead.
+    """Its text is one line: why the command cannot run, and what to type instead.
 
-    Not an Exception: a script that is recorded must not catch it with `except Exception`.
+    Not an Exception, so that `except Exception` in a script under `show` does not catch it.
     """

@@ -1,19 +1,19 @@
-"""Keep the names that a user's code imports apart from ours, in a process that runs both."""
+"""Run a user's code in a process that also runs ours, without mixing modules that have the same name."""
 
 import sys
 
-OURS = ("harness", "tests", "benchmarks", "recipes")  # packages of ours; a user may have others of these names
+OURS = ("harness", "tests", "benchmarks", "recipes")  # our packages; the user may have packages of these names too
 
 
 class Isolation:
-    """A context manager for the user's code: inside it, sys.path is `path`, and no module of ours can be imported.
+    """A context manager for the user's code: inside it, sys.path is `path`, and none of our modules can be imported.
 
-    It may be entered again: modules of the user's that have names of ours are then still there. Import what our code
-    needs before, and pickle objects of our classes behind it.
+    It can be entered again; the user's modules that have our names are then still loaded. Import what our own code
+    needs before entering it, and pickle objects of our classes after leaving it.
     """
 
     def __init__(self, path, modules=None):
-        """path: the user's sys.path. modules: name -> module, those of ours that can be imported nevertheless."""
+        """path: the user's sys.path. modules: {name: module}, those of ours that the user's code may import."""
         self.path, self.modules = path, modules or {}
 
     def __enter__(self):
@@ -23,7 +23,7 @@ class Isolation:
         self.swap()
 
     def swap(self):
-        """Exchange sys.path and the modules with names of ours for those on the other side."""
+        """Exchange our sys.path and modules for the user's, or back."""
         modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in OURS}
         sys.modules.update(self.modules)
         self.modules = modules

@@ -18,20 +18,23 @@ from harness.start.silence import HOW_TO_END, Silence
 
 
 class Job:
-    """The ranks of this node. `run` starts them, watches them and returns the exit code for the shell."""
+    """The ranks of this node; `run` starts and watches them."""
 
     def __init__(self, options, nodes):
         self.options, self.nodes = options, nodes
         self.nproc_per_node = options.nproc_per_node
-        self.first, self.world_size = nodes.node_rank * self.nproc_per_node, nodes.nnodes * self.nproc_per_node
+        self.first = nodes.node_rank * self.nproc_per_node  # the lowest rank of this node
+        self.world_size = nodes.nnodes * self.nproc_per_node
         self.where = f" on {nodes.name}" if nodes.nnodes > 1 else ""
-        self.signals = []  # received, of those that end the job
-        self.dump_requested = False  # by SIGUSR1
+        self.signals = []  # those received that end the job
+        self.dump_requested = False  # whether SIGUSR1 came: show where each rank is
+        self.reported_print = 0.0  # when this node last told node 0 that a rank prints
         self.logs = []  # a file for each rank of this node
         self.deadline = time.monotonic() + (options.timeout or float("inf"))
         self.silence = Silence(options.silent)
 
     def run(self):
+        """Run the job, with its restarts; returns the exit code for the shell."""
         end_signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
             end_signals.remove(signal.SIGHUP)
@@ -69,7 +72,7 @@ class Job:
             file.write(encoded(f"launch.sh: {text}\n"))
 
     def run_attempt(self, attempt):
-        """Start the ranks and watch them; returns the Outcome of the job. attempt: 0, or the number of the restart."""
+        """Start the ranks and watch them; returns the Outcome. attempt: 0, or the number of the restart."""
         with contextlib.ExitStack() as stack:
             port = 0
             if not self.nodes.is_leader:
@@ -81,8 +84,7 @@ class Job:
             if start is None:
                 say(f"{signal.Signals(self.signals[0]).name}: nothing was started")
                 return Outcome(128 + self.signals[0], Cause.SIGNAL, self.nodes.node_rank)
-            here = {"nproc_per_node": self.nproc_per_node, "first": self.first}
-            assignment = RankAssignment(self.world_size, **here, **start)
+            assignment = RankAssignment(self.world_size, nproc_per_node=self.nproc_per_node, first=self.first, **start)
             output = stack.enter_context(contextlib.closing(Output(self.nproc_per_node, self.prefix, self.logs)))
             name = ["-m", self.options.module] if self.options.module else [self.options.script]
             script = [*name, *self.options.arguments]
@@ -90,7 +92,7 @@ class Job:
                 output.close_writing()
                 outcome = self.watch(ranks, output, attempt)
                 self.announce(outcome, ranks, output)
-                output.on_terminal = outcome.cause is Cause.SIGNAL  # what a script says that ends in good order
+                output.on_terminal = outcome.cause is Cause.SIGNAL  # then the script may still report how it ends
                 if outcome.cause is Cause.SIGNAL and outcome.code == 128 + signal.SIGTERM:
                     self.wait_for_end(ranks, output)
             output.read_rest()
@@ -98,18 +100,19 @@ class Job:
             return outcome
 
     def wait_for_end(self, ranks, output):
-        """After SIGTERM, ranks have --grace seconds to save a checkpoint. A signal of another kind ends the wait.
+        """After SIGTERM, ranks have --grace seconds to save a checkpoint. Any other signal ends the wait.
 
-        Launchers wait for each other too: srun and mpirun may kill the others when the first one exits.
+        Launchers wait for each other too: srun and mpirun may kill the others when the first launcher exits.
         """
         ranks.ask_to_end()
-        deadline, ended = time.monotonic() + self.options.grace, False
-        waiting = {peer.hello["node"] for peer in self.nodes.peers}  # node 0 for all others, these for node 0
+        deadline = time.monotonic() + self.options.grace
+        ended = False  # whether all ranks of this node have
+        waiting = {peer.hello["node"] for peer in self.nodes.peers}  # node 0 waits for all others, these for node 0
         while set(self.signals) <= {signal.SIGTERM} and time.monotonic() < deadline and (waiting or not ended):
             output.read(0.02)
             if not ended and len(ranks.exit_codes()) == self.nproc_per_node:
                 ended = True
-                if not self.nodes.is_leader:  # node 0 is the last, and closes the connection
+                if not self.nodes.is_leader:  # node 0 ends last, and closes the connections
                     self.nodes.send(ended=True, node=self.nodes.node_rank)
             for message in iter(self.nodes.receive, None):
                 if "ended" in message or "lost" in message:
@@ -125,7 +128,7 @@ class Job:
                 output.show_error(rank, report.text)
 
     def log_end(self, outcome, output):
-        """Append to the logs what ended the script of each rank, and how the job ended."""
+        """Append to the logs each rank's traceback or message, and how the job ended."""
         for file, report in zip(self.logs, output.reports):
             if report.text:
                 file.write(encoded(f"{report.text}\n"))
@@ -138,21 +141,14 @@ class Job:
 
     def watch(self, ranks, output, attempt):
         """Wait for the end of the job, on this node or another; returns the Outcome that all nodes agree on."""
-        here, received, told = None, [], 0.0
+        here, received = None, []
         while True:
             output.read(0.02)
             if self.dump_requested:
                 self.dump_requested = False
                 ranks.dump_tracebacks(signal.SIGUSR1)
             now = time.monotonic()
-            if self.nodes.is_leader:
-                silent = self.silence.to_show(output.printed, now)
-                if silent:
-                    self.nodes.send(silent=silent, attempt=attempt)
-                    self.show_silence(silent, ranks, output)
-            elif output.printed > told and now > told + 1:
-                told = now
-                self.nodes.send(printed=True, attempt=attempt)
+            self.watch_silence(now, ranks, output, attempt)
             if here is None:
                 here = self.outcome_here(ranks, output)
                 if here:
@@ -162,9 +158,9 @@ class Job:
                 if "lost" in message:
                     lost = Outcome(1, Cause.NODE, message["node"], f"{message['lost']} is gone")
                     received.append(Received(lost, now))
-                elif message.get("attempt") != attempt:  # of an earlier one
+                elif message.get("attempt") != attempt:  # sent in an earlier attempt
                     continue
-                elif "printed" in message:  # on another node
+                elif "printed" in message:  # a rank of another node
                     output.printed = now
                 elif "silent" in message:
                     self.show_silence(message["silent"], ranks, output)
@@ -179,8 +175,19 @@ class Job:
                 self.nodes.send(verdict=asdict(verdict), attempt=attempt)
                 return verdict
 
+    def watch_silence(self, now, ranks, output, attempt):
+        """On node 0, show a long silence on all nodes; elsewhere, report once a second at most that ranks print."""
+        if self.nodes.is_leader:
+            silent = self.silence.to_show(output.printed, now)
+            if silent:
+                self.nodes.send(silent=silent, attempt=attempt)
+                self.show_silence(silent, ranks, output)
+        elif output.printed > self.reported_print and now > self.reported_print + 1:
+            self.reported_print = now
+            self.nodes.send(printed=True, attempt=attempt)
+
     def outcome_here(self, ranks, output):
-        """The Outcome of this node's ranks; None while they run and nothing has happened that ends the job."""
+        """The Outcome of this node's ranks; None while they run and nothing ends the job."""
         node = self.nodes.node_rank
         if self.signals:
             signum = self.signals[0]
@@ -205,7 +212,7 @@ class Job:
         why = f"exit code {code}" if code > 0 else f"killed by signal {-code}, {signal.Signals(-code).name}"
         text = f"rank {self.first + rank} of {self.world_size}{self.where} failed: {why}; every rank is ended"
         cause = Cause.RANK
-        if code == ending.BAD_INPUT:  # every rank says the same, and would say it again after a restart
+        if code == ending.BAD_INPUT:  # every rank prints the same message, and would again after a restart
             cause, text = Cause.ARGUMENTS, report.text or f"launch.sh: {text}"
         shell_code, ended = ending.exit_code(code), min(report.time, time.time())
         return Outcome(shell_code, cause, self.nodes.node_rank, text, rank, ended, is_consequence(code))
@@ -230,14 +237,14 @@ class Job:
             say(f"restart {outcome.restart} of {self.options.max_restarts}")
 
     def show_silence(self, seconds, ranks, output):
-        """Show where each rank is when none has printed for so long."""
+        """Show where each rank is, after so many seconds without output."""
         text = f"no rank has printed for {seconds:g} s"
         self.log(text)
         self.show_ranks(text, ranks, output)
         say(f"the job continues; {HOW_TO_END}")
 
     def show_ranks(self, why, ranks, output):
-        """Show where each rank of this node is."""
+        """Show where each rank of this node is. why: the reason, for the first line."""
         say(f"{why}: this is where each rank is")
         ranks.dump_tracebacks()
         end = time.monotonic() + 1

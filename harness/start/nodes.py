@@ -1,6 +1,6 @@
-"""The launchers of one job on several nodes: they agree on OneFlow's port, and exchange how their ranks ended.
+"""The launchers of a job on several nodes: they agree on OneFlow's port, and exchange how their ranks ended.
 
-Node 0 leads. The others connect to it at --master_addr, --master_port and exchange messages with it alone.
+Node 0 leads. The others connect to it at --master_addr, --master_port and send messages to it alone.
 """
 
 import itertools
@@ -9,23 +9,23 @@ import time
 
 from harness.start.cores import available
 from harness.start.errors import UsageError
+from harness.start.meeting import Gathering, Joining, wait_for
 from harness.start.ranks import cores_of
-from harness.start.rendezvous import Gathering, Joining, wait_for
 
-HEARTBEAT = 1.0  # seconds between messages that only say that a launcher is alive
+HEARTBEAT = 1.0  # seconds between messages that show that a launcher is alive
 
 
 class Nodes:
     """This node among those of a job; a context manager that closes the connections."""
 
     def __init__(self, nnodes, node_rank, nproc_per_node, address, port, same):
-        """nnodes, node_rank, nproc_per_node: as the options of these names. address, port: where node 0 listens.
+        """nnodes, node_rank, nproc_per_node: the options of these names. address, port: where node 0 listens.
 
-        same: name -> value that must be equal on all nodes, such as the script and its arguments.
+        same: {name: value} that must be equal on all nodes, such as the script and its arguments.
         """
         self.nnodes, self.node_rank, self.address, self.port = nnodes, node_rank, address, port
         self.nproc_per_node, self.same = nproc_per_node, same
-        cores = available()  # a scheduler may give each node cores of its own on one host
+        cores = available()  # of two nodes on a host, a scheduler may give each its own cores
         self.hello = {"node": node_rank, "host": socket.gethostname(), "cores": cores, "same": same}
         self.name = f"node {node_rank} ({self.hello['host']})"
         self.is_leader = node_rank == 0
@@ -67,10 +67,9 @@ class Nodes:
         return None
 
     def begin(self, port, deadline, silent, stopped):
-        """Begin an attempt together with all nodes; returns arguments of RankAssignment, or None if it is stopped.
+        """Begin an attempt together with all nodes; returns arguments of RankAssignment, or None if stopped.
 
-        port: of rank 0, on node 0. deadline: of the wait for other nodes, by time.monotonic(). silent: seconds after
-        which to say once more for whom it waits. stopped: a function that says whether to wait no longer. Raises
+        port: of rank 0, on node 0. deadline, silent, stopped: of the wait for other nodes, as in wait_for. Raises
         UsageError.
         """
         if not self.is_leader:
@@ -85,7 +84,8 @@ class Nodes:
 
     def _check_hosts(self):
         """Raises UsageError, here and on all other nodes, if OneFlow 0.9.0 does not run on so many hosts."""
-        hosts, ranks = len({"", *(peer.address for peer in self.peers)}), self.nnodes * self.nproc_per_node
+        hosts = len({"", *(peer.address for peer in self.peers)})
+        ranks = self.nnodes * self.nproc_per_node
         if ranks % hosts:
             refusal = f"OneFlow 0.9.0 would hang: {ranks} ranks cannot be divided by {hosts} hosts"
             self.send(refused=refusal)
@@ -107,8 +107,8 @@ class Nodes:
 def shares_of(members, nproc_per_node):
     """The local_rank and the cores of each node's RankAssignment, by node. members: (address, hello) of each node.
 
-    Several nodes may be on one host: their ranks are numbered together, and those with the same cores divide them.
-    local_rank is None unless `has_local_ranks`.
+    Several nodes may be on the same host: their local ranks are numbered together, and nodes with the same cores
+    divide them among their ranks. local_rank is None unless `has_local_ranks`.
     """
     addresses = [address for address, _ in members]
     shares = []
@@ -123,6 +123,6 @@ def shares_of(members, nproc_per_node):
 
 
 def has_local_ranks(addresses):
-    """Whether each host has as many nodes, one after another; else OneFlow 0.9.0 leaves ranks without shards."""
+    """Whether all hosts have as many nodes, numbered host by host; else OneFlow 0.9.0 leaves ranks without shards."""
     nodes_in_turn = [len(list(nodes)) for _, nodes in itertools.groupby(addresses)]
     return len(set(nodes_in_turn)) == 1 and len(nodes_in_turn) == len(set(addresses))

@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.start import recipe, schedulers
 from harness.start.errors import UsageError
 
-# what launch.sh itself says of a typing error, before it sets anything up
+# launch.sh has the same words, for a typing error before .venv is made
 NO_SUCH_SCRIPT = "no such file and no recipe: ./launch.sh lists the recipes, and --help the commands"
 
 
@@ -39,16 +39,16 @@ def parser():
 
 
 def add_script(options):
-    """Let a parser take what is to run: a script, or -m and a module, with arguments."""
+    """Add to a parser what is to run: a script, or -m and a module, with arguments."""
     options.add_argument("-m", nargs=argparse.REMAINDER, dest="module")
     options.add_argument("script", nargs="?")
     options.add_argument("arguments", nargs=argparse.REMAINDER)
 
 
 def find_script(options):
-    """Fill in what is to run, which was typed: its file `script`, `arguments`, and `module`, None unless -m was typed.
+    """Find what is to run; sets `script`, its file, `arguments`, and `module`, None unless -m was typed.
 
-    Returns its WORLD_SIZES, None if it has none. Raises UsageError.
+    Returns the script's WORLD_SIZES, None if it has none. Raises UsageError.
     """
     if options.module is None:
         path = recipe.find(options.script)
@@ -70,7 +70,7 @@ def find_script(options):
 
 
 def checked(arguments):
-    """The parsed command line, with the script found and what was not typed filled in. Raises UsageError."""
+    """The parsed command line: the script is looked up, and missing options are filled in. Raises UsageError."""
     options = parser().parse_args(arguments)
     if options.script is None and options.module is None:
         raise UsageError("name a Python script, such as recipes/data_parallel.py")
@@ -92,12 +92,12 @@ def checked(arguments):
 
 
 def file_of(options):
-    """The whole path of what is to run, as Python has it in tracebacks."""
+    """The absolute path of the script, as Python shows it in tracebacks."""
     return os.path.abspath(options.script) if options.module else str(Path(options.script).resolve())
 
 
 def fill_in_nodes(options):
-    """Fill in where the job runs, from what is typed, or else from what srun or mpirun says. Raises UsageError."""
+    """Fill in where the job runs: from the options, else from the variables of srun or mpirun. Raises UsageError."""
     typed = options.nnodes is not None or options.node_rank is not None
     task = None if typed else schedulers.task(os.environ)
     options.job = task.job if task else "of no scheduler"
@@ -144,7 +144,7 @@ def fill_in_ranks(options, sizes):
 
 
 def check_gpus(ranks):
-    """Raises UsageError unless OneFlow 0.9.0 has code for the GPUs of this host's ranks: the first visible ones."""
+    """Raises UsageError unless OneFlow 0.9.0 has code for the GPUs of this host's ranks: the first `ranks` visible."""
     gpus, variable = gpus_of_this_host(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if gpus is None or "MIG-" in (variable or ""):  # the query does not list parts of a GPU
         return
@@ -161,7 +161,7 @@ def check_gpus(ranks):
 
 
 def gpus_of_this_host():
-    """The compute capability and the UUID of each GPU, in the order of the PCI bus; None if the driver is too old."""
+    """[(compute capability, UUID)] of each GPU, in the order of the PCI bus; None if the driver is too old."""
     command = ["nvidia-smi", "--query-gpu=compute_cap,uuid", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -177,7 +177,7 @@ def visible_gpus(uuids, variable):
     """The numbers of the GPUs that CUDA shows to a program, in its order.
 
     uuids: of all GPUs. variable: CUDA_VISIBLE_DEVICES, numbers or beginnings of UUIDs; None if it is not set. CUDA
-    ignores what stands behind an entry that names no GPU.
+    ignores everything after an entry that names no GPU.
     """
     if variable is None:
         return list(range(len(uuids)))
@@ -194,7 +194,7 @@ def visible_gpus(uuids, variable):
 
 
 def same_on_all_nodes(options):
-    """What the launchers of one job must have in common: name -> value."""
+    """{name: value} that must be equal for all launchers of a job."""
     script = Path(options.script)
     return {
         "--nnodes": options.nnodes,

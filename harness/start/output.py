@@ -1,4 +1,4 @@
-"""What the ranks of a node write: read from pipes, and written to the terminal and the logs line by line.
+"""The output of the ranks of a node: read from pipes, and written to the terminal and the logs line by line.
 
 Only the launcher writes to the terminal, so lines of different ranks never mix.
 """
@@ -12,15 +12,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Optional
 
-# How glog begins an error that ends the process.
+# the start of a glog message about an error that ends the process
 FATAL = re.compile(rb"F\d{8} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\] ")
-TRACE = re.compile(rb"Stack \(most |  File |  \.\.\.|  <no Python frame>")  # how lines of faulthandler begin
+TRACE = re.compile(rb"Stack \(most |  File |  \.\.\.|  <no Python frame>")  # the start of each line of faulthandler
 NOISE = (b"libibverbs not available",)  # OneFlow warns of it on every host without InfiniBand
 PIPE_SIZE = 65536  # bytes that a pipe of Linux holds
 
 
 def encoded(text):
-    """Encode a text, also one with a file name that is not UTF-8."""
+    """Encode a text, even with a file name that is not UTF-8."""
     return text.encode(errors="backslashreplace")
 
 
@@ -46,14 +46,14 @@ class Report:
     code: Optional[int] = None
     text: str = ""  # a traceback, or what argparse printed
     time: float = float("inf")
-    calls: list = field(default_factory=list)  # of flow.comm: see CountCalls in rank.py
+    calls: list = field(default_factory=list)  # of flow.comm: CountCalls.report in rank.py
 
 
 class Lines:
-    """Splits what is read from a pipe into lines. A carriage return ends a line as well, as in progress bars."""
+    """Splits the data of a pipe into lines. A carriage return ends a line as well, as in progress bars."""
 
     def __init__(self):
-        self.rest = bytearray()  # the last line, which has no end yet
+        self.rest = bytearray()  # the last line, still incomplete
 
     def add(self, data):
         """Returns the lines that are complete now."""
@@ -68,21 +68,23 @@ class Lines:
 class Output:
     """The pipes from the ranks of one attempt. Lists are indexed by local rank.
 
-    writing: "stdout", "stderr" and "pipes", for reports -> for each rank the end of the pipe that it writes to.
+    writing: {"stdout", "stderr", "pipes": for each rank the end of the pipe that it writes to}; "pipes" is for reports.
     reports: the Report of each rank.
     """
 
     def __init__(self, count, prefix, logs):
-        """prefix: a function from a local rank to the prefix of its lines.
+        """count: number of ranks. prefix: a function from a local rank to the prefix of its lines.
 
-        logs: for each rank a file for all that it writes; with them only the first rank is shown on the terminal.
+        logs: for each rank a file for its output, or []; with logs, the terminal shows only the first rank.
         """
         self.prefix, self.logs = prefix, logs
         self.reports = [Report() for _ in range(count)]
-        self.fatal = [[] for _ in range(count)]  # lines from a fatal error on: it may only follow from another rank's
+        self.fatal = [
+            [] for _ in range(count)
+        ]  # lines from a fatal error on; held back, as it may follow from another rank's
         self.closed = False  # whether the reader of our standard output or error has closed it
         self.on_terminal = True
-        self.printed = time.monotonic()  # when a rank wrote last, apart from the stacks that the launcher asks for
+        self.printed = time.monotonic()  # when a rank last wrote, other than stacks for the launcher
         self.selector = selectors.DefaultSelector()
         self.pipes, self.writing = [], {}
         for kind, handle in (("stdout", self._stdout), ("stderr", self._stderr), ("pipes", self._report)):
@@ -116,14 +118,14 @@ class Output:
                 os.close(key.fd)
 
     def read_rest(self):
-        """Pass on all that ranks which have ended wrote, also a last line without an end."""
+        """Pass on the rest of what ended ranks wrote, even an incomplete last line."""
         self.read(0)
         for handle, rank, lines in self.pipes:
             if lines.rest and handle != self._report:
                 handle(rank, lines, b"\n")
 
     def show_error(self, rank, text=""):
-        """Show why a rank failed: OneFlow's fatal error, and its traceback."""
+        """Show why a rank failed: OneFlow's fatal error, if any, and its traceback, `text`."""
         lines = [encoded(line) + b"\n" for line in text.splitlines()]
         prefixed = [self.prefix(rank) + line for line in self.fatal[rank] + lines]
         self.fatal[rank] = []
@@ -135,7 +137,7 @@ class Output:
             self.closed = not write(stream, prefixed) or self.closed
 
     def _lines(self, rank, lines, data):
-        """The lines that are complete now, also written into the logs."""
+        """The lines that are complete now; also writes them to the logs."""
         complete = lines.add(data)
         if not all(TRACE.match(line) for line in [*complete, lines.rest] if line):
             self.printed = time.monotonic()

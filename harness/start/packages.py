@@ -1,9 +1,9 @@
-"""What environment.sh needs to use uv: pip's settings, which uv does not read, and uv itself where there is none.
+"""For environment.sh: pip's settings, which uv does not read, and uv itself where it is not installed.
 
     python packages.py settings      prints them as commands for bash
     python packages.py fetch FOLDER  puts uv into FOLDER/bin
 
-Any Python 3 that runs will do, one without pip too, such as that of a bare Debian.
+Runs with any Python 3, even without pip, such as that of a bare Debian.
 """
 
 import configparser
@@ -22,7 +22,7 @@ import zipfile
 UV = "0.13.9"
 WHEEL = f"uv-{UV}-py3-none-manylinux_2_17_x86_64.manylinux2014_x86_64.whl"
 SHA256 = "d7f459fe4fd247d830351c75686d3996ace3c6f3f728eb0e85a30b7ada0cef19"
-NAMES = {  # as pip calls a setting -> as uv does, in the environment
+NAMES = {  # pip's name of a setting -> the environment variable of uv
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
     "find-links": "UV_FIND_LINKS",
@@ -37,7 +37,7 @@ NAMES = {  # as pip calls a setting -> as uv does, in the environment
 
 
 def pip_settings():
-    """The settings of pip: name -> value; those of the environment win, then those for `pip install`."""
+    """{name: value} of pip's settings; the environment comes first, then the section of `pip install`, then global."""
     configuration = os.environ.get("XDG_CONFIG_HOME", "~/.config")
     files = ["/etc/xdg/pip/pip.conf", "/etc/pip.conf", "~/.pip/pip.conf", f"{configuration}/pip/pip.conf"]
     files += [f"{sys.prefix}/pip.conf", os.environ.get("PIP_CONFIG_FILE", "")]
@@ -55,8 +55,10 @@ def pip_settings():
 
 
 def print_settings():
-    """Commands for bash, which has the command that will install everything in an array."""
-    print("export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}")  # the best of all indexes, as pip does
+    """Print bash commands; environment.sh has the command that installs everything in the array `command`."""
+    print(
+        "export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}"
+    )  # the best version of all indexes, as pip does
     settings = pip_settings()
     for name, variable in NAMES.items():
         if name in settings and variable not in os.environ:
@@ -68,10 +70,10 @@ def print_settings():
 
 
 def from_index(folder):
-    """Take uv out of its wheel, which works for a Python without pip too."""
+    """Download uv's wheel and unpack uv; needs no pip. Raises ValueError, OSError."""
     settings = pip_settings()
     if "no-index" in settings:
-        raise ValueError("pip is told to use no index")
+        raise ValueError("pip's settings say no-index")
     index = settings.get("index-url", "https://pypi.org/simple").rstrip("/") + "/uv/"
     page = urllib.request.urlopen(index, timeout=60).read().decode()
     link = re.search(f'href="([^"#]*/{re.escape(WHEEL)}[^"]*)"', page)
@@ -79,7 +81,7 @@ def from_index(folder):
         raise ValueError(f"{index} has no {WHEEL}")
     wheel = urllib.request.urlopen(urllib.parse.urljoin(index, html.unescape(link.group(1))), timeout=60).read()
     if hashlib.sha256(wheel).hexdigest() != SHA256:
-        raise ValueError(f"{WHEEL} at {index} is not the one known here")
+        raise ValueError(f"{WHEEL} at {index} has an unexpected checksum")
     os.makedirs(folder + "/bin")
     with open(folder + "/bin/uv", "wb") as file:
         file.write(zipfile.ZipFile(io.BytesIO(wheel)).read(f"uv-{UV}.data/scripts/uv"))
@@ -87,7 +89,7 @@ def from_index(folder):
 
 
 def fetch(folder):
-    """From the index that pip would use, or by pip itself: it knows of passwords and certificates."""
+    """Get uv from the index that pip would use, or else with pip, which knows passwords and certificates."""
     try:
         from_index(folder)
     except Exception as error:

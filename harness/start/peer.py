@@ -11,11 +11,11 @@ class Peer:
     """The connection to the launcher of another node. A message is a dict, sent as a line of JSON."""
 
     def __init__(self, connection, address):
-        """address: of the other node, "" if it has ours."""
+        """connection: a socket. address: of the other node; "" if it is on this host."""
         connection.setblocking(False)
         self.connection, self.address = connection, address
         self.our_address = connection.getsockname()[0]  # as the other node sees it
-        self.hello = {"node": 0, "host": address}  # what it said of itself
+        self.hello = {"node": 0, "host": address}  # how it introduced itself
         self.last_received, self.buffer, self.closed = time.monotonic(), b"", False
         self.inbox = collections.deque()
 
@@ -24,14 +24,16 @@ class Peer:
 
     def send(self, **message):
         try:
-            self.connection.sendall((json.dumps(message) + "\n").encode())  # it is short: the socket's buffer has room
+            self.connection.sendall(
+                (json.dumps(message) + "\n").encode()
+            )  # a message is short: the socket's buffer has room
         except OSError:
             self.closed = True
 
     def receive(self):
         """The next message that has arrived, None if there is none.
 
-        Sets `closed` if the connection is lost, or is not that of a launcher.
+        Sets `closed` if the connection is lost, or if the other side is not a launcher.
         """
         self._read()
         *lines, self.buffer = self.buffer.split(b"\n")

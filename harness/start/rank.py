@@ -2,9 +2,9 @@
 
 `-m MODULE` in place of SCRIPT does what `python -m MODULE` does.
 
-OneFlow 0.9.0 leaves a job hanging when one rank raises or exits with an error, so this wrapper ends such a rank at
-once and reports its traceback. It also makes ranks wait for rank 0, counts calls of flow.comm, and dies with the
-launcher. It imports neither OneFlow nor anything else of the harness.
+OneFlow 0.9.0 leaves a job hanging when a rank raises or exits with an error, so this wrapper ends such a rank at once
+and reports its traceback. It also makes ranks wait for rank 0, counts calls of flow.comm, and dies with the launcher.
+It imports neither OneFlow nor the rest of the harness.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 
-ERRORS = []  # keeps tracebacks, and the graphs in their frames, alive: freeing a graph would wait for the other ranks
+ERRORS = []  # keeps tracebacks and the graphs in their frames alive: freeing a graph would wait for the other ranks
 
 
 def die_with_parent():
@@ -35,7 +35,7 @@ def die_with_parent():
 
 
 def load_blas():
-    """Give OneFlow's matmuls a current OpenBLAS: its calls bind to the functions that were loaded for all before it."""
+    """Give OneFlow's matmuls a current OpenBLAS: loaded globally and first, it gets OneFlow's calls."""
     library = os.path.join(sys.prefix, "lib", "libopenblas.so")
     if os.environ.get("COOKBOOK_BLAS") != "builtin":
         try:
@@ -46,7 +46,7 @@ def load_blas():
 
 
 class WaitForRank0:
-    """An import hook: `import oneflow` waits until rank 0 listens on MASTER_ADDR:MASTER_PORT.
+    """An import hook that makes `import oneflow` wait until rank 0 listens on MASTER_ADDR:MASTER_PORT.
 
     A rank that connects earlier would sleep for 10 s inside OneFlow. The hook waits at the module that OneFlow 0.9.0
     imports just before it connects.
@@ -66,13 +66,13 @@ class WaitForRank0:
 
 
 class CountCalls:
-    """An import hook: counts the calls of each function of flow.comm on this rank, by the line that calls it."""
+    """An import hook that counts the calls of each function of flow.comm on this rank, by the calling line."""
 
     def __init__(self):
         self.counts = {}  # (function, other rank of send and recv, file, line) -> number of calls that returned
 
     def report(self):
-        """[[function, other rank, "file.py:line", number of calls], ...]"""
+        """[[function, other rank of send and recv, "file.py:line", number of calls], ...]"""
         counts = self.counts.items()
         return [[*call, f"{os.path.basename(file)}:{line}", times] for (*call, file, line), times in counts]
 
@@ -83,29 +83,37 @@ class CountCalls:
         spec = importlib.util.find_spec(name)
         if spec and spec.loader:
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), self.wrap(module))
+
+            def execute_and_wrap(module):
+                execute(module)
+                self.wrap(module)
+
+            spec.loader.exec_module = execute_and_wrap
         return spec
 
     def wrap(self, oneflow):
+        """Replace each function of oneflow.comm by one that counts its calls."""
         comm = getattr(oneflow, "comm", None)
-        for name, function in list(vars(comm).items()) if comm else ():
+        functions = list(vars(comm).items()) if comm else []
+        for name, function in functions:
             if callable(function):
                 setattr(comm, name, self.counting(function, name, os.path.dirname(oneflow.__file__)))
 
     def counting(self, function, name, package):
-        """A function that calls this one, and counts. package: the folder of OneFlow."""
-        place, keyword = {"send": (1, "dst"), "recv": (0, "src")}.get(name, (0, None))
+        """A function that calls `function` and counts the call. package: the folder of OneFlow."""
+        position, keyword = {"send": (1, "dst"), "recv": (0, "src")}.get(name, (0, None))  # of the other rank
 
         @functools.wraps(function)
         def call(*arguments, **keywords):
             result = function(*arguments, **keywords)
-            frame, other = sys._getframe(1), None
-            if frame.f_globals.get("__name__") == "oneflow.comm.comm_ops":  # there scatter calls send and recv
+            frame = sys._getframe(1)
+            if frame.f_globals.get("__name__") == "oneflow.comm.comm_ops":  # scatter calls send and recv there
                 return result
             while frame.f_back and frame.f_code.co_filename.startswith(package):  # SyncBatchNorm calls all_reduce
                 frame = frame.f_back
+            other = None
             if keyword:
-                other = int(arguments[place] if len(arguments) > place else keywords[keyword])
+                other = int(arguments[position] if len(arguments) > position else keywords[keyword])
             key = name, other, frame.f_code.co_filename, frame.f_lineno
             self.counts[key] = self.counts.get(key, 0) + 1
             return result
@@ -119,7 +127,7 @@ def traceback_of(error):
     while entry and entry.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         entry = entry.tb_next
     last = entry
-    while last and last.tb_next:  # in the middle are those of CountCalls
+    while last and last.tb_next:  # remove the frames of CountCalls further down
         if last.tb_next.tb_frame.f_code.co_filename == __file__:
             last.tb_next = last.tb_next.tb_next
         else:
@@ -128,9 +136,9 @@ def traceback_of(error):
 
 
 def keep_messages():
-    """Returns a list that gets what argparse would print to standard output or error, such as a help or an error.
+    """Returns a list that collects what argparse would print to standard output or error: a help or an error.
 
-    All ranks print the same, and the launcher prints it once. What goes elsewhere, such as to a file, goes there.
+    All ranks would print the same; the launcher prints it once. What argparse prints to a file goes to the file.
     """
     messages, print_message = [], argparse.ArgumentParser._print_message
 
@@ -170,11 +178,11 @@ def run(script, module=None):
 
 def main():
     die_with_parent()
-    # These show the line at which this rank is. The launcher sends SIGUSR1 only if it gets one itself: the script may
-    # have a handler of its own, such as one that saves a checkpoint and exits.
+    # At these signals, the rank shows its current line. The launcher sends SIGUSR1 only if it receives SIGUSR1 itself:
+    # the script may have its own handler, such as one that saves a checkpoint and exits.
     for signum in (signal.SIGUSR1, signal.SIGRTMAX):
         faulthandler.register(signum, all_threads=False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})  # the launcher has blocked it: it would have killed us
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})  # the launcher had blocked it, as it would have killed us
     report = int(os.environ.pop("HARNESS_REPORT", "-1"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
@@ -190,11 +198,13 @@ def main():
     if report >= 0:
 
         def send_report():
-            said = {"code": code, "text": text[-32000:], "time": time.time(), "calls": count.report()}
-            os.write(report, (json.dumps(said) + "\n").encode())
+            message = {"code": code, "text": text[-32000:], "time": time.time(), "calls": count.report()}
+            os.write(report, (json.dumps(message) + "\n").encode())
 
-        # A script that ends well has run to its end when its threads have; OneFlow's own handler comes after this one.
-        send_report() if code else atexit.register(send_report)
+        if code:
+            send_report()
+        else:  # the script has ended when its threads have; OneFlow's own exit handler runs after this
+            atexit.register(send_report)
     elif text:
         print(text, file=sys.stderr)
     if code:

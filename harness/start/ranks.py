@@ -1,4 +1,4 @@
-"""The rank processes of one job on this node: their port, cores and environment, their start and their end."""
+"""The rank processes of a job on this node: their port, cores and environment, their start and their end."""
 
 import contextlib
 import errno
@@ -17,15 +17,15 @@ from harness.start.cores import available
 from harness.start.errors import UsageError
 
 RANK = str(Path(__file__).with_name("rank.py"))
-TRACE_SIGNALS = {signal.SIGUSR1, signal.SIGRTMAX}  # by which a rank shows its line; see rank.py
+TRACE_SIGNALS = {signal.SIGUSR1, signal.SIGRTMAX}  # at these a rank shows its current line; see rank.py
 
 
 def reserve_port(port=0):
-    """A bound socket that does not listen; keep it open as long as the job runs. Port 0: any free one.
+    """A socket bound to `port`, or to any free port if 0; keep it open, without listening, as long as the job runs.
 
-    OneFlow binds its port with SO_REUSEPORT, so two jobs on one port both start and swap their ranks. A socket that
-    stays bound, with the same option, keeps the kernel from giving the port to others, and rank 0 can still use it.
-    Raises UsageError if another program uses the port, or ranks cannot meet.
+    OneFlow binds its port with SO_REUSEPORT, so two jobs on the same port both start and mix their ranks. Our socket
+    has the same option: the kernel gives the port to no other program, and rank 0 can still use it. Raises UsageError
+    if another program uses the port, or if ranks cannot meet.
     """
     check_loopback()
     reserved = socket.socket()
@@ -43,17 +43,17 @@ def reserve_port(port=0):
 
 
 def check_loopback():
-    """Raises UsageError if processes of this host cannot connect to each other: ranks would wait in vain."""
+    """Raises UsageError if processes of this host cannot connect to each other: ranks would wait forever."""
     with socket.socket() as unused, socket.socket() as probe:
         unused.bind(("0.0.0.0", 0))
         probe.settimeout(5)
         error = probe.connect_ex(("127.0.0.1", unused.getsockname()[1]))
-    if error not in (0, errno.ECONNREFUSED):  # nobody listens there
+    if error not in (0, errno.ECONNREFUSED):  # refused: reachable, though nobody listens there
         raise UsageError(f"ranks cannot meet at 127.0.0.1: {os.strerror(error)}; is the loopback interface up?")
 
 
 def cores_of(rank, world_size, cores=None):
-    """The cores that a rank is bound to; ranks share a core where there are more ranks than cores.
+    """The cores that a rank is bound to, as a list; with more ranks than cores, ranks share cores.
 
     OneFlow's scheduling thread never sleeps while work is under way. Unbound, it takes time from the computing threads
     of other ranks: a step of data parallel on two ranks and two cores took 1.8 times as long.
@@ -70,9 +70,9 @@ class RankAssignment:
     world_size: int
     port: int  # of rank 0
     nproc_per_node: int = 0  # ranks on this node; 0: all
-    first: int = 0  # the lowest of them
-    local_rank: Optional[int] = 0  # its LOCAL_RANK, which counts the ranks at this node's address; None: unset
-    cores: Optional[list] = None  # of each rank on this node; None: they share all evenly
+    first: int = 0  # the lowest of these ranks
+    local_rank: Optional[int] = 0  # its LOCAL_RANK, which counts the ranks at this node's address; None: leave it unset
+    cores: Optional[list] = None  # of each rank on this node; None: they share all cores evenly
     address: str = "127.0.0.1"  # of rank 0
 
     def __post_init__(self):
@@ -80,7 +80,7 @@ class RankAssignment:
         self.cores = self.cores or [cores_of(i, self.nproc_per_node) for i in range(self.nproc_per_node)]
 
     def environment(self, i):
-        """The environment of local rank i. Settings of the user's, such as OMP_NUM_THREADS, are kept."""
+        """The environment variables of local rank i. What the user has set, such as OMP_NUM_THREADS, stays."""
         variables = {"OMP_NUM_THREADS": str(len(self.cores[i])), "GLOG_minloglevel": "3"}
         variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that GPUs have the numbers of nvidia-smi
         variables.update(os.environ)
@@ -89,7 +89,7 @@ class RankAssignment:
         variables.pop("LOCAL_RANK", None)
         if self.local_rank is not None:
             variables["LOCAL_RANK"] = str(self.local_rank + i)
-        variables["no_grpc_proxy"] = ","  # matches every address: ranks do not meet through an http_proxy
+        variables["no_grpc_proxy"] = ","  # matches every address, so that ranks do not connect through an http_proxy
         return variables
 
     def command(self, i, script):
@@ -98,23 +98,23 @@ class RankAssignment:
 
 
 def is_consequence(code):
-    """Whether an exit code looks like OneFlow's answer to the death of another rank, which is to abort."""
+    """Whether an exit code looks like OneFlow's reaction to the death of another rank, which is to abort."""
     return code == -signal.SIGABRT
 
 
 class RankProcesses:
-    """The processes of one job on this node; a context manager that ends them. Lists are indexed by local rank."""
+    """The processes of a job on this node; a context manager that ends them. Lists are indexed by local rank."""
 
     def __init__(self, script, assignment, stdout, stderr, pipes, name="HARNESS_REPORT", variables=None, bind=True):
         """Start a script, a list of its path and arguments, as each rank of a RankAssignment.
 
         stdout, stderr: for each rank what subprocess.Popen takes.
-        pipes: for each rank a file descriptor that it inherits; name: of the environment variable that tells which.
-        variables: more environment variables, for all ranks.
+        pipes: for each rank a file descriptor that it inherits; name: of the environment variable for its number.
+        variables: more environment variables for all ranks, or None.
         bind: whether to bind each rank to its cores.
         """
         self.processes, self.job = [], uuid.uuid4().hex
-        signal.pthread_sigmask(signal.SIG_BLOCK, TRACE_SIGNALS)  # a rank lets them through when it can handle them
+        signal.pthread_sigmask(signal.SIG_BLOCK, TRACE_SIGNALS)  # a rank unblocks them when it can handle them
         try:
             for rank in range(assignment.nproc_per_node):
                 own = {"HARNESS_JOB": self.job, name: str(pipes[rank])}
@@ -125,7 +125,7 @@ class RankProcesses:
                     stdout=stdout[rank],
                     stderr=stderr[rank],
                     pass_fds=[pipes[rank]],
-                    start_new_session=True,  # its children share its process group, and are ended with it
+                    start_new_session=True,  # its children share its process group, and end with it
                 )
                 self.processes.append(process)
                 if bind:
@@ -156,18 +156,18 @@ class RankProcesses:
         return "is stopped (SIGSTOP, or a debugger)" if stopped else "is running"
 
     def dump_tracebacks(self, signum=signal.SIGRTMAX):
-        """Ask each rank that runs to show, on its standard error, the line at which it is."""
+        """Ask each running rank to show its current line on its standard error."""
         for process in self.processes:
             process.send_signal(signum)  # does nothing if the process has ended
 
     def ask_to_end(self):
-        """Send SIGTERM to each rank, not to what it has started: the workers of a DataLoader must not end before it."""
+        """Send SIGTERM to each rank, but not to its children: the workers of a DataLoader must not end before it."""
         for process in self.processes:
             process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGCONT)  # a stopped process would not notice
 
     def end(self, grace=1.0):
-        """End every rank: SIGTERM, `grace` seconds, SIGKILL. Returns when all are gone, and what they started too."""
+        """End every rank: SIGTERM, `grace` seconds, SIGKILL. Returns when they and their descendants are gone."""
         if grace:
             self._signal_groups(signal.SIGTERM)
             deadline = time.monotonic() + grace
@@ -176,12 +176,12 @@ class RankProcesses:
         self._signal_groups(signal.SIGKILL)
         for process in self.processes:
             process.wait()
-        deadline = time.monotonic() + 5  # for one that not even SIGKILL ends, as it waits for a disk
+        deadline = time.monotonic() + 5  # a process that waits for a disk outlives even SIGKILL
         while self._kill_descendants() and time.monotonic() < deadline:
-            time.sleep(0.01)  # one that was just starting has no environment yet: look again
+            time.sleep(0.01)  # a process that is just starting has no environment yet: look again
 
     def _kill_descendants(self):
-        """Kill what ranks have started in sessions of their own; whether there was anything."""
+        """Kill processes that ranks have started in new sessions; returns whether there were any."""
         pids = list(self._descendants())
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -189,7 +189,7 @@ class RankProcesses:
         return bool(pids)
 
     def _descendants(self):
-        """What ranks have started in sessions of their own: found by HARNESS_JOB, which they inherit."""
+        """Yield the ids of these processes, which inherit HARNESS_JOB."""
         for entry in os.scandir("/proc"):
             with contextlib.suppress(OSError):  # it has ended, or belongs to another user
                 if entry.name.isdecimal():

@@ -1,4 +1,4 @@
-"""What a recipe's file says of itself, read without running it: WORLD_SIZES, and the options of `train` or `run`."""
+"""What a recipe's file declares, read without running it: WORLD_SIZES, and the options of `train` or `run`."""
 
 import ast
 import contextlib
@@ -34,10 +34,10 @@ def find(script):
 def find_module(name):
     """The module that `python -m name` runs, and its file. Nothing is imported. Raises ValueError.
 
-    sys.path[0] is ours: the current folder takes its place.
+    sys.path[0] is ours, so the current folder replaces it.
     """
     places, here = [os.getcwd(), *sys.path[1:]], f"{os.getcwd()}/"
-    for part in name.split("."):  # the part alone: for a whole name Python would look for the package's module
+    for part in name.split("."):  # part by part: a dotted name would need its package in sys.modules
         spec = PathFinder.find_spec(part, places)
         if spec is None:
             words = "no such module in this folder, nor installed; type its name with dots, such as package.train"
@@ -70,10 +70,11 @@ def world_sizes(path):
 
 
 def entry(path):
-    """The options of a script's function `train`, or else `run`, as name -> default; those of `placements` come first,
-    those of its dataclass `Config` last.
+    """{name: default} of the options of a script's function `train`, or else `run`.
 
-    Raises ValueError if it has no such function, if an option has no literal default, or if the function needs another
+    Those of `placements` come first, those of its dataclass `Config` last.
+
+    Raises ValueError if there is no such function, if an option has no literal default, or if the function needs an
     argument and the script has no WORLD_SIZES: then it is no recipe, and the argument need not be a placement.
     """
     functions = {node.name: node for node in _parsed(path).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -85,7 +86,7 @@ def entry(path):
     nodes = [functions["placements"], work] if "placements" in functions else [work]
     try:
         options = {name: ast.literal_eval(default) for node in nodes for name, default in _options(node)}
-        if "Config" in functions:  # the fields of a dataclass stand for the argument `config`
+        if "Config" in functions:  # its fields replace the argument `config`
             del options["config"]
             fields = [node for node in functions["Config"].body if isinstance(node, ast.AnnAssign)]
             options.update({field.target.id: ast.literal_eval(field.value) for field in fields})
@@ -107,22 +108,22 @@ def _parsed(path):
     return ast.parse(Path(path).read_bytes(), filename=str(path))
 
 
-PREFIX = "recipe "  # of the names of modules that `load` makes: with the space no import of a user's meets them
+PREFIX = "recipe "  # of the module names that `load` makes; because of the space, no import can name them
 
 
 class FindLoaded:
-    """An import hook: processes that a recipe starts find its module under the name that `load` gave it."""
+    """An import hook: processes that a recipe starts find its module under the name that `load` uses."""
 
     def find_spec(self, name, path=None, target=None):
-        known = name.startswith(PREFIX) and os.environ.get(f"HARNESS_{name}")
-        return importlib.util.spec_from_file_location(name, known) if known else None
+        file = os.environ.get(f"HARNESS_{name}") if name.startswith(PREFIX) else None
+        return importlib.util.spec_from_file_location(name, file) if file else None
 
 
 sys.meta_path.append(FindLoaded())
 
 
 def load(path):
-    """Import a recipe from its file, afresh, under a name of its own, and return the module."""
+    """Import a recipe from its file, even if it was imported before, under a name of its own; returns the module."""
     name = PREFIX + Path(path).stem
     os.environ[f"HARNESS_{name}"] = str(Path(path).resolve())
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1,4 +1,4 @@
-"""What Slurm's srun and MPI's mpirun tell each task: its number, how many there are, and where to meet.
+"""What Slurm's srun and MPI's mpirun tell each task: its number, the number of tasks, and where to meet.
 
 Each task runs launch.sh, which treats the task as a node. Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES"; Open MPI
 4.1, mpirun(1), "Exported Environment Variables"; MPICH, "Process Management Interface".
@@ -8,7 +8,7 @@ import re
 import zlib
 from dataclasses import dataclass
 
-FIRST_PORT, PORTS = 10000, 20000  # all below those that Linux hands out itself, from 32768
+FIRST_PORT, PORTS = 10000, 20000  # below 32768, where the ports begin that Linux hands out itself
 
 
 @dataclass
@@ -17,8 +17,8 @@ class Task:
 
     count: int
     number: int
-    address: str  # of task 0; "" if nobody says
-    job: str  # the same in all tasks of a step, and another one in the next step
+    address: str  # of task 0; "" if not known
+    job: str  # the same in all tasks of a step, different in each step
 
     @property
     def port(self):
@@ -27,12 +27,12 @@ class Task:
 
 
 def task(variables):
-    """The Task that the process with these environment variables is; None if it is none, or the only one."""
+    """The Task of a process with these environment variables; None if it is not part of a step of several tasks."""
     if int(variables.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         return _task_of_open_mpi(variables)
     if int(variables.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        one_host = variables.get("SLURM_STEP_NUM_NODES") == "1"
-        address = "127.0.0.1" if one_host else first_host(variables["SLURM_STEP_NODELIST"])
+        on_this_host = variables.get("SLURM_STEP_NUM_NODES") == "1"
+        address = "127.0.0.1" if on_this_host else first_host(variables["SLURM_STEP_NODELIST"])
         job = f"srun {variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']}"
         return Task(int(variables["SLURM_STEP_NUM_TASKS"]), int(variables["SLURM_PROCID"]), address, job)
     if int(variables.get("PMI_SIZE", 1)) > 1:  # MPICH, Intel MPI
@@ -51,7 +51,7 @@ def _task_of_open_mpi(variables):
     mpirun, daemon = (variables.get(f"OMPI_MCA_orte_{name}_uri", "") for name in ("hnp", "local_daemon"))
     host_of_mpirun = re.search(r"tcp://([^,:;]+)", mpirun)
     address = host_of_mpirun.group(1) if host_of_mpirun else ""
-    if number == 0 and daemon not in ("", mpirun):  # task 0 is not on that host, and no variable names its own
+    if number == 0 and daemon not in ("", mpirun):  # task 0 is not on mpirun's host, and no variable names its host
         address = ""
     if variables.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(count):
         address = "127.0.0.1"

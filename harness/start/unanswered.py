@@ -1,14 +1,15 @@
-"""Which calls of flow.comm were never answered, from the numbers of calls that each rank reports at its end."""
+"""Which calls of flow.comm no other rank answered, from the numbers of calls that each rank reports at its end."""
 
+import itertools
 from collections import Counter
 
-PAIRS = {"send": "recv"}  # a call on one rank, and its answer on another; all other functions are called by every rank
+PAIRS = {"send": "recv"}  # each send needs a recv on the other rank; all other functions are called by every rank
 
 
 def lines(calls):
-    """A line of text for each call that some ranks made more often than others.
+    """Yield a line of text for each call that some ranks made more often than others.
 
-    calls: for each rank [[function, other rank of send and recv, "file.py:line", number of calls], ...]
+    calls: {rank: [[function, other rank of send and recv, "file.py:line", number of calls], ...]}
     """
     for function in sorted({call[0] for rank in calls for call in calls[rank]} - {*PAIRS, *PAIRS.values()}):
         of_ranks = {rank: counted(calls[rank], function) for rank in calls}
@@ -18,16 +19,16 @@ def lines(calls):
                 if len(set(times.values())) > 1:
                     yield f"flow.comm.{function} at {place} was called {by_ranks(times)}"
     for send, receive in PAIRS.items():
-        for one in calls:
-            for other in calls:
-                sent, received = counted(calls[one], send, other), counted(calls[other], receive, one)
-                if sum(sent.values()) != sum(received.values()):
-                    called = f"flow.comm.{send} to rank {other} was called {where(sent)} by rank {one}"
-                    yield f"{called}; flow.comm.{receive} from rank {one} {where(received)} by rank {other}"
+        for sender, receiver in itertools.product(calls, calls):
+            sent = counted(calls[sender], send, receiver)
+            received = counted(calls[receiver], receive, sender)
+            if sum(sent.values()) != sum(received.values()):
+                called = f"flow.comm.{send} to rank {receiver} was called {where(sent)} by rank {sender}"
+                yield f"{called}; flow.comm.{receive} from rank {sender} {where(received)} by rank {receiver}"
 
 
 def counted(calls, function, other=None):
-    """How often a rank called a function, by place. other: the other rank of send or recv."""
+    """{"file.py:line": how often a rank called a function there}. other: the other rank of send or recv."""
     counts = Counter()
     for name, with_rank, place, times in calls:
         if (name, with_rank) == (function, other):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.start import rank
-from harness.start.blas import TAKEN_OVER, exported
+from harness.start.blas import REPLACED, exported
 from tests.jobs import ended, launch, official
 
 LIBRARY = Path(sys.prefix, "lib", "libopenblas.so")
@@ -65,4 +65,4 @@ def test_library_that_cannot_be_loaded_is_reported_once(tmp_path, monkeypatch, c
 
 def test_names_differ_from_those_of_other_openblas_libraries():
     names = set(exported(LIBRARY))
-    assert {name for name in names if not name.startswith("cookbook_")} == {f"cblas_{name}" for name in TAKEN_OVER}
+    assert {name for name in names if not name.startswith("cookbook_")} == {f"cblas_{name}" for name in REPLACED}

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
@@ -415,6 +416,16 @@ def test_reader_that_has_enough_ends_the_job(script):
     path = script("for i in range(10**6): print('line')")
     [job] = ended([Run("bash", "-c", f"{LAUNCH} -n 2 {path} | head -n 1; exit ${{PIPESTATUS[0]}}")])
     assert (re.sub(r"\[\d] ", "", job.out), job.err, job.code) == ("line\n", "", 141)
+
+
+@pytest.mark.parametrize("command", ["show -n 2 data_parallel", "bytes -n 2 data_parallel", "list", "plan --help"])
+def test_command_whose_output_nobody_reads_ends_quietly(command):
+    """As in `./launch.sh show ... | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    job = subprocess.run([LAUNCH, *command.split()], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert job.returncode in (141, -signal.SIGPIPE) and job.stderr == ""
 
 
 def test_script_that_forks_ends_well(script):

@@ -302,6 +302,26 @@ def test_options_that_run_does_not_have_are_refused(show, text, arguments, words
     assert not job.out and job.err.startswith("launch.sh: mine.py: ") and words in job.err and job.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("row_parallel --batch -1", "--batch must be 1 or more, got -1"),
+        ("row_parallel --in-features 0", "--in-features must be 1 or more, got 0"),
+        ("train_pipeline --micro-batches 0 --graph", "--micro-batches must be 1 or more, got 0"),
+        ("data_parallel --seed -1", "--seed must be 0 or more, got -1"),
+    ],
+)
+def test_sizes_of_a_recipe_that_are_too_small_are_refused(show, line, words):
+    for command in ("show", "bytes"):
+        job = show(command, "-n", 2, *line.split(), code=2)
+        assert not job.out and job.err.startswith("launch.sh: recipes/") and job.err.endswith(f": {words}\n"), job.err
+
+
+def test_numbers_of_a_script_of_the_user_may_be_negative(show):
+    job = show("show", "-n", 1, "mine.py", "--a", -2, script="def run(a=1): assert a == -2")
+    assert job.out == "mine.py --a -2 on 1 ranks\n\nIt makes no global tensor.\n"
+
+
 def test_script_without_global_tensors(show):
     job = show("show", "-n", 1, "mine.py", "--a", 2, script="def run(a=1): return 5")
     assert job.out == "mine.py --a 2 on 1 ranks\n\nIt makes no global tensor.\n"

@@ -1,7 +1,7 @@
-"""How the launchers of a job find each other: node 0 listens, the others connect to it.
+"""How the launchers of a job meet: node 0 listens, the others connect to it.
 
-A meeting, on node 0 a Gathering and elsewhere a Joining, has two methods: `step` does what can be done now and returns
-whether all are there; `missing` says who is not.
+Node 0 has a Gathering, each other node a Joining. Both have two methods: `step` does what can be done now and returns
+whether all nodes are there; `missing` names those that are not.
 """
 
 import contextlib
@@ -14,16 +14,18 @@ from harness.start.output import say
 from harness.start.peer import Peer
 from harness.start.silence import HOW_TO_END
 
-NOTICE_DELAY = 2.0  # seconds after which a launcher says for which nodes it waits
+NOTICE_DELAY = 2.0  # seconds after which a launcher names the nodes that it waits for
 PAUSE = 0.02  # seconds between two steps
 
 
 def wait_for(meeting, deadline, silent, stopped):
-    """Wait until all are there; False if `stopped()` is true before. Raises UsageError after the deadline.
+    """Wait until all nodes are there; returns False if `stopped()` becomes true first.
 
-    silent: seconds after which to say once more for whom it waits, with what to check; 0: never.
+    meeting: a Gathering or a Joining. deadline: by time.monotonic(). silent: seconds after which to name the missing
+    nodes once more, with what to check; 0: never. Raises UsageError after the deadline.
     """
-    begin, check = time.monotonic(), "check that launch.sh runs there and can reach this host"
+    begin = time.monotonic()
+    check = "check that launch.sh runs there and can reach this host"
     later = silent or float("inf")
     notices = [(NOTICE_DELAY, "waiting for {}"), (later, f"still waiting for {{}}; {check}; {HOW_TO_END}")]
     while not meeting.step():
@@ -38,11 +40,11 @@ def wait_for(meeting, deadline, silent, stopped):
 
 
 class Gathering:
-    """Node 0 takes in the launchers of the other nodes as they come, and later tells those why they are too many."""
+    """Node 0: accepts the launchers of the other nodes as they come, and refuses those that come too late."""
 
     def __init__(self, nodes):
         self.nodes = nodes
-        self.newcomers = []  # connections without a message so far
+        self.newcomers = []  # connections that have sent no message yet
         try:
             self.listener = socket.create_server(("0.0.0.0", nodes.port))
         except OSError as error:
@@ -60,18 +62,18 @@ class Gathering:
 
     def step(self):
         for peer, hello in self._hellos():
-            self._take_in(peer, hello, self._refusal(hello))
-        for _ in iter(self.nodes.receive, None):  # drops a node that is lost: it may come again
+            self._answer(peer, hello, self._refusal(hello))
+        for _ in iter(self.nodes.receive, None):  # this drops lost nodes, which may come again
             pass
         return len(self.nodes.peers) == self.nodes.nnodes - 1
 
     def turn_away(self):
-        """While the job runs, refuse launchers that come: one that was started twice would wait in vain."""
+        """While the job runs, refuse further launchers: one that was started twice would wait forever."""
         for peer, hello in self._hellos():
-            self._take_in(peer, hello, self._refusal(hello) or "the job at this port runs already")
+            self._answer(peer, hello, self._refusal(hello) or "the job at this port runs already")
 
     def _hellos(self):
-        """The newcomers that have said what they are, and what they said."""
+        """Yield (Peer, its hello) of each newcomer that has sent one."""
         with contextlib.suppress(BlockingIOError):
             self._connect(*self.listener.accept())
         for peer in list(self.newcomers):
@@ -89,8 +91,8 @@ class Gathering:
         same_host = address in (connection.getsockname()[0], "127.0.0.1")
         self.newcomers.append(Peer(connection, "" if same_host else address))
 
-    def _take_in(self, peer, hello, refusal):
-        """Make a newcomer one of the nodes, or tell it why not."""
+    def _answer(self, peer, hello, refusal):
+        """Add a newcomer to the nodes, or, if there is a refusal, send it that."""
         if refusal:
             peer.send(refused=refusal)
             peer.connection.close()
@@ -99,7 +101,7 @@ class Gathering:
             self.nodes.peers.append(peer)
 
     def _refusal(self, hello):
-        """Why a launcher that says this of itself is none of this job, None if it is."""
+        """Why a launcher with this hello does not belong to the job; None if it does."""
         ours, theirs = self.nodes.same, hello.get("same", {})
         for name, value in ours.items():
             if theirs.get(name) != value:
@@ -111,12 +113,12 @@ class Gathering:
 
 
 class Joining:
-    """Another node connects to node 0, and waits until that says where to start the ranks."""
+    """Each other node: connects to node 0, and waits for its message where to start the ranks."""
 
     def __init__(self, nodes):
         self.nodes = nodes
         self.where = f"node 0 at {nodes.address}:{nodes.port}"
-        self.may_connect = nodes.start is None  # else it was connected, in the attempt before
+        self.may_connect = nodes.start is None  # at a restart, the connection must still be there
         self.error = ""  # why node 0 cannot be reached
 
     def missing(self):
@@ -136,13 +138,13 @@ class Joining:
         return False
 
     def _connect(self):
-        """Whether node 0 can be reached now."""
+        """Connect to node 0; returns whether it can be reached now."""
         if not self.may_connect:
             raise UsageError(f"{self.where} is gone")
         address = (self.nodes.address, self.nodes.port)
         try:
             connection = socket.create_connection(address, timeout=1)
-        except OSError as error:  # it has not started; in some clusters its name is not known before, either
+        except OSError as error:  # not started yet; some clusters do not even resolve its name before
             self.error = str(error.args[-1])
             return False
         self.error = ""

@@ -1,9 +1,9 @@
-"""docs/choosing.md and its translation: what their commands print, and their table, come from `plan` itself.
+"""Write the outputs and the table in docs/choosing.md and its translation, from `plan` itself.
 
-    python3 harness/plan/page.py
+    python3 harness/plan/choosing_page.py
 
-writes them anew. A ```sh block with a plan command is followed by a ```text block with what it prints. A block that
-ends with `...` keeps its number of lines, and shows only the first ones. Of the table, only the rows are written.
+A ```sh block with a plan command is followed by a ```text block with what it prints. A block that
+ends with `...` keeps its number of lines. Of the table, only the rows are written.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ MORE = "...\n"
 
 
 def printed(arguments):
+    """The output of `launch.sh plan` with these arguments, as typed."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert plan.main(shlex.split(arguments.replace("\\\n", " "))) != plan.BAD_INPUT, arguments
@@ -44,11 +45,12 @@ def shown(output, before):
 
 def filled(text):
     """The page with what its commands print now."""
-    text = COMMAND.sub(lambda found: found[1] + shown(printed(found[2]), found[3]) + found[4], text)
-    return TABLE.sub(lambda found: found[1] + "\n".join(megatron.rows_of_table()) + "\n" + found[3], text)
+    text = COMMAND.sub(lambda match: match[1] + shown(printed(match[2]), match[3]) + match[4], text)
+    return TABLE.sub(lambda match: match[1] + "\n".join(megatron.rows_of_table()) + "\n" + match[3], text)
 
 
 def fill(page):
+    """Write a page anew."""
     text = page.read_text()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])

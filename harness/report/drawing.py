@@ -1,4 +1,4 @@
-"""Draw on a terminal what a script did: a row for each tensor, with the ranks side by side, and the moves between."""
+"""Draw what a script did on a terminal: a row for each tensor, with the ranks side by side, and the moves between."""
 
 from itertools import chain, zip_longest
 
@@ -13,7 +13,7 @@ HEADS = ("tensor", "shape", "SBP")
 
 
 def bytes_in_words(count):
-    """1234 -> "1.23 kB": decimal units, three digits."""
+    """Such as "1.23 kB": decimal units, three digits."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}" if count / size < 999.5 else f"{count / size:.0f} {unit}"
@@ -30,38 +30,40 @@ def held_in_words(tensor, rank):
     if block is None:
         return "-"
     names = ("rows", "columns") if len(tensor.shape) == 2 else tuple(f"dim {dim}:" for dim in range(len(tensor.shape)))
-    words = [
-        f"{name} {start}-{stop - 1}" if stop - start > 1 else f"{name.rstrip('s')} {start}"
-        for name, (start, stop), size in zip(names, block, tensor.shape)
-        if stop - start < size
-    ]
-    if tensor.partial or not words:
-        words.append("part of the sum" if tensor.partial else "its own" if tensor.sbp == "local" else "whole")
+    words = []
+    for name, (start, stop), size in zip(names, block, tensor.shape):
+        if stop - start < size:
+            words.append(f"{name} {start}-{stop - 1}" if stop - start > 1 else f"{name.rstrip('s')} {start}")
+    if tensor.partial:
+        words.append("part of the sum")
+    elif not words:
+        words.append("its own" if tensor.sbp == "local" else "whole")
     shape = f"({', '.join(str(stop - start) for start, stop in block)}) " if block else ""
     return shape + ", ".join(words)
 
 
 def colour(rank):
+    """The colour of a rank, for rich."""
     return COLOURS[rank % len(COLOURS)]
 
 
 def rank_lines(tensor, with_rank):
-    """The cells of the ranks in one line, on a mesh in a line for each row. with_rank: whether to name the rank."""
-    ranks = tensor.ranks if np.ndim(tensor.ranks) == 2 else [range(len(tensor.blocks))]
-    return [
-        [
-            Text(
-                (f"rank {rank} " if with_rank else "") + held_in_words(tensor, rank),
-                "dim" if tensor.blocks[rank] is None else colour(rank),
-            )
-            for rank in line
-        ]
-        for line in ranks
-    ]
+    """The cells of the ranks, a list of Texts for each row of the mesh, or for all ranks if they are no mesh.
+
+    with_rank: whether to name the rank in its cell.
+    """
+    mesh = tensor.ranks if np.ndim(tensor.ranks) == 2 else [range(len(tensor.blocks))]
+    return [[cell_of(tensor, rank, with_rank) for rank in row] for row in mesh]
 
 
-def on_terminal(console, items):
-    """Print tensors and moves in order: as a table, or as a list if the console is too narrow."""
+def cell_of(tensor, rank, with_rank):
+    """What a rank holds, as a Text."""
+    name = f"rank {rank} " if with_rank else ""
+    return Text(name + held_in_words(tensor, rank), "dim" if tensor.blocks[rank] is None else colour(rank))
+
+
+def draw(console, items):
+    """Print tensors and moves in order: as a table, or as a list if the console is too narrow. console: of rich."""
     tensors = [item for item in items if isinstance(item, Tensor)]
     mesh = any(np.ndim(tensor.ranks) == 2 for tensor in tensors)
     ranks = range(0 if mesh or not tensors else len(tensors[0].blocks))
@@ -87,19 +89,19 @@ def on_terminal(console, items):
 
 def rows_of(tensor, with_rank):
     """The lines of a tensor in the table, each a list of Texts."""
-    first = [Text(tensor.name, "bold"), Text(shape_in_words(tensor.shape)), Text(tensor.sbp, "bold")]
-    return [
-        (first if not number else [Text("")] * 3) + line for number, line in enumerate(rank_lines(tensor, with_rank))
-    ]
+    heads = [Text(tensor.name, "bold"), Text(shape_in_words(tensor.shape)), Text(tensor.sbp, "bold")]
+    first, *others = rank_lines(tensor, with_rank)
+    return [heads + first, *([Text("")] * len(heads) + line for line in others)]
 
 
 def aligned(line, widths, style=""):
+    """A line of the table as a Text."""
     cells = [text + " " * (width - len(text)) for text, width in zip(line, widths)]
     return Text("  ", style).append_text(Text("  ").join(cells))
 
 
 def quiet(move):
-    """Whether a step moves nothing, by the formula and by the measured bytes."""
+    """Whether a move moves nothing, by the formula and by the measured bytes."""
     if move.collective in (IMPLICIT, BY_LAYER):
         return False
     return not move.formula and not (move.is_exact and max(move.sent or [0]) >= 0.02 * move.size)
@@ -107,13 +109,15 @@ def quiet(move):
 
 def in_words(move):
     """A move as a line of text."""
-    words = f"{move.what}:" + (f" {move.change}," if move.change and move.change != move.collective else "")
-    words += f" {move.collective}" if move.collective != "nothing" else " nothing moves"
-    if move.what == "backward":
-        words = "backward: the gradients"
     about = f"about {bytes_in_words(max(move.sent or [0]))} from a rank"
     if move.collective == BY_LAYER:
         return f"{move.what}: {about}"
+    if move.what == "backward":
+        words = "backward: the gradients"
+    else:
+        change = f" {move.change}," if move.change and move.change != move.collective else ""
+        collective = move.collective if move.collective != "nothing" else "nothing moves"
+        words = f"{move.what}:{change} {collective}"
     if move.collective == IMPLICIT and not move.is_exact:
         words += f", {about}"
     if not (move.collective == "nothing" and quiet(move)):

@@ -1,4 +1,4 @@
-"""What runs on each rank of the shell: statements, in a namespace that stays."""
+"""Runs the statements of the shell on each rank, in a namespace that stays. A Session calls these functions."""
 
 import __future__
 
@@ -21,7 +21,7 @@ import oneflow as flow
 from harness.measure.calls import watching
 from harness.measure.steps import Tensor
 from harness.measure.tensors import layout_of
-from harness.report.terminal import held_in_words, shape_in_words
+from harness.report.drawing import held_in_words, shape_in_words
 from harness.shell import SHELL, remember
 from harness.shell.statement import Statement
 from harness.start import recipe
@@ -29,16 +29,18 @@ from harness.start.errors import UsageError
 from harness.start.isolation import Isolation
 
 HARNESS = f"{recipe.HARNESS}/"
-OF_ONEFLOW = re.compile(r'  File "/home/ci-user/.*\n.*\n')  # frames of its C++ code, in its messages
-SMALL = 64  # elements of a shard whose values are shown
-CHARACTERS, LINES = 100_000, 1_000  # that are shown of what one statement prints
+CPP_FRAMES = re.compile(r'  File "/home/ci-user/.*\n.*\n')  # of OneFlow's C++ code, in its messages
+SMALL = 64  # elements: of shards up to this size, the values are shown
+CHARACTERS, LINES = 100_000, 1_000  # shown of the output of a statement, at most
 
 
 class Output(io.TextIOBase):
-    """Standard output and error: it writes what is printed to a file for the terminal, a JSON string for each print."""
+    """Standard output and error: writes each print as a JSON string to a file, which the shell's process reads."""
 
     def __init__(self):
-        self.file, self.part, self.characters, self.lines = None, "", 0, 0
+        self.file = None
+        self.part = ""  # printed, but not yet in the file
+        self.characters = self.lines = 0  # that may still be shown
 
     def begin(self, path):
         """Write to this file from now on."""
@@ -58,7 +60,7 @@ class Output(io.TextIOBase):
         self.part = ""
 
     def show(self, text):
-        """Show a text as one part: parts that are equal on all ranks are shown once."""
+        """Write a text as one part; the screen shows a part that is equal on all ranks once."""
         if not text or not self.lines:
             return
         self.characters -= len(text)
@@ -73,30 +75,30 @@ class Output(io.TextIOBase):
 
 
 class Namespace:
-    """The module in which statements run, and what the shell knows of it."""
+    """The module in which statements run, and the state of the shell on this rank."""
 
     def __init__(self):
         self.module = types.ModuleType("__main__")
         self.script = ""
         self.lines = []  # all that was typed, for tracebacks
-        self.flags = 0  # of the __future__ imports that were typed
-        self.statement = None  # the one that runs now, or ran last
+        self.flags = 0  # compiler flags of the __future__ imports that were typed
+        self.statement = None  # the Statement that runs now, or ran last
         self.output = Output()
         self.watching = contextlib.ExitStack()
-        self.isolation = None  # inside it, statements run
+        self.isolation = None  # statements run inside it
 
 
 HERE = Namespace()
 
 
 def ready():
-    """Nothing: a call of it only starts the ranks."""
+    """Does nothing; the first call on a pool starts the ranks."""
 
 
 def begin(folder, script, arguments, module=None):
-    """Make the rank ready, and run the script if there is one; returns what `run` returns.
+    """Prepare the rank, and run the script if there is one; returns the same as `run`.
 
-    module: the script's name, if it is to be imported as `python -m` does.
+    folder: as in `run`. script: its path, or None. module: its name, if it is to be imported as `python -m` does.
     """
     sys.stdout = sys.stderr = HERE.output
     sys.displayhook = display
@@ -111,7 +113,7 @@ def begin(folder, script, arguments, module=None):
 
 
 def load(script, module):
-    """Run a script, whose __name__ is not "__main__" then, so that its main does not start; keep its names."""
+    """Import a script, so that its __name__ is not "__main__" and its main does not start; keep its names."""
     name = module or recipe.PREFIX + Path(script).stem
     try:
         importlib.import_module(module) if module else recipe.load(script)
@@ -122,10 +124,10 @@ def load(script, module):
 
 
 def run(folder, source, first):
-    """Run a statement, whose first line is line number `first` of what was typed.
+    """Run a statement, whose first line is line number `first` of all that was typed.
 
-    Returns {"error": None, or what it raised and where; "exit": the code if it called exit(); "sent": bytes}. What it
-    prints goes to the file of this rank in the folder.
+    Returns {"error": None, or what it raised and where; "exit": the code if it called exit(), else None; "sent": bytes
+    from this rank}. Its output goes to the file of this rank in the folder.
     """
     HERE.output.begin(f"{folder}/{flow.env.get_rank()}")
     HERE.lines[first - 1 :] = [""] * (first - 1 - len(HERE.lines)) + source.split("\n")
@@ -134,6 +136,7 @@ def run(folder, source, first):
 
 
 def compiled(source, first):
+    """The code of a statement, with the line numbers of all that was typed and the __future__ imports so far."""
     tree = compile(source, SHELL, "single", HERE.flags | ast.PyCF_ONLY_AST, dont_inherit=True)
     ast.increment_lineno(tree, first - 1)
     code = compile(tree, SHELL, "single", HERE.flags, dont_inherit=True)
@@ -143,53 +146,60 @@ def compiled(source, first):
 
 
 def guarded(function):
-    """Call a function of the user's, and say how it ended."""
-    HERE.statement, error, code = Statement(HERE.script), None, None
+    """Call a function that runs the user's code; returns the same as `run`."""
+    HERE.statement = Statement(HERE.script)
+    error = code = None
     try:
         with HERE.isolation:
             function()
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-        if code and not isinstance(stop.code, int):
+        if stop.code is None or isinstance(stop.code, int):
+            code = stop.code or 0
+        else:  # as in exit("message")
+            code = 1
             HERE.output.write(f"{stop.code}\n")
     except UsageError as refusal:
         error = str(refusal)
         HERE.output.write(f"{error}\n")
     except BaseException as raised:
         sys.last_value = raised  # keeps its frames, and the graphs in them, alive
-        lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(raised.__traceback__)]
-        error = type(raised).__name__, tuple(line for line in lines if not line[0].startswith(HARNESS))
+        frames = [frame for frame in traceback.extract_tb(raised.__traceback__) if not is_ours(frame)]
+        error = type(raised).__name__, tuple((frame.filename, frame.lineno) for frame in frames)
         HERE.output.show(traceback_of(raised))
     HERE.output.flush()
     with HERE.statement.pause():
         return {"error": error, "exit": code, "sent": HERE.statement.sent()}
 
 
+def is_ours(frame):
+    """Whether a frame of a traceback is one of the harness."""
+    return frame.filename.startswith(HARNESS)
+
+
 def traceback_of(error):
-    """The traceback as Python prints it, without our own frames."""
-    told = traceback.TracebackException.from_exception(error)
-    inside = told
-    while inside:
-        frames = [frame for frame in inside.stack if not frame.filename.startswith(HARNESS)]
-        inside.stack = traceback.StackSummary.from_list(frames)
-        inside = inside.__cause__ or inside.__context__
-    return OF_ONEFLOW.sub("", "".join(told.format()))
+    """The traceback as Python prints it, without frames of the harness."""
+    report = traceback.TracebackException.from_exception(error)
+    part = report
+    while part:
+        part.stack = traceback.StackSummary.from_list(frame for frame in part.stack if not is_ours(frame))
+        part = part.__cause__ or part.__context__
+    return CPP_FRAMES.sub("", "".join(report.format()))
 
 
 def moved():
-    """The bytes that left this rank in the last statement, and its steps. Collective."""
+    """{"sent": bytes that left this rank in the last statement, and Statement.facts}. Collective."""
     with HERE.statement.pause():
         return {"sent": HERE.statement.settled(), **HERE.statement.facts(vars(HERE.module))}
 
 
 def complete(text):
-    """What the last name in a text may become, without running anything that could be collective."""
+    """The completions of the last name in a text, without running anything that could be collective."""
     head, dot, start = text.rpartition(".")
     names = vars(HERE.module)
     if dot:
         first, *rest = head.split(".")
         value = names.get(first, getattr(builtins, first, None))
-        for name in rest:  # to ask a tensor for its attributes may move it
+        for name in rest:  # asking a tensor for an attribute may move data
             value = None if isinstance(value, flow.Tensor) else getattr(value, name, None)
         words = [] if value is None else dir(value)
     else:
@@ -199,7 +209,7 @@ def complete(text):
 
 
 def display(value):
-    """Show the value of an expression, and keep it as `_`: of a global tensor what this rank holds of it."""
+    """Show the value of an expression, of a global tensor this rank's shard, and keep it as `_`."""
     if value is None:
         return
     builtins._ = value
@@ -213,7 +223,7 @@ def display(value):
 
 
 def described(tensor):
-    """The tensor's line that is the same on all ranks."""
+    """A global tensor as a line that is the same on all ranks: shape, dtype, SBP, ranks."""
     sbp, ranks = layout_of(tensor)
     sbp = f"({sbp})" if "," in sbp else sbp  # of a mesh
     dtype = str(tensor.dtype).split(".")[-1]
@@ -222,12 +232,12 @@ def described(tensor):
 
 
 def held(tensor):
-    """What this rank holds of it: where its block lies, and the block itself if it is small."""
-    where, shape, rank = layout_of(tensor), tuple(tensor.shape), flow.env.get_rank()
-    block = where.block(shape, rank)
+    """This rank's block of a global tensor: its place, and its values if it is small."""
+    layout, shape, rank = layout_of(tensor), tuple(tensor.shape), flow.env.get_rank()
+    block = layout.block(shape, rank)
     if block is None:
         return "nothing\n"
-    words = held_in_words(Tensor("", shape, *where, {rank: block}), rank)
+    words = held_in_words(Tensor("", shape, *layout, {rank: block}), rank)
     shard = tensor.detach().to_local()
     if shard.numel() > SMALL:
         return f"{words}, {shard.numel():,} values: see to_local()\n"
