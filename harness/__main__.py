@@ -60,10 +60,10 @@ def main(command, *arguments):
 
         return program.main(arguments)
     if command == "docs":
-        from harness.explore import page
+        from harness.explore import matmul_runs
         from harness.report import atlas_page
 
-        return atlas_page.main() or page.main()
+        return atlas_page.main() or matmul_runs.main()
     return job.main([command, *arguments])
 
 

@@ -1,4 +1,4 @@
-"""A training step of the stack of layers that harness/explore/steps.js describes, on the ranks of a pool."""
+"""A training step of the stack of layers that docs/explore/steps.js describes, on the ranks of a pool."""
 
 import numpy as np
 import oneflow as flow

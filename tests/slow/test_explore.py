@@ -1,44 +1,55 @@
-"""docs/explore.html in a real browser: it shows what was recorded, in every view."""
+"""docs/explore in a browser: it draws what ranks did, its programs run, and its formulas hold."""
 
+import ast
 import itertools
-import json
 import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
 
-from harness.explore import page, records
+from harness.explore import matmul_runs
+from harness.explore.matmul_runs import CONTROL, MESH_NAMES, RANKS
+from harness.measure.sbp import NAMES, Layout
+from harness.measure.theory import Boxing, lines
+from harness.plan import formulas
+from harness.pool import Pool
+from harness.report import atlas
 from tests.browser import Browser
-from tests.recorded import RECORDS, VALUES, in_mode
+from tests.cases import ROOT
+from tests.cases.ladder import Checks
+from tests.jobs import launch
 
-RANKS = list(RECORDS["runs"])
-MODES = ("eager", "graph")
+PAGE = ROOT / "docs" / "explore" / "index.html"
+RUNS = matmul_runs.read()
+VALUES = {name: np.array(value) for name, value in RUNS["value"].items()}
+VALUES["out"] = VALUES["x"] @ VALUES["w"]
+EVERY = {"1": 5, "2": 1, "3": 3, "4": 3, "2x2": 13}  # of so many pairs one is run again: with each SBP of x and of w
+FIRST = "On 2 ranks, x S(1) @ w S(0) gives out P. Nothing moves before the multiplication. Out to B: all-reduce."
 PRESETS = ("data", "column", "row", "megatron", "pipeline", "mesh", "sharded")
-SUMMARY = "On 2 ranks, x S(1) @ w S(0) gives out P. Nothing moves before the multiplication. Out to B: all-reduce."
-VIEWS = [  # on each kind of placement: what moves first, what moves then, partial sums, and what a preset chooses
+VIEWS = [  # on each kind of placement: what moves first, what moves then, and partial sums
     "#ranks=1&x=B&w=P",
-    "#ranks=2&x=S1&w=S0&to=B&preset=row",
     "#ranks=3&x=S0&w=S1&to=P&mode=graph",
     "#ranks=4&x=P&w=S0&to=S1",
     "#ranks=2x2&x=S0,P&w=P,S1",
     "#ranks=2x2&x=S0,S1&w=S1,S0&mode=graph",
-    "#ranks=2&x=S1&w=S0&to=B&preset=pipeline",
 ]
 
 
 @pytest.fixture(scope="module")
 def browser():
-    with Browser() as one:
-        yield one
+    with Browser() as browser:
+        yield browser
 
 
 @pytest.fixture
 def opened(browser):
-    """A function that opens the page at a view. At the end the console is empty, and no host was asked for anything."""
+    """A function that opens the page from disk. At the end the console is empty, and no network was asked."""
 
-    def open_at(view="", path=page.PAGE, **shown):
+    def open_at(view="", **shown):
         browser.show(**shown)
-        browser.open(path, view)
+        browser.open(PAGE, view)
         return browser
 
     yield open_at
@@ -46,232 +57,470 @@ def opened(browser):
     assert {url.partition(":")[0] for url in browser.requests()} <= {"file", "data", "about"}
 
 
-def chosen(browser):
-    """What the controls say: {name: value}."""
-    script = "return [...document.querySelectorAll('#controls input:checked')].map((one) => [one.name, one.value])"
-    return dict(browser.run(script))
+# ---- the recorded runs
 
 
-def label_of(name, value):
-    return f"#controls input[name='{name}'][value='{value}']"
+@pytest.mark.parametrize("which", RANKS)
+def test_recorded_runs_are_those_of_fresh_ranks(which):
+    pairs = matmul_runs.pairs_of(which)
+    assert list(RUNS["runs"][which]) == [matmul_runs.key(*pair) for pair in pairs]
+    pairs = pairs[:: EVERY[which]]
+    with Pool(np.size(RANKS[which]), timeout=300, repeat=True) as pool:
+        fresh = matmul_runs.measured_on(pool, which, pairs)
+    Checks.equal(len(fresh), len(pairs), which, "pairs")
+    recorded = {pair: RUNS["runs"][which][pair] for pair in fresh}
+    for path in matmul_runs.differences(recorded, fresh):
+        raise AssertionError(f"{which}: {path} differs; ./launch.sh docs measures again")
 
 
-def test_first_view(opened):
-    browser = opened()
-    assert browser.text("#summary") == SUMMARY
-    assert chosen(browser) == {"ranks": "2", "x": "S(1)", "w": "S(0)", "to": "B", "mode": "eager"}
-    assert "out[0, 0] = 29 = 7 + 22" in browser.text("#readout")
-    assert len(browser.all("[data-stage=change] .arrows .tip")) == 4  # two ranks, in two phases
-    assert "./launch.sh -n 2 mine.py" in browser.text("#program")
+def test_differences_of_runs_are_seen():
+    for change in ({"out": [[1]]}, {"sent": [600_000, 500_000]}, {"sent": [500_000]}, {"large": {}}):
+        old = {"S(0) @ B": {"eager": {"out": [[2]], "sent": [500_000, 500_000]}}}
+        new = {"S(0) @ B": {"eager": {**old["S(0) @ B"]["eager"], **change}}}
+        assert matmul_runs.differences(old, old) == []
+        assert matmul_runs.differences(old, new) and matmul_runs.differences(new, old)
+    assert matmul_runs.differences({"sent": [500_000, 0]}, {"sent": [509_000, 5_000]}) == []
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_preset(opened, preset):
-    browser = opened("#ranks=4&x=P&w=S0&mode=graph")
-    browser.one(f"[data-preset={preset}]").click()
-    assert f"preset={preset}" in browser.view()
-    pressed = [one.get_attribute("data-preset") for one in browser.all("[data-preset][aria-pressed=true]")]
-    assert pressed == [preset]
-    about = browser.text("#about")
-    assert about.count(". ") >= 1 and "Use it " in about and ".py" in about
-    assert browser.text("#summary") and browser.text("#code").startswith("import oneflow as flow")
-    strategy = {"megatron": "tensor", "mesh": "data_tensor"}.get(preset, preset)
-    if strategy not in ("column", "row"):
-        assert browser.run("return document.querySelector('#steps input:checked').value") == strategy
+def test_pair_that_ends_its_ranks_is_an_error_and_others_run():
+    wrong, right = ("S(5)", "B"), ("B", "S(1)")
+    arguments = {"ranks": [0, 1], "shapes": matmul_runs.SHAPES, "graph": False}
+    with Pool(2, timeout=300) as pool:
+        sent = matmul_runs.call_on_pairs(pool, "bytes_sent", [wrong, right], **arguments)
+    entry = matmul_runs.matmul(wrong, [0, 1], sent[wrong], sent[wrong])
+    Checks.equal(entry, {"error": "a rank died (SIGABRT)"})
+    Checks.equal([out for out, *_ in sent[right]], ["S(1)", "S(1)"])
 
 
-def test_megatron_has_two_steps(opened):
-    browser = opened()
-    browser.one("[data-preset=megatron]").click()
-    first = chosen(browser)
-    browser.run("document.querySelector(`[data-step='1']`).focus()")
-    browser.press("ENTER")
-    assert browser.run("return document.activeElement.dataset.step") == "1"
-    second = chosen(browser)
-    assert (first["x"], first["w"], first["to"]) == ("B", "S(1)", "")
-    assert (second["x"], second["w"], second["to"]) == ("S(1)", "S(0)", "B")
-    assert "preset=megatron" in browser.view()
+# ---- the matmul: what is drawn of each pair of SBPs
 
-
-def test_button_goes_to_the_training_step(opened):
-    browser = opened("#ranks=2&x=B&w=S1&preset=megatron")
-    browser.one("#about .as-link").click()
-    assert browser.run("return document.activeElement.id") == "steps-title" and "preset=megatron" in browser.view()
-    assert abs(browser.run("return document.activeElement.getBoundingClientRect().top")) < 100
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_each_choice_by_clicking(opened, ranks):
-    browser = opened("#ranks=2&x=S0&w=B" if ranks != "2" else "#ranks=3&x=S0&w=B")
-    browser.one(label_of("ranks", ranks)).click()
-    names = ("x0", "x1", "w0", "w1") if ranks == "2x2" else ("x", "w", "to")
-    for name, sbp in itertools.product(names, ("B", "S(0)", "S(1)", "P")):
-        browser.one(label_of(name, sbp)).click()
-        now = chosen(browser)
-        assert now[name] == sbp and now["ranks"] == ranks
-        x, w = (now[one] if ranks != "2x2" else f"{now[f'{one}0']}, {now[f'{one}1']}" for one in "xw")
-        assert f"x {x} @ w {w}" in browser.text("#summary").replace("\n", " ")
-        assert f"x={x},".replace(" ", "").replace("(", "").replace(")", "")[:-1] in browser.view()
-    browser.one(label_of("mode", "graph")).click()
-    assert "mode=graph" in browser.view() and "flow.nn.Graph" in browser.text("#code")
-
-
-SHOWN = """
-const [ranks, pairs] = arguments;
-const number = (one) => [one.dataset.of, +one.dataset.row, +one.dataset.column, +one.textContent];
-const read = (stage) => [...stage.querySelectorAll(".matrix")].map((matrix) => [
-  matrix.dataset.rank ?? "whole",
-  [...matrix.querySelectorAll(".cell")].map(number),
+DRAWN = """
+const [ranks, states] = arguments;
+const numbers = (matrix) => [...matrix.querySelectorAll(".cell")].map((cell) => [
+  +cell.dataset.row, +cell.dataset.column, +cell.textContent,
 ]);
-return pairs.map(([x, w, to, mode]) => {
+const matrices = (stage) => [...stage.querySelectorAll(".matrix:has(.cell)")].map((matrix) => [
+  `${stage.dataset.stage} ${matrix.querySelector(".cell").dataset.of} ${matrix.dataset.rank ?? "whole"}`,
+  numbers(matrix),
+]);
+const texts = (row) => [...row.cells].slice(1).map((cell) => cell.textContent);
+return states.map(([x, w, to, mode]) => {
   readAddress(`#ranks=${ranks}&x=${short(x)}&w=${short(w)}&to=${short(to)}&mode=${mode}`);
   draw();
-  const stages = [...document.querySelectorAll("#stages > [data-stage]")];
-  return [stages.map((stage) => [stage.dataset.stage, read(stage)]), document.querySelector("#summary").textContent];
+  const drawn = [...document.querySelectorAll("#stages > [data-stage]")].flatMap(matrices).reverse();
+  return [Object.fromEntries(drawn), [...document.querySelectorAll("#bytes table")].map((table) =>
+    [...table.rows].slice(2).map(texts))];
 });
 """
 
 
-def blocks_of(matrices):
-    """{(tensor, rank or "whole"): {(row, column): number}} of a stage; after its move a tensor is called "moved x"."""
-    found = {}
-    for rank, cells in matrices:
-        tensor = cells[0][0] if cells else ""
-        name = f"moved {tensor}" if (tensor, rank) in found else tensor
-        found[name, rank] = {(row, column): number for _, row, column, number in cells}
-    return found
+def in_mode(entry, mode):
+    """The entry of a mode; that of a graph is left out where it is the same."""
+    return entry.get(mode, entry["eager"])
 
 
-def product(x, w):
-    """The product of two blocks in their places, {(row, column): number} all three."""
-    found = {}
-    for (row, k), (j, column) in itertools.product(x, w):
-        if k == j:
-            found[row, column] = found.get((row, column), 0) + x[row, k] * w[k, column]
-    return found
+def recorded(stage, tensor, which, sbp, blocks):
+    """{"stage tensor rank": [[row, column, number]]} of what the ranks have recorded."""
+    layout, cells = Layout(sbp.replace(",", ", "), RANKS[which]), {}
+    for rank, block in enumerate(blocks):
+        [(top, _), (left, _)] = layout.block((4, 4), rank)
+        numbers = np.ndenumerate(np.array(block))
+        cells[f"{stage} {tensor} {rank}"] = [[top + i, left + j, number] for (i, j), number in numbers]
+    return cells
 
 
-def held_by(rank, which, sbp, name, block):
-    """{(row, column): number} of what was recorded of one rank, in its place in the whole."""
-    layout = records.Layout(sbp.replace(",", ", "), records.RANKS[which])
-    [(top, _), (left, _)] = layout.block(VALUES[name].shape, rank)
-    return {(top + i, left + j): number for i, row in enumerate(block) for j, number in enumerate(row)}
+def boxings(moves, which):
+    """A Boxing for each (old SBP, new SBP) of a matrix at the size at which bytes are measured."""
+    layouts = [[(sbp.replace(",", ", "), RANKS[which]) for sbp in move] for move in moves if move[0] != move[1]]
+    return [Boxing(matmul_runs.SHAPES[0], old, new, item=4) for old, new in layouts]
 
 
-def states(which):
-    """(x, w, to, mode): every pair, and every SBP that out may be given."""
-    for pair, run in RECORDS["runs"][which].items():
-        for to, mode in itertools.product(["", *run.get("to", {})], MODES):
-            yield (*pair.split(" @ "), to, mode)
+def check_bytes(table, moved, sent, mode, *where):
+    """The table shows the bytes of the formula and of the run, and these are near, but for known deviations."""
+    by_formula, measured = table
+    total = None if any(boxing.total is None for boxing in moved) else sum(boxing.total for boxing in moved)
+    assert by_formula[-1] == in_units(total), where
+    assert measured[:-1] == [in_units(count) for count in sent] and measured[-1].startswith(in_units(sum(sent))), where
+    if total is not None and all(lines(boxing.shape, boxing.old, boxing.new) for boxing in moved):
+        expected = 4 * sum(atlas.expected(mode, boxing.shape, boxing.old, boxing.new) for boxing in moved)
+        assert abs(sum(sent) - expected) <= 0.02 * expected + CONTROL * len(sent), where
+    elif total is not None:  # of several steps: at least what any algorithm must send
+        assert sum(sent) >= 0.98 * total, where
+
+
+def in_units(count):
+    if count is None:
+        return "no formula"
+    if count < 1000:
+        return f"{count:g} B"
+    return f"{count / 1e3:.{1 if count < 1e5 else 0}f} kB" if count < 1e6 else f"{count / 1e6:.2f} MB"
 
 
 @pytest.mark.parametrize("which", RANKS)
-def test_numbers_are_those_of_the_runs(opened, which):
-    browser, wanted = opened(), list(states(which))
-    assert len(wanted) >= (512 if which == "2x2" else 160)
-    for (x, w, to, mode), (stages, summary) in zip(wanted, browser.run(SHOWN, which, wanted)):
-        pair = RECORDS["runs"][which][f"{x} @ {w}"]
-        run = in_mode(pair, mode)
-        seen, where = {name: blocks_of(matrices) for name, matrices in stages}, (which, x, w, to, mode)
-        if "error" in run:
-            assert list(seen) == ["refused"] and run["error"] in summary, where
-            continue
-        for name, given, used in (("x", x, run["inputs"][0]), ("w", w, run["inputs"][1])):
-            first = seen["multiply"] if given == used else seen[f"move-{name}"]
-            assert (f"move-{name}" in seen) == (given != used), where
-            for rank, block in enumerate(pair[name]):
-                assert first[name, str(rank)] == held_by(rank, which, given, name, block), where
-        for rank, block in enumerate(run["out"]):
-            x_block, w_block, out_block = (seen["multiply"].get((name, str(rank))) for name in ("x", "w", "out"))
-            assert out_block == held_by(rank, which, run["out_sbp"], "out", block), where
-            assert out_block == product(x_block, w_block) if x_block and w_block else mode == "graph", where
-        whole = {place: number for place, number in np.ndenumerate(VALUES["out"])}
-        assert seen["multiply"]["out", "whole"] == whole, where
+def test_drawn_numbers_and_bytes_are_those_of_the_runs(opened, which):
+    states = [
+        (*pair.split(" @ "), to, mode)
+        for pair, entry in RUNS["runs"][which].items()
+        for to, mode in itertools.product(["", *entry.get("to", {})], atlas.MODES)
+    ]
+    assert len(states) == (512 if which == "2x2" else 160)
+    whole = [[*place, number] for place, number in np.ndenumerate(VALUES["out"])]
+    browser = opened("#lang=en")
+    parts = [browser.run(DRAWN, which, states[first : first + 32]) for first in range(0, len(states), 32)]
+    for (x, w, to, mode), (drawn, tables) in zip(states, itertools.chain(*parts)):
+        pair, where = RUNS["runs"][which][f"{x} @ {w}"], (which, x, w, to, mode)
+        run, stages = in_mode(pair, mode), {name.split()[0] for name in drawn}
+        expected = recorded("multiply", "out", which, run["out_sbp"], run["out"])
+        for name, sbp, multiplied in zip("xw", (x, w), run["inputs"]):
+            assert (f"move-{name}" in stages) == (sbp != multiplied), where
+            stage = "multiply" if sbp == multiplied else f"move-{name}"
+            expected.update(recorded(stage, name, which, sbp, pair[name]))
+        moved = boxings(zip((x, w), run.get("large", run)["inputs"]), which)
+        if moved or "large" in run:
+            check_bytes(tables.pop(0), moved, run["sent"], mode, *where)
         if to and to != run["out_sbp"]:
             change = in_mode(pair["to"][to], mode)
-            assert seen["change"]["out-to", "whole"] == whole, where
-            for rank, block in enumerate(change["out"]):
-                assert seen["change"]["out-to", str(rank)] == held_by(rank, which, to, "out", block), where
+            expected.update(recorded("change", "out-to", which, to, change["out"]))
+            check_bytes(tables.pop(0), boxings([(run["out_sbp"], to)], which), change["sent"], mode, *where)
+        expected.update({name: whole for name in drawn if name.endswith("whole") and "out" in name})
+        assert {**drawn, **expected} == drawn and "multiply out whole" in expected and tables == [], where
+        if mode == "eager":  # then what each rank multiplies is known too
+            assert all(f"multiply {name} {rank}" in drawn for name in "xw" for rank in range(len(run["out"]))), where
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_link_that_is_opened_again_shows_the_same(opened, view):
-    browser = opened(view)
-    browser.one("#language").click()  # also the language, once it was chosen
-    link, text = browser.view(), browser.text("main")
-    opened(link)
-    assert (browser.view(), browser.text("main")) == (link, text)
+MOVES = """
+return arguments[0].map(([shape, from, to, ranks]) => {
+  const names = Matmul.collectives(from, to).map(({ axis, name }) => [axis, name]);
+  return [names, Matmul.formula(shape, from, to, ranks) ?? { total: null, byRank: null }];
+});
+"""
+
+
+@pytest.mark.parametrize("which", RANKS)
+def test_moves_are_those_of_the_theory(opened, which):
+    names = MESH_NAMES if which == "2x2" else NAMES
+    moves = list(itertools.product([(4, 4), (7, 5)], names, names))
+    arguments = [[shape, matmul_runs.key(old), matmul_runs.key(new), which] for shape, old, new in moves]
+    for (shape, old, new), (steps, formula) in zip(moves, opened().run(MOVES, arguments)):
+        boxing = Boxing(shape, (old, RANKS[which]), (new, RANKS[which]))
+        along = " along axis {}" if which == "2x2" else ""
+        assert (", ".join(name + along.format(axis) for axis, name in steps) or "nothing") == boxing.collective
+        assert formula["total"] == (None if boxing.total is None else pytest.approx(boxing.total)), (old, new)
+        by_rank = boxing.by_rank and [boxing.by_rank[rank] for rank in sorted(boxing.by_rank)]
+        assert formula["byRank"] == (by_rank and pytest.approx(by_rank)), (old, new)
+
+
+PROGRAMS = [
+    ("1", "P", "S(0)", "B", "eager"),
+    ("2", "S(1)", "S(0)", "B", "eager"),
+    ("2", "S(1)", "S(0)", "S(1)", "graph"),
+    ("3", "P", "S(0)", "P", "eager"),
+    ("4", "S(0)", "S(1)", "", "graph"),
+    ("2x2", "S(0),P", "P,S(1)", "", "eager"),
+    ("2x2", "S(0),B", "B,S(1)", "", "graph"),
+    "pipeline",
+]
+
+
+@pytest.mark.parametrize("state", PROGRAMS, ids=lambda state: "".join(state))
+def test_program_prints_what_the_page_shows(opened, state, tmp_path):
+    if state == "pipeline":
+        ranks, view, blocks = "2", "#ranks=2&x=B&w=B&preset=pipeline", [[], (VALUES["out"] @ VALUES["w"]).tolist()]
+    else:
+        ranks, x, w, to, mode = state
+        view = re.sub(r"[()]", "", f"#ranks={ranks}&x={x}&w={w}&to={to}&mode={mode}")
+        pair = RUNS["runs"][ranks][f"{x} @ {w}"]
+        blocks = in_mode(pair["to"][to] if to else pair, mode)["out"]
+    (tmp_path / "mine.py").write_text(opened(view).run("return document.getElementById('code').textContent"))
+    job = launch("-n", len(blocks), tmp_path / "mine.py")
+    assert job.code == 0, job.err
+    assert [ast.literal_eval(re.search(r"\[\[.*|\[\]$", line)[0]) for line in sorted(job.out.splitlines())] == blocks
+
+
+# ---- the training step
+
+SUM, GATHER, SCATTER = ("P", "B"), ("S(0)", "B"), ("P", "S(0)")
+SUM_ON_MESH = ("S(0), P", "S(0), B")
+STRATEGIES = {  # forward and backward of a pair of layers in order, and how what is sent changes its SBP
+    "data": ("forward forward", "backward gradients backward gradients", {"gradients": SUM}),
+    "zero": (
+        "weights forward weights forward",
+        "backward gradients backward gradients",
+        {"weights": GATHER, "gradients": SCATTER},
+    ),
+    "tensor": (
+        "forward forward activations",
+        "backward backward activation_gradients",
+        {"activations": SUM, "activation_gradients": SUM},
+    ),
+    "data_tensor": (
+        "forward forward activations",
+        "backward gradients backward activation_gradients gradients",
+        {"activations": SUM_ON_MESH, "activation_gradients": SUM_ON_MESH, "gradients": ("P, S(1)", "B, S(1)")},
+    ),
+    "pipeline": (),
+}
+STRATEGIES["sharded"] = STRATEGIES["zero"]
+STATES = """
+const { STRATEGIES, microBatches, ROWS } = Steps;
+return Object.entries(STRATEGIES).flatMap(([strategy, { ranks }]) => ranks.flatMap((n) => ROWS.flatMap((rows) =>
+  microBatches(rows).filter((m) => (strategy === "pipeline" ? m % 3 === 1 : m === 1)).flatMap((micro) =>
+    [1, 50].map((link) => {
+      const state = { strategy, ranks: n, rows, micro, link };
+      return [state, Steps.mesh(state), Steps.step(state)];
+    })))));
+"""
+
+
+@pytest.fixture(scope="module")
+def steps(browser):
+    """(the model, [(state, mesh, step)] of every strategy, number of ranks and of rows on two links)."""
+    browser.open(PAGE)
+    return browser.run("return Steps.MODEL"), browser.run(STATES)
+
+
+def order_and_bytes(state, mesh, model):
+    """(what each rank does and sends, in order; {what is sent: bytes by rank}), by STRATEGIES and theory.Boxing."""
+    n, micro, activation = state["ranks"], state["micro"], (state["rows"], model["hidden"])
+    if state["strategy"] == "pipeline":
+        size = 4 * activation[0] * activation[1]
+        forward = [["forward", "activations"][: 1 + (rank < n - 1)] * micro for rank in range(n)]
+        backward = [["backward", "activation_gradients"][: 1 + (rank > 0)] * micro for rank in range(n)]
+        sent = {"activations": [size] * (n - 1) + [0], "activation_gradients": [0] + [size] * (n - 1)}
+        return [[*before, *after, "update"] for before, after in zip(forward, backward)], sent
+    forward, backward, moves = STRATEGIES[state["strategy"]]
+    order = " ".join([forward] * (model["layers"] // 2) + [backward] * (model["layers"] // 2) + ["update"]).split()
+    ranks = np.arange(n).reshape(-1, 2) if state["strategy"] == "data_tensor" else np.arange(n)
+    sent = {}
+    for what, sbps in moves.items():
+        shape = activation if "activation" in what else (model["hidden"], model["hidden"])
+        boxing = Boxing(shape, *((sbp, ranks.tolist()) for sbp in sbps), 4)
+        sent[what] = [order.count(what) * boxing.by_rank[rank] for rank in range(n)]
+    return [[word for word in order if word not in moves or n > 1]] * n, sent
+
+
+def test_step_takes_the_time_of_its_parts_and_sends_their_bytes(steps):
+    model, states = steps
+    assert {state["strategy"] for state, *_ in states} == set(STRATEGIES)
+    for state, mesh, step in states:
+        order, sent = order_and_bytes(state, mesh, model)
+        n, micro, byte = state["ranks"], state["micro"], 1 / state["link"] / 1e9
+        for blocks, words in zip(step["lanes"], order):
+            labels = [block.get("of", block["kind"]).replace(" ", "_") for block in blocks]
+            assert [label for label in labels if label != "idle"] == words, state
+            assert blocks[0]["start"] == 0 and blocks[-1]["end"] == pytest.approx(step["seconds"]), state
+            assert all(block["end"] == after["start"] for block, after in zip(blocks, blocks[1:])), state
+            if state["strategy"] == "pipeline":  # backward in the opposite order
+                numbers = [block["micro"] for block in blocks if block["kind"] in ("forward", "backward")]
+                assert numbers == [*range(1, micro + 1), *range(micro, 0, -1)], state
+        by_rank = np.sum(list(sent.values()), axis=0)
+        assert step["sent"] == pytest.approx(by_rank.tolist()), state
+        shown = dict.fromkeys(sent, 0)
+        for collective in step["collectives"]:
+            shown[collective["of"].replace(" ", "_")] += collective["bytes"]
+        assert shown == pytest.approx({what: max(sizes) for what, sizes in sent.items()}), state
+        forward = 2 * state["rows"] * model["hidden"] ** 2 * model["layers"] / n / 100e9
+        update = step["memory"]["optimizer"] / 8 * 1e-9
+        seconds = 3 * forward + by_rank[0] * byte
+        if mesh["pipeline"] > 1:  # n + micro - 2 times a rank waits for what another computes and sends
+            seconds = (n + micro - 2) * (3 * forward / micro + 2 * by_rank[0] * byte / micro) + 3 * forward / micro
+        parts = {"forward": forward, "backward": 2 * forward, "move": by_rank.mean() * byte, "update": update}
+        parts["idle"] = seconds + update - sum(parts.values())
+        assert step["seconds"] == pytest.approx(seconds + update), state
+        assert step["shares"] == pytest.approx({kind: part / step["seconds"] for kind, part in parts.items()}, abs=1e-9)
+        assert step["idleFormula"] == pytest.approx(formulas.idle_share(micro, mesh["pipeline"])), state
+
+
+def test_memory_of_a_step_is_that_of_plan(steps):
+    model, states = steps
+    for state, mesh, step in states:
+        strategy, n = state["strategy"], state["ranks"]
+        stage = (model["layers"] * model["hidden"] ** 2 / mesh["pipeline"], 0)
+        elements = formulas.elements_on_a_rank(stage, mesh["tensor"], mesh["data"] if strategy == "sharded" else 1)
+        sizes = zip(("weights", "gradients", "optimizer"), formulas.PRECISIONS["fp32"])
+        expected = {part: size * elements for part, size in sizes}
+        expected["optimizer"] /= n if strategy == "zero" else 1
+        inputs = (
+            (1 + 1 / mesh["tensor"]) / 2 * model["layers"] / mesh["pipeline"]
+        )  # of the second of a pair only a part
+        expected["activations"] = 4 * state["rows"] / mesh["data"] * model["hidden"] * inputs
+        gathered = 4 * (model["layers"] + 1) * model["hidden"] ** 2
+        expected["gathered"] = gathered if strategy == "sharded" and n > 1 else 0
+        assert step["memory"] == pytest.approx(expected), state
+
+
+SMALL = {"layers": 4, "hidden": 720, "rows": 1440}
+STEP = "Object.assign(Steps.MODEL, arguments[0]); return Steps.step(arguments[1]);"
+
+
+@pytest.mark.parametrize(
+    "n, strategy", [(n, name) for n in (2, 4) for name in STRATEGIES if n == 4 or name != "data_tensor"]
+)
+def test_ranks_send_and_keep_what_the_page_says(pools, opened, n, strategy):
+    """A stack of fewer and smaller layers, in eager mode."""
+    micro = 4 if strategy == "pipeline" else 1
+    state = {"strategy": strategy, "ranks": n, "rows": SMALL["rows"], "micro": micro, "link": 1}
+    step = opened().run(STEP, {"layers": SMALL["layers"], "hidden": SMALL["hidden"]}, state)
+    functions, arguments = ROOT / "tests" / "on_rank_steps.py", {"strategy": strategy, "micro_batches": micro, **SMALL}
+    assert pools(n).call(f"{functions}:sent", **arguments) == pytest.approx(step["sent"], rel=0.02)
+    for inputs, weights in pools(n).call(f"{functions}:kept", **arguments):
+        assert inputs == step["memory"]["activations"]
+        if strategy == "sharded":
+            assert weights == step["memory"]["gathered"] - 4 * SMALL["hidden"] ** 2
+
+
+@pytest.mark.parametrize(
+    "strategy, recipe, column",
+    [("data", "train_data_parallel", 0), ("zero", "zero_optimizer", 1), ("sharded", "fully_sharded", 0)],
+)
+def test_step_sends_the_bytes_that_the_atlas_has_of_a_recipe(steps, strategy, recipe, column):
+    text = (ROOT / "docs" / "sbp-atlas.md").read_text()
+    row = re.search(rf"^\| {recipe}\.py \| (.+?) \| (.+?) \|", text, re.M).groups()  # eager, graph
+    measured = dict(zip((2, 4), map(float, row[column].split(" · "))))
+    model, states = steps
+    for state, _, step in states:
+        if state["strategy"] == strategy and state["ranks"] in measured:
+            weights = 4 * model["layers"] * model["hidden"] ** 2
+            assert step["sent"][0] / weights == pytest.approx(measured[state["ranks"]], rel=0.02), state
+
+
+# ---- the page
+
+PROBLEMS = """
+const scrolls = (node) => node && (getComputedStyle(node).overflowX === "auto" || scrolls(node.parentElement));
+const boxes = [...document.querySelectorAll("body *")].filter((node) => !scrolls(node));
+const wide = boxes.filter((node) => node.getBoundingClientRect().right > innerWidth + 1);
+const all = (selector) => [...document.querySelectorAll(selector)];
+const cut = all(".arrow-head, .head").filter((node) => node.scrollWidth > node.clientWidth + 1);
+const named = (node) => node.matches("[aria-label], [aria-labelledby]") || node.textContent.trim();
+const parts = all("svg:not([aria-hidden]), [role=img], [role=grid], [role=group], [role=gridcell], button, a, legend");
+const nameless = [...parts.filter((node) => !named(node)), ...all("input").filter((node) => node.labels.length !== 1)];
+const ids = all("[id]").map((node) => node.id);
+const words = [document.body.innerText, ...all("title").map((node) => node.textContent)].join(" ");
+return [
+  ...[...wide, ...cut, ...nameless].map((node) => node.outerHTML.slice(0, 80)),
+  ...(document.documentElement.scrollWidth > innerWidth ? ["wide"] : []),
+  ...ids.filter((id, place) => ids.indexOf(id) !== place),
+  ...["undefined", "NaN", "null", "Infinity", "{", "}"].filter((wrong) => words.includes(wrong)),
+];
+"""
+
+
+@pytest.mark.parametrize("lang, width, dark", [("en", 360, False), ("zh", 700, False), ("zh", 1280, True)])
+def test_every_view_fits_and_opens_again_by_its_link(opened, lang, width, dark):
+    clicks = [("", f"[data-preset={name}]") for name in PRESETS]
+    clicks += [("", f"#steps input[value={name}]") for name in STRATEGIES]
+    for view, click in [*clicks, *((view, "") for view in VIEWS)]:
+        view = view or "#ranks=2&x=S0&w=B&step-strategy=zero"
+        browser = opened(f"{view}&lang={lang}", width=width, dark=dark)
+        if click:
+            browser.run("document.querySelector(arguments[0]).click()", click)
+        link, text = browser.view(), browser.text("body")
+        assert browser.run(PROBLEMS) == [], link
+        assert not click or re.search(r"=(\w+)]", click)[1] in link
+        if "preset" in click:
+            [pressed] = browser.all("[data-preset][aria-pressed=true]")
+            assert pressed.get_attribute("data-preset") in click and ".py" in browser.text("#about"), link
+        opened(link, width=width, dark=dark)
+        assert (browser.view(), browser.text("body")) == (link, text)
+        for href in browser.run("return [...document.links].map((link) => link.href)"):
+            assert Path(unquote(urlsplit(href).path)).exists(), href
     browser.one("#language").click()
-    assert browser.text("main") != text
+    assert browser.text("body") != text and f"lang={'en' if lang == 'zh' else 'zh'}" in browser.view()
 
 
-def test_second_part_is_in_the_address(opened):
-    browser = opened()
-    browser.one("#steps input[value=pipeline]").find_element("xpath", "..").click()
-    assert "step-strategy=pipeline" in browser.view()
-    link, text = browser.view(), browser.text("#steps")
-    opened(link)
-    assert browser.text("#steps") == text and "preset=row" in browser.view()
+LANES = """
+return Object.entries(Steps.STRATEGIES).flatMap(([strategy, { ranks }]) => ranks.flatMap((n) =>
+  [[1680, 1, 1], [840, 15, 0.1], [6720, 16, 50]].map(([rows, micro, link]) => {
+    stepState = { strategy, ranks: n, rows, micro, link };
+    drawSteps();
+    const drawn = [...document.querySelectorAll(".steps-lanes [data-kind]")];
+    const { lanes } = Steps.step(Steps.settle(stepState));
+    const blocks = lanes.flatMap((lane, rank) => lane.map(({ kind }) => `${rank} ${kind}`));
+    const box = (node) => node.getBoundingClientRect();
+    const picture = box(document.querySelector(".steps-lanes"));
+    const inside = drawn.every((node) => box(node).left >= picture.left - 1 && box(node).right <= picture.right + 1);
+    return [stepState, inside, drawn.map(({ dataset }) => `${dataset.rank} ${dataset.kind}`), blocks];
+  })));
+"""
 
 
-def test_address_that_is_changed_by_hand(opened):
-    browser = opened()
-    browser.run("location.hash = '#ranks=3&x=S0&w=B'")
-    browser.wait_for(lambda: "On 3 ranks" in browser.text("#summary"), "the new view")
-    assert chosen(browser)["x"] == "S(0)"
+@pytest.mark.parametrize("width", [360, 1200])
+def test_every_block_of_a_step_is_drawn(opened, width):
+    for state, inside, drawn, blocks in opened(width=width).run(LANES):
+        assert inside and drawn == blocks, state
 
 
 @pytest.mark.parametrize(
     "view",
-    ["#nonsense", "#ranks=9&x=B&w=B", "#ranks=2&x=S7&w=B", "#ranks=2x2&x=B&w=B", "#ranks=2&x=B&w=B&to=%zz&mode=fast"]
-    + ["#ranks=2&x=B&w=B&preset=toString", "#ranks=2x2&x=B,B&w=B,B&to=B", "#step-strategy=&step-ranks=-1&lang=xx"],
+    ["#nonsense", "#ranks=9&x=B&w=B", "#ranks=2x2&x=B&w=B", "#ranks=2&x=B&w=B&to=%zz&mode=fast"]
+    + [
+        "#ranks=2&x=B&w=B&preset=toString",
+        "#ranks=2x2&x=B,B&w=B,B&to=B",
+        "#step-strategy=__proto__&step-ranks=-1&lang=xx",
+    ],
 )
 def test_bad_address_shows_the_first_view(opened, view):
     browser = opened(view)
-    assert browser.text("#summary") == SUMMARY
-    assert (
-        browser.one("#steps svg").is_displayed() if len(browser.all("#steps svg")) == 1 else browser.all("#steps svg")
-    )
+    assert browser.text("#summary") == FIRST and "out[0, 0] = 29 = 7 + 22" in browser.text("#readout")
+    assert browser.run(PROBLEMS) == [] and "./launch.sh -n 2 mine.py" in browser.text("#program")
+    browser.run("location.hash = '#ranks=3&x=S0&w=B'")
+    browser.wait_for(lambda: "On 3 ranks, x S(0) @ w B" in browser.text("#summary"), "the view of a changed address")
+
+
+def test_each_choice_by_clicking(opened):
+    for ranks in RANKS:
+        browser = opened("#ranks=3&x=S0&w=B" if ranks == "2" else "#ranks=2&x=S0&w=B")
+        browser.one(f"#controls input[name=ranks][value='{ranks}']").click()
+        names = ("x0", "x1", "w0", "w1") if ranks == "2x2" else ("x", "w", "to")
+        for name, sbp in itertools.product(names, NAMES):
+            browser.one(f"#controls input[name='{name}'][value='{sbp}']").click()
+            chosen = dict(browser.run("return [...new FormData(document.getElementById('controls'))]"))
+            x, w = (chosen.get(name) or f"{chosen[f'{name}0']}, {chosen[f'{name}1']}" for name in "xw")
+            assert chosen[name] == sbp and chosen["ranks"] == ranks
+            assert f"x {x} @ w {w}" in browser.text("#summary").replace("\n", " ")
+        browser.one("#controls input[value=graph]").click()
+        assert "mode=graph" in browser.view() and "flow.nn.Graph" in browser.text("#code")
 
 
 def test_keyboard(opened):
     browser = opened()
-    browser.press("TAB", "TAB")  # the button of the language, then the first preset
-    assert browser.run("return document.activeElement.dataset.preset") == "data"
-    browser.press("ENTER")
-    assert browser.run("return document.activeElement.dataset.preset") == "data" and "preset=data" in browser.view()
+    focus = "const { name, value, id, dataset } = document.activeElement; return [name || dataset.preset || id, value];"
+    browser.press("TAB", "TAB", "ENTER")  # the button of the language, then the first preset
+    assert browser.run(focus)[0] == "data" and "preset=data" in browser.view()
     browser.run("document.querySelector('#controls [name=ranks]:checked').focus()")
     for ranks in ("3", "4", "2x2"):  # the focus stays, although a mesh has other controls
         browser.press("ARROW_RIGHT")
-        assert browser.run("return [document.activeElement.name, document.activeElement.value]") == ["ranks", ranks]
-        assert f"ranks={ranks}&" in browser.view()
-    browser.press("ARROW_LEFT", "TAB", "ARROW_RIGHT")
-    assert chosen(browser)["x"] == "S(1)"
+        assert browser.run(focus) == ["ranks", ranks] and f"ranks={ranks}&" in browser.view()
     outline = "return getComputedStyle(document.activeElement.nextElementSibling).outlineStyle"
     assert browser.run(outline) == "solid"
-
-
-def test_keyboard_in_out(opened):
-    browser = opened()
+    browser.run("document.querySelector('#steps-ranks').focus()")
+    for key, ranks in (("ARROW_RIGHT", "5"), ("HOME", "1"), ("END", "8")):
+        browser.press(key)
+        assert browser.run(focus)[0] == "steps-ranks" and f"step-ranks={ranks}&" in browser.view()
+    browser.run("document.querySelector('#steps [value=data]').focus()")
+    browser.press("ARROW_RIGHT", "ARROW_RIGHT")  # the focus stays; only a pipeline has micro-batches
+    assert browser.run(focus)[1] == "pipeline" and browser.one("#steps-micro").is_displayed()
+    opened("#ranks=2&x=S1&w=S0&to=B")
     browser.run("document.querySelector('[data-stage=multiply] [role=grid] [tabindex=\"0\"]').focus()")
-    browser.press("ARROW_DOWN", "ARROW_RIGHT", "ARROW_RIGHT", "ARROW_RIGHT", "ARROW_RIGHT")  # not beyond the last
-    assert "out[1, 3] = 70 = 27 + 43" in browser.text("#readout")
-    assert browser.run("return document.activeElement.getAttribute('aria-label')") == "row 1, column 3: 70 = 27 + 43"
-    products = browser.text("#readout").splitlines()[2:]
-    assert products == ["rank 0: 5·3 + 6·2 = 27", "rank 1: 7·5 + 8·1 = 43"]
+    browser.press("ARROW_DOWN", *["ARROW_RIGHT"] * 4)  # not beyond the last
+    assert browser.text("#readout").splitlines()[1:] == [
+        "out[1, 3] = 70 = 27 + 43",
+        "rank 0: 5·3 + 6·2 = 27",
+        "rank 1: 7·5 + 8·1 = 43",
+    ]
 
 
-def test_pointing_at_a_number(opened):
-    browser = opened()
+def test_buttons(opened):
+    browser = opened("#ranks=2&x=B&w=S1&preset=megatron")
+    browser.one("[data-step='1']").click()
+    assert "On 2 ranks, x S(1) @ w S(0) gives out P" in browser.text("#summary") and "megatron" in browser.view()
     browser.one("[data-stage=multiply] [data-rank='1'] [data-of=out][data-row='2'][data-column='1']").click()
-    assert "out[2, 1] = 67 = 39 + 28" in browser.text("#readout")
-    assert len(browser.all(".cell.seen")) == 3 + 3  # of out P and out B: the whole, and both ranks
-    browser.one(label_of("w", "B")).click()
-    assert "out[0, 0] = 29\n" in browser.text("#readout") and "Point at any number" in browser.text("#readout")
-
-
-def test_copy(opened):
-    browser = opened("#ranks=2&x=B&w=S1")
+    assert "out[2, 1] = 67 = 39 + 28" in browser.text("#readout") and len(browser.all(".cell.seen")) == 6
+    browser.one("#about .as-link").click()
+    assert browser.run("return document.activeElement.id") == "steps-title"
+    browser.one("#steps summary").click()
+    assert "all-reduce of activations, layer 8" in browser.text(".steps-words")
     browser.driver.execute_cdp_cmd("Browser.grantPermissions", {"permissions": ["clipboardReadWrite"]})
     browser.one("#copy").click()
     browser.wait_for(lambda: browser.text("#copy") == "Copied", "the copy")
@@ -279,104 +528,49 @@ def test_copy(opened):
     assert browser.driver.execute_async_script(read) == browser.text("#code")
 
 
-def test_language_of_the_user():
+def test_pair_that_oneflow_refuses_is_shown(opened):
+    browser = opened("#ranks=2&x=P&w=P")
+    browser.run("RUNS.runs['2']['P @ P'].graph = { error: 'Check failed: no such thing' }; draw();")
+    assert browser.all("[data-stage=multiply]") and "graph: Check failed: no such thing" in browser.text("#bytes")
+    browser.one("#controls input[value=graph]").click()
+    assert "OneFlow 0.9.0 refuses this: Check failed: no such thing" in browser.text("#stages .refused")
+
+
+def test_language_is_that_of_the_user():
     with Browser(language="zh-CN") as browser:
-        browser.open(page.PAGE)
-        assert browser.run("return navigator.language") == "zh-CN"
-        assert browser.run("return document.documentElement.lang") == "zh-CN"
-        assert "部分和（逐元素相加" in browser.text("#legend") or "逐元素相加" in browser.text("#legend")
-        assert "在 2 个 rank 上" in browser.text("#summary") and "lang=" not in browser.view()
+        browser.open(PAGE)
+        assert browser.run("return document.documentElement.lang") == "zh-CN" and "lang=" not in browser.view()
+        assert "在 2 个 rank 上" in browser.text("#summary")
         browser.one("#language").click()
-        assert browser.text("#summary") == SUMMARY and browser.view().endswith("lang=en") or "lang=en" in browser.view()
-        assert browser.errors() == []
+        assert browser.text("#summary") == FIRST and "lang=en" in browser.view() and browser.errors() == []
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [360, 700, 1280])
-def test_page_is_as_wide_as_the_window(opened, width, dark):
-    for view, language in itertools.product(VIEWS, ("en", "zh")):
-        browser = opened(f"{view}&lang={language}", width=width, dark=dark)
-        assert browser.run("return document.documentElement.scrollWidth") <= width, (view, language)
-        beyond = """
-        const scrolls = (one) => one && (getComputedStyle(one).overflowX === "auto" || scrolls(one.parentElement));
-        const boxes = [...document.querySelectorAll("main *, header *, footer *")].filter((one) => !scrolls(one));
-        const beyond = boxes.filter((one) => one.getBoundingClientRect().right > innerWidth + 1);
-        const names = [...document.querySelectorAll(".arrow-head, .head")];
-        const cut = names.filter((one) => one.scrollWidth > one.clientWidth + 1);
-        return [...beyond, ...cut].map((one) => one.outerHTML.slice(0, 80));
-        """
-        assert browser.run(beyond) == [], (view, language)
+def test_both_languages_have_the_same_texts_and_values(opened):
+    for words in opened().run("return [Words, StepWords]"):
+        assert list(words) == ["en", "zh"] and list(words["en"]) == list(words["zh"])
+        for key, text in words["en"].items():
+            values = [sorted(set(re.findall(r"{\w+}", language))) for language in (text, words["zh"][key])]
+            assert values[0] == values[1], key
 
 
 CONTRASTS = """
-const colour = (name) => {
-  const probe = document.createElement("i");
-  probe.style.color = `var(${name})`;
-  document.body.append(probe);
-  const [r, g, b] = getComputedStyle(probe).color.match(/[\\d.]+/g).map((one) => one / 255);
-  probe.remove();
-  const linear = (one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
-  return 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+const light = (name) => {
+  document.body.style.outlineColor = `var(${name})`;
+  const parts = getComputedStyle(document.body).outlineColor.match(/[\\d.]+/g).map((part) => part / 255);
+  const [r, g, b] = parts.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
 };
-const contrast = (one, other) => {
-  const [dark, light] = [colour(one), colour(other)].sort((a, b) => a - b);
-  return (light + 0.05) / (dark + 0.05);
-};
-const on = (names, grounds) =>
-  names.flatMap((one) => grounds.map((other) => [`${one} on ${other}`, contrast(one, other)]));
-const all = (name) => [0, 1, 2, 3].map((rank) => `--${name}${rank}`);
-return [
-  ...on(["--text"], ["--ground", "--raised", ...all("tint")]),
-  ...on(["--quiet"], ["--ground", "--raised"]),
-  ...on([...all("rank"), "--move", "--error"], ["--ground"]),
-];
+const pairs = [["--quiet", "--raised"], ["--text", "--raised"], ["--move", "--ground"], ["--error", "--ground"]];
+for (const rank of [0, 1, 2, 3]) pairs.push(["--text", `--tint${rank}`], [`--rank${rank}`, "--ground"]);
+return pairs.map(([text, ground]) => [text, ground, light(text) / light(ground)]);
 """
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_text_stands_out(opened, dark):
+def test_text_stands_out_and_prints(opened, dark):
     browser = opened(dark=dark)
-    ground = browser.run("return getComputedStyle(document.body).backgroundColor")
-    assert ground == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
-    assert {pair: ratio for pair, ratio in browser.run(CONTRASTS) if ratio < 4.5} == {}
-
-
-def test_screen_reader_hears_all(opened):
-    browser = opened("#ranks=2x2&x=S0,P&w=P,S1")
-    assert {one.get_attribute("aria-live") for one in browser.all("#summary, #readout")} == {"polite"}
-    nameless = """
-    const all = (selector) => [...document.querySelectorAll(selector)];
-    const attribute = (one) => one.getAttribute("aria-label") || one.getAttribute("aria-labelledby");
-    const parts = all("svg:not([aria-hidden]), [role=img], [role=grid], [role=group], [role=gridcell], button, a");
-    const groups = all("fieldset").filter((one) => !one.querySelector("legend").textContent.trim());
-    const nameless = parts.filter((one) => !attribute(one) && !one.textContent.trim());
-    return [...nameless, ...groups].map((one) => one.outerHTML.slice(0, 80));
-    """
-    assert browser.run(nameless) == []
-    ids = browser.run("return [...document.querySelectorAll('[id]')].map((one) => one.id)")
-    assert len(ids) == len(set(ids))
-    matrix = browser.one("[data-stage=multiply] [data-rank='2'][aria-label*='of x']").get_attribute("aria-label")
-    assert re.fullmatch(r"rank 2 holds .+ of x: [\d ;]+", matrix)
-
-
-def test_print(opened):
-    browser = opened(media="print", dark=True)
+    for text, ground, contrast in browser.run(CONTRASTS):
+        assert max(contrast, 1 / contrast) >= 4.5, (text, ground)
+    browser.show(media="print", dark=dark)
     assert browser.run("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert not browser.one("#presets").is_displayed() and browser.all(".stage")[0].is_displayed()
-    assert len(browser.driver.print_page()) > 20_000  # characters of a PDF
-
-
-def test_refused_pair_is_shown(opened, tmp_path):
-    changed = json.loads(json.dumps(RECORDS))
-    pair = changed["runs"]["2"]["P @ P"]
-    pair["graph"] = {"error": "Check failed: no such thing"}
-    changed["runs"]["3"]["P @ P"] = {"eager": {"error": "it aborts"}}
-    path = tmp_path / "explore.html"
-    path.write_text(page.page(json.dumps(changed)))
-    browser = opened("#ranks=2&x=P&w=P&mode=graph", path=path)
-    assert "OneFlow 0.9.0 refuses this: Check failed: no such thing" in browser.text("#stages .refused")
-    assert "graph: Check failed: no such thing" in browser.text("#bytes")
-    opened("#ranks=2&x=P&w=P&to=B", path=path)
-    assert browser.all("[data-stage=multiply]") and "graph: Check failed: no such thing" in browser.text("#bytes")
-    opened("#ranks=3&x=P&w=P", path=path)
-    assert "it aborts" in browser.text("#summary")
+    assert not browser.one("#presets").is_displayed() and len(browser.driver.print_page()) > 20_000

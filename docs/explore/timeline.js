@@ -1,23 +1,11 @@
 // Draws a training step: controls, a lane for each rank, memory, bytes, and all strategies beside each other.
 
 const Timeline = (() => {
-  const SVG = "http://www.w3.org/2000/svg";
   const KINDS = ["forward", "backward", "move", "update", "idle"];
   const PARTS = ["weights", "gradients", "optimizer", "activations", "gathered"];
   const LANE = { height: 26, gap: 8, label: 46, axis: 22 };
   const LETTER = 6.6; // about how wide a letter of a block is
   const SHORT = { "all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", send: "→" };
-
-  function put(element, attributes, children) {
-    for (const [name, value] of Object.entries(attributes)) {
-      if (value === true) element.setAttribute(name, "");
-      else if (value !== false && value !== null) element.setAttribute(name, value);
-    }
-    element.append(...children.filter((child) => child !== null));
-    return element;
-  }
-  const html = (tag, attributes = {}, ...children) => put(document.createElement(tag), attributes, children);
-  const svg = (tag, attributes = {}, ...children) => put(document.createElementNS(SVG, tag), attributes, children);
 
   // Three figures: 0.123, 1.23, 12.3, 123.
   function figures(value) {
@@ -34,20 +22,13 @@ const Timeline = (() => {
     return `${Math.round(part * 100)} %`;
   }
 
-  function speaker(lang) {
-    const words = StepWords[lang] || StepWords.en;
-    return (key, values = {}) => {
-      const text = words[key];
-      if (text === undefined) throw new Error(`no words for "${key}"`);
-      return text.replace(/\{(\w+)\}/g, (_, name) => values[name]);
-    };
-  }
+  const speaker = (lang) => (key, values) => textOf(StepWords[lang], key, values);
 
   // Where the ticks of an axis are: at most `most`, at round numbers.
   function ticks(end, most) {
     const rough = end / most;
     const power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough);
+    const step = [1, 2, 5, 10].map((factor) => factor * power).find((factor) => factor >= rough);
     return Array.from({ length: Math.floor(end / step) + 1 }, (_, i) => i * step);
   }
 
@@ -72,16 +53,16 @@ const Timeline = (() => {
     if (block.kind === "idle") return null;
     const texts = { move: [block.name, SHORT[block.name]], update: [say("update"), "U"] }[block.kind];
     const letters = texts ? 0 : String(count).length; // all numbers or none
-    const found = texts || [String(block.micro || block.layer)];
-    const text = found.find((one) => Math.max(one.length, letters) * LETTER + 2 <= width);
+    const labels = texts || [String(block.micro || block.layer)];
+    const text = labels.find((label) => Math.max(label.length, letters) * LETTER + 2 <= width);
     if (text) return { text, up: false };
     return block.kind === "move" && width >= 10 ? { text: SHORT[block.name], up: true } : null;
   }
 
   function hatching() {
-    const line = svg("path", { d: "M0 6L6 0", class: "steps-hatch" });
+    const line = svgElement("path", { d: "M0 6L6 0", class: "steps-hatch" });
     const size = { id: "steps-hatching", width: 6, height: 6, patternUnits: "userSpaceOnUse" };
-    return svg("defs", {}, svg("pattern", size, line));
+    return svgElement("defs", {}, svgElement("pattern", size, line));
   }
 
   function drawBlock(say, block, rank, count, { x, y, width }) {
@@ -89,13 +70,13 @@ const Timeline = (() => {
     const edge = drawn > 3 ? 0.5 : 0;
     const shape = { x: x + edge, y, width: drawn - 2 * edge, height: LANE.height, class: `steps-${block.kind}` };
     if (block.kind === "idle") shape.fill = "url(#steps-hatching)";
-    const title = svg("title", {});
+    const title = svgElement("title", {});
     title.textContent = `${say("rank k", { rank })}: ${blockText(say, block)}, ${secondsText(block.end - block.start)}`;
-    const group = svg("g", { "data-kind": block.kind, "data-rank": rank }, title, svg("rect", shape));
+    const group = svgElement("g", { "data-kind": block.kind, "data-rank": rank }, title, svgElement("rect", shape));
     const label = blockLabel(say, block, width, count);
     if (label) {
       const at = `translate(${x + width / 2} ${y + LANE.height / 2})${label.up ? " rotate(-90)" : ""}`;
-      group.append(svg("text", { transform: at, y: 4, class: "steps-letter" }, label.text));
+      group.append(svgElement("text", { transform: at, y: 4, class: "steps-letter" }, label.text));
     }
     return group;
   }
@@ -106,16 +87,18 @@ const Timeline = (() => {
     const bottom = down(step.lanes.length);
     const height = bottom + LANE.axis;
     const size = { viewBox: `0 0 ${width} ${height}`, width, height };
-    const picture = svg("svg", { ...size, role: "img", "aria-label": summary, class: "steps-lanes" }, hatching());
+    const seen = { role: "img", "aria-label": summary, class: "steps-lanes" };
+    const picture = svgElement("svg", { ...size, ...seen }, hatching());
     for (const time of ticks(step.seconds * 1e3, width < 600 ? 4 : 8)) {
       const x = LANE.label + (time / 1e3) * scale;
-      picture.append(svg("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "steps-tick" }));
-      picture.append(svg("text", { x, y: bottom + 14, class: "steps-axis" }, figures(time)));
+      picture.append(svgElement("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "steps-tick" }));
+      picture.append(svgElement("text", { x, y: bottom + 14, class: "steps-axis" }, figures(time)));
     }
     const count = Math.max(...step.lanes[0].map((block) => block.micro || block.layer || 0));
     step.lanes.forEach((blocks, rank) => {
       const y = down(rank);
-      picture.append(svg("text", { x: 0, y: y + LANE.height / 2 + 4, class: "steps-rank" }, say("rank k", { rank })));
+      const at = { x: 0, y: y + LANE.height / 2 + 4, class: "steps-rank" };
+      picture.append(svgElement("text", at, say("rank k", { rank })));
       for (const block of blocks) {
         const x = LANE.label + block.start * scale;
         picture.append(drawBlock(say, block, rank, count, { x, y, width: (block.end - block.start) * scale }));
@@ -126,18 +109,18 @@ const Timeline = (() => {
 
   function drawMemoryBar(say, parts, name, largest, width, y) {
     const room = width - LANE.label * 2 - 70;
-    const bar = svg("g", {});
+    const bar = svgElement("g", {});
     let x = LANE.label * 2;
-    const title = svg("title", {});
+    const title = svgElement("title", {});
     const named = PARTS.filter((part) => parts[part]).map((part) => `${say(part)} ${bytesText(parts[part])}`);
     title.textContent = `${name}: ${named.join(", ")}`;
-    bar.append(title, svg("text", { x: 0, y: y + 13, class: "steps-rank" }, name));
-    for (const part of PARTS.filter((one) => parts[one])) {
+    bar.append(title, svgElement("text", { x: 0, y: y + 13, class: "steps-rank" }, name));
+    for (const part of PARTS.filter((name) => parts[name])) {
       const length = (parts[part] / largest) * room;
-      bar.append(svg("rect", { x, y, width: Math.max(length - 0.5, 0.5), height: 18, class: `steps-${part}` }));
+      bar.append(svgElement("rect", { x, y, width: Math.max(length - 0.5, 0.5), height: 18, class: `steps-${part}` }));
       x += length;
     }
-    bar.append(svg("text", { x: x + 6, y: y + 13, class: "steps-rank" }, bytesText(Steps.total(parts))));
+    bar.append(svgElement("text", { x: x + 6, y: y + 13, class: "steps-rank" }, bytesText(Steps.total(parts))));
     return bar;
   }
 
@@ -147,7 +130,7 @@ const Timeline = (() => {
     const largest = Math.max(...bars.map(([parts]) => Steps.total(parts)));
     const height = bars.length * 24 + 8;
     const size = { viewBox: `0 0 ${width} ${height}`, width, height };
-    const picture = svg("svg", { ...size, role: "img", "aria-label": summary, class: "steps-memory" });
+    const picture = svgElement("svg", { ...size, role: "img", "aria-label": summary, class: "steps-memory" });
     bars.forEach(([parts, name], index) => {
       const apart = index === step.lanes.length ? 8 : 0; // the last is another machine
       picture.append(drawMemoryBar(say, parts, name, largest, width, index * 24 + apart));
@@ -156,28 +139,29 @@ const Timeline = (() => {
   }
 
   function legend(entries) {
-    const swatch = (name) => html("span", { class: `steps-swatch steps-${name}` });
-    const items = entries.map(([name, text]) => html("li", {}, swatch(name), text));
-    return html("ul", { class: "steps-legend" }, ...items);
+    const swatch = (name) => element("span", { class: `steps-swatch steps-${name}` });
+    const items = entries.map(([name, text]) => element("li", {}, swatch(name), text));
+    return element("ul", { class: "steps-legend" }, ...items);
   }
 
   // Such as "communication: all-gather (AG), reduce-scatter (RS)".
   function legendOfLanes(say, step) {
-    const names = [...new Set(step.collectives.map((one) => one.name))].map((name) => `${name} (${SHORT[name]})`);
+    const collectives = new Set(step.collectives.map(({ name }) => name));
+    const names = [...collectives].map((name) => `${name} (${SHORT[name]})`);
     const kinds = KINDS.filter((kind) => step.shares[kind] > 0);
     const text = (kind) => (kind === "move" ? say("moves", { names: names.join(", ") }) : say(kind));
     return legend(kinds.map((kind) => [kind, text(kind)]));
   }
 
   function table(heads, rows, name) {
-    const head = html("tr", {}, ...heads.map((text) => html("th", { scope: "col" }, text)));
+    const head = element("tr", {}, ...heads.map((text) => element("th", { scope: "col" }, text)));
     const body = rows.map(({ cells, chosen }) => {
       const [first, ...others] = cells;
-      const row = [html("th", { scope: "row" }, first), ...others.map((cell) => html("td", {}, cell))];
-      return html("tr", { class: chosen ? "steps-chosen" : null, "aria-current": chosen ? "true" : null }, ...row);
+      const row = [element("th", { scope: "row" }, first), ...others.map((cell) => element("td", {}, cell))];
+      return element("tr", { class: chosen ? "steps-chosen" : null, "aria-current": chosen ? "true" : null }, ...row);
     });
-    const inner = html("table", { "aria-label": name }, html("thead", {}, head), html("tbody", {}, ...body));
-    return html("div", { class: "steps-scroll", role: "region", "aria-label": name, tabindex: "0" }, inner);
+    const inner = element("table", { "aria-label": name }, element("thead", {}, head), element("tbody", {}, ...body));
+    return element("div", { class: "steps-scroll", role: "region", "aria-label": name, tabindex: "0" }, inner);
   }
 
   function memoryTable(say, step) {
@@ -185,24 +169,25 @@ const Timeline = (() => {
     const rows = parts.map((part) => ({
       cells: [say(part), bytesText(step.memory[part]), bytesText(step.memoryAlone[part])],
     }));
-    const sums = [step.memory, step.memoryAlone].map((one) => bytesText(Steps.total(one)));
+    const sums = [step.memory, step.memoryAlone].map((memory) => bytesText(Steps.total(memory)));
     rows.push({ cells: [say("sum"), ...sums] });
     return table([say("part"), say("a rank"), say("alone")], rows, say("memory"));
   }
 
   // Such as "2 (n-1)/n x 8 x 11.3 MB, n = 4".
-  function formulaText(one) {
-    const n = one.axis === null ? "n" : "dt"[one.axis];
-    const factor = { "all-reduce": `2 (${n}-1)/${n} × `, send: "" }[one.name] ?? `(${n}-1)/${n} × `;
-    const end = one.name === "send" ? "" : `, ${n} = ${one.among}`;
-    return `${factor}${one.times} × ${bytesText(one.whole)}${end}`;
+  function formulaText(collective) {
+    const n = collective.axis === null ? "n" : "dt"[collective.axis];
+    const factor = { "all-reduce": `2 (${n}-1)/${n} × `, send: "" }[collective.name] ?? `(${n}-1)/${n} × `;
+    const end = collective.name === "send" ? "" : `, ${n} = ${collective.among}`;
+    return `${factor}${collective.times} × ${bytesText(collective.whole)}${end}`;
   }
 
   function sentTable(say, step) {
-    const rows = step.collectives.map((one) => {
-      const values = { name: one.name, of: say(one.of), axis: axisText(say, one.axis), way: say(`way ${one.when}`) };
-      const formula = html("span", { class: "steps-wrap" }, formulaText(one));
-      return { cells: [say("of", values), formula, bytesText(one.bytes)] };
+    const rows = step.collectives.map((collective) => {
+      const { name, of, axis, when } = collective;
+      const values = { name, of: say(of), axis: axisText(say, axis), way: say(`way ${when}`) };
+      const formula = element("span", { class: "steps-wrap" }, formulaText(collective));
+      return { cells: [say("of", values), formula, bytesText(collective.bytes)] };
     });
     rows.push({ cells: [say("sum"), "", bytesText(Math.max(...step.sent))] });
     return table([say("collective"), say("formula"), say("a rank")], rows, say("sends"));
@@ -210,15 +195,15 @@ const Timeline = (() => {
 
   function compareTable(say, state) {
     const all = Steps.compare(state);
-    const times = all.filter((one) => one.step).map((one) => one.step.seconds);
+    const times = all.filter((entry) => entry.step).map((entry) => entry.step.seconds);
     const [fastest, slowest] = [Math.min(...times), Math.max(...times)];
     const rows = all.map(({ strategy, step }) => {
       const chosen = strategy === state.strategy;
       if (!step) return { cells: [say(strategy), say("not on", { ranks: state.ranks }), "", "", ""], chosen };
-      const bar = html("span", { class: "steps-bar", style: `width: ${(step.seconds / slowest) * 100}%` });
+      const bar = element("span", { class: "steps-bar", style: `width: ${(step.seconds / slowest) * 100}%` });
       const best = state.ranks > 1 && step.seconds <= fastest * 1.0001;
       const text = `${secondsText(step.seconds)}${best ? ` · ${say("fastest")}` : ""}`;
-      const time = html("span", { class: "steps-time" }, html("span", {}, text), bar);
+      const time = element("span", { class: "steps-time" }, element("span", {}, text), bar);
       const sizes = [Math.max(...step.sent), Steps.total(step.memory)].map(bytesText);
       return { cells: [say(strategy), time, ...sizes, percent(step.shares.idle)], chosen };
     });
@@ -258,24 +243,21 @@ const Timeline = (() => {
     const lanes = pipeline ? step.lanes : step.lanes.slice(0, 1); // elsewhere all ranks do the same
     return lanes.map((blocks, rank) => {
       const name = pipeline ? say("rank k", { rank }) : say("all ranks");
-      const texts = blocks.map((one) => `${blockText(say, one)}: ${secondsText(one.end - one.start)}`);
-      const entries = texts.map((text) => html("li", {}, text));
-      return html("section", {}, html("h4", {}, name), html("ol", {}, ...entries));
+      const texts = blocks.map((block) => `${blockText(say, block)}: ${secondsText(block.end - block.start)}`);
+      const entries = texts.map((text) => element("li", {}, text));
+      return element("section", {}, element("h4", {}, name), element("ol", {}, ...entries));
     });
   }
 
   // One section on the page. The inputs stay while all else is drawn again, so that none loses the focus.
   class View {
-    constructor(element, { lang, state, onChange }) {
-      this.element = element;
+    constructor(place, { lang, state, onChange }) {
+      this.place = place;
       this.state = Steps.settle(state);
-      this.onChange = onChange || (() => {});
+      this.onChange = onChange;
       this.width = 0;
       this.speak(lang);
-      if (typeof ResizeObserver !== "undefined") {
-        this.observer = new ResizeObserver(() => this.resized());
-        this.observer.observe(element);
-      }
+      new ResizeObserver(() => this.resized()).observe(place);
     }
 
     speak(lang) {
@@ -291,13 +273,8 @@ const Timeline = (() => {
       else this.draw();
     }
 
-    destroy() {
-      if (this.observer) this.observer.disconnect();
-      this.element.replaceChildren();
-    }
-
     resized() {
-      if (Math.abs(this.element.clientWidth - this.width) >= 1) this.draw();
+      if (Math.abs(this.place.clientWidth - this.width) >= 1) this.draw();
     }
 
     set(change) {
@@ -310,36 +287,37 @@ const Timeline = (() => {
       const { layers, hidden, item } = Steps.MODEL;
       const model = this.say("model", { layers, hidden, layer: bytesText(item * hidden * hidden) });
       const rates = { flops: Steps.RATES.flops / 1e9, update: Steps.RATES.secondsPerParameter * 1e9 };
-      this.output = html("div", {});
+      this.output = element("div", {});
       this.sliders = {};
       const sliders = ["ranks", "micro", "rows", "link"].map((name) => this.slider(name));
-      this.element.classList.add("steps");
-      this.element.replaceChildren(
-        html("p", {}, model),
+      this.place.classList.add("steps");
+      this.place.replaceChildren(
+        element("p", {}, model),
         this.choice(),
-        html("div", { class: "steps-sliders" }, ...sliders),
+        element("div", { class: "steps-sliders" }, ...sliders),
         this.output,
-        html("p", { class: "steps-note" }, this.say("rates", rates)),
+        element("p", { class: "steps-note" }, this.say("rates", rates)),
       );
     }
 
     choice() {
       const options = Object.keys(Steps.STRATEGIES).map((strategy) => {
-        const input = html("input", { type: "radio", name: "steps-strategy", value: strategy });
+        const input = element("input", { type: "radio", name: "steps-strategy", value: strategy });
         input.addEventListener("change", () => this.set({ strategy }));
-        return html("label", {}, input, html("span", {}, this.say(strategy)));
+        return element("label", {}, input, element("span", {}, this.say(strategy)));
       });
       this.options = options.map((label) => label.firstChild);
-      return html("fieldset", { class: "steps-strategies" }, html("legend", {}, this.say("strategy")), ...options);
+      const legend = element("legend", {}, this.say("strategy"));
+      return element("fieldset", { class: "steps-strategies" }, legend, ...options);
     }
 
     // A slider over the values that are possible in this state.
     slider(name) {
       const id = `steps-${name}`;
-      const input = html("input", { type: "range", id, min: 0, step: 1 });
-      const output = html("output", { for: id });
+      const input = element("input", { type: "range", id, min: 0, step: 1 });
+      const output = element("output", { for: id });
       input.addEventListener("input", () => this.set({ [name]: this.values(name)[Number(input.value)] }));
-      const box = html("div", {}, html("label", { for: id }, this.say(name)), input, output);
+      const box = element("div", {}, element("label", { for: id }, this.say(name)), input, output);
       this.sliders[name] = { input, output, box };
       return box;
     }
@@ -369,7 +347,7 @@ const Timeline = (() => {
 
     draw() {
       const { say, state } = this;
-      this.width = this.element.clientWidth;
+      this.width = this.place.clientWidth;
       const width = Math.max(280, Math.floor(this.output.clientWidth || this.width || 640));
       const step = Steps.step(state);
       const pipeline = state.strategy === "pipeline";
@@ -377,42 +355,42 @@ const Timeline = (() => {
       this.drawInputs();
       const opened = this.output.querySelector("details[open]") !== null;
       this.output.replaceChildren(
-        html("p", { class: "steps-about" }, aboutText(say, state)),
+        element("p", { class: "steps-about" }, aboutText(say, state)),
         this.spoken(summary),
-        html("h3", {}, say("time")),
-        html("p", { class: "steps-note" }, say(pipeline ? "time of micro" : "time of")),
+        element("h3", {}, say("time")),
+        element("p", { class: "steps-note" }, say(pipeline ? "time of micro" : "time of")),
         legendOfLanes(say, step),
         drawLanes(say, step, width, summary),
         this.words(step, pipeline, opened),
-        html("h3", {}, say("idle of")),
-        html("p", {}, idleText(say, state, step)),
+        element("h3", {}, say("idle of")),
+        element("p", {}, idleText(say, state, step)),
         ...this.memory(step, width),
-        html("div", { class: "steps-columns" }, this.sent(step, pipeline), this.comparison()),
+        element("div", { class: "steps-columns" }, this.sent(step, pipeline), this.comparison()),
       );
     }
 
     // The summary is announced when it changes, so that its element must stay in the page.
     spoken(summary) {
-      this.live = this.live || html("p", { class: "steps-summary", role: "status" });
+      this.live = this.live || element("p", { class: "steps-summary", role: "status" });
       if (this.live.textContent !== summary) this.live.textContent = summary;
       return this.live;
     }
 
     words(step, pipeline, opened) {
-      const lists = html("div", { class: "steps-words" }, ...blockList(this.say, step, pipeline));
-      return html("details", { open: opened }, html("summary", {}, this.say("in words")), lists);
+      const lists = element("div", { class: "steps-words" }, ...blockList(this.say, step, pipeline));
+      return element("details", { open: opened }, element("summary", {}, this.say("in words")), lists);
     }
 
     memory(step, width) {
       const { say } = this;
       const part = percent(Steps.total(step.memory) / Steps.total(step.memoryAlone));
       const note = `${say("memory of", { part })}${step.memory.gathered ? say("memory gathered") : ""}`;
-      const parts = PARTS.filter((one) => step.memory[one]);
+      const parts = PARTS.filter((part) => step.memory[part]);
       const picture = drawMemory(say, step, width, note);
       return [
-      html("h3", {}, say("memory")),
-      html("p", { class: "steps-note" }, note),
-      legend(parts.map((one) => [one, say(one)])),
+      element("h3", {}, say("memory")),
+      element("p", { class: "steps-note" }, note),
+      legend(parts.map((part) => [part, say(part)])),
       picture,
       memoryTable(say, step),
     ];
@@ -420,27 +398,27 @@ const Timeline = (() => {
 
     sent(step, pipeline) {
       const { say } = this;
-      const title = html("h3", {}, say("sends"));
-      if (!step.collectives.length) return html("section", {}, title, html("p", {}, say("sends nothing")));
-      const note = pipeline ? [html("p", { class: "steps-note" }, say("sends by rank"))] : [];
-      return html("section", {}, title, sentTable(say, step), ...note);
+      const title = element("h3", {}, say("sends"));
+      if (!step.collectives.length) return element("section", {}, title, element("p", {}, say("sends nothing")));
+      const note = pipeline ? [element("p", { class: "steps-note" }, say("sends by rank"))] : [];
+      return element("section", {}, title, sentTable(say, step), ...note);
     }
 
     comparison() {
       const { say, state } = this;
-      return html(
+      return element(
         "section",
         {},
-        html("h3", {}, say("compare")),
-        html("p", { class: "steps-note" }, say("compare of", state)),
+        element("h3", {}, say("compare")),
+        element("p", { class: "steps-note" }, say("compare of", state)),
         compareTable(say, state),
-        html("p", {}, say("try")),
+        element("p", {}, say("try")),
       );
     }
   }
 
-  // state: see Steps.settle. onChange(state) after each change by the user. Returns {update({lang, state}), destroy()}.
-  const mount = (element, options) => new View(element, options);
+  // state: see Steps.settle. onChange(state) is called after each change by the user. Returns {update({lang, state})}.
+  const mount = (place, options) => new View(place, options);
 
   return { mount };
 })();

@@ -1,7 +1,6 @@
-// The page: the language, the address, presets, controls, and the drawing of the matmul.
+// The page: the language, the address, the presets and controls; its state is what the other files draw.
 "use strict";
 
-const records = Matmul.unpack(JSON.parse(document.getElementById("records").textContent));
 const RANKS = ["1", "2", "3", "4", "2x2"];
 const FIRST = { ranks: "2", x: "S(1)", w: "S(0)", to: "B", mode: "eager", preset: "row" };
 const PRESETS = {
@@ -11,7 +10,11 @@ const PRESETS = {
     recipes: ["model_parallel.py"],
     step: { strategy: "tensor" },
   },
-  row: { state: { ranks: "2", x: "S(1)", w: "S(0)", to: "B" }, recipes: ["row_parallel.py"], step: { strategy: "tensor" } },
+  row: {
+    state: { ranks: "2", x: "S(1)", w: "S(0)", to: "B" },
+    recipes: ["row_parallel.py"],
+    step: { strategy: "tensor" },
+  },
   megatron: {
     state: { ranks: "2", x: "B", w: "S(1)", to: "" },
     second: { ranks: "2", x: "S(1)", w: "S(0)", to: "B" },
@@ -44,28 +47,10 @@ let lang = "en";
 let langChosen = false;
 let seen = null; // the [row, column] of out that is pointed at
 
-const find = (id) => document.getElementById(id);
 const present = (sbp) => sbp.replace(",", ", ");
 const shown = (shape) => shape.join("\u00a0×\u00a0");
 
-function t(key, values = {}) {
-  const text = Words[lang][key];
-  if (text === undefined) throw new Error(`no word for ${key}`);
-  return text.replace(/\{(\w+)\}/g, (whole, name) => (name in values ? values[name] : whole));
-}
-
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "class") made.className = value;
-    else if (name === "style") made.style.cssText = value;
-    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value === true) made.setAttribute(name, "");
-    else if (value !== false && value !== null) made.setAttribute(name, value);
-  }
-  made.append(...children.filter((child) => child !== null && child !== undefined));
-  return made;
-}
+const t = (key, values) => textOf(Words[lang], key, values);
 
 // A sentence whose {names} are filled in by elements or texts.
 function sentence(key, parts) {
@@ -97,42 +82,42 @@ function address() {
   return `#${parts.map(([name, value]) => `${name}=${value}`).join("&")}`;
 }
 
-function isState(wanted) {
-  const axes = wanted.ranks === "2x2" ? 2 : 1;
-  const good = (sbp) => Matmul.axes(sbp).length === axes && Matmul.axes(sbp).every((one) => Matmul.SBPS.includes(one));
+function isState(view) {
+  const axes = view.ranks === "2x2" ? 2 : 1;
+  const isSbp = (sbp) => Matmul.axes(sbp).length === axes && Matmul.axes(sbp).every((one) => Matmul.SBPS.includes(one));
   return (
-    RANKS.includes(wanted.ranks) &&
-    good(wanted.x) &&
-    good(wanted.w) &&
-    (wanted.to === "" || (axes === 1 && good(wanted.to))) &&
-    ["eager", "graph"].includes(wanted.mode) &&
-    (wanted.preset === "" || Object.keys(PRESETS).includes(wanted.preset))
+    RANKS.includes(view.ranks) &&
+    isSbp(view.x) &&
+    isSbp(view.w) &&
+    (view.to === "" || (axes === 1 && isSbp(view.to))) &&
+    ["eager", "graph"].includes(view.mode) &&
+    (view.preset === "" || Object.keys(PRESETS).includes(view.preset))
   );
 }
 
 // Sets the state from an address; what is not a view becomes the first view.
 function readAddress(text) {
-  const found = {};
+  const values = {};
   for (const part of text.replace(/^#/, "").split("&")) {
     const [name, value = ""] = part.split("=");
     try {
-      found[name] = decodeURIComponent(value);
+      values[name] = decodeURIComponent(value);
     } catch {
-      found[name] = "";
+      values[name] = "";
     }
   }
-  const wanted = {
-    ranks: found.ranks ?? "",
-    x: long(found.x ?? ""),
-    w: long(found.w ?? ""),
-    to: long(found.to ?? ""),
-    mode: found.mode ?? "eager",
-    preset: found.preset ?? "",
+  const view = {
+    ranks: values.ranks ?? "",
+    x: long(values.x ?? ""),
+    w: long(values.w ?? ""),
+    to: long(values.to ?? ""),
+    mode: values.mode ?? "eager",
+    preset: values.preset ?? "",
   };
-  state = isState(wanted) ? wanted : { ...FIRST };
-  langChosen = Object.keys(Words).includes(found.lang);
-  lang = langChosen ? found.lang : navigator.language.toLowerCase().startsWith("zh") ? "zh" : "en";
-  const steps = Object.entries(found).filter(([name]) => name.startsWith(STEP));
+  state = isState(view) ? view : { ...FIRST };
+  langChosen = Object.keys(Words).includes(values.lang);
+  lang = langChosen ? values.lang : navigator.language.toLowerCase().startsWith("zh") ? "zh" : "en";
+  const steps = Object.entries(values).filter(([name]) => name.startsWith(STEP));
   const preset = PRESETS[state.preset];
   stepState = {
     ...(preset && preset.step),
@@ -148,19 +133,19 @@ function writeAddress() {
 
 // The preset whose SBPs the state has, on as many axes; "" if there is none.
 function matching() {
-  const alike = ([name, { state: one }]) =>
+  const isLike = ([name, { state: preset }]) =>
     name !== "megatron" &&
-    ["x", "w", "to"].every((key) => state[key] === one[key]) &&
-    (state.ranks === "2x2") === (one.ranks === "2x2");
-  return (Object.entries(PRESETS).find(alike) ?? [""])[0];
+    ["x", "w", "to"].every((key) => state[key] === preset[key]) &&
+    (state.ranks === "2x2") === (preset.ranks === "2x2");
+  return (Object.entries(PRESETS).find(isLike) ?? [""])[0];
 }
 
 function choose(changes, preset = "") {
   state = { ...state, ...changes, preset };
   if (changes.ranks !== undefined && preset === "") {
     for (const name of ["x", "w"]) {
-      const axes = Matmul.axes(state[name]);
-      state[name] = state.ranks !== "2x2" ? axes[0] : axes.length > 1 ? state[name] : `${axes[0]},B`;
+      const [first, second = "B"] = Matmul.axes(state[name]);
+      state[name] = state.ranks === "2x2" ? `${first},${second}` : first;
     }
     if (state.ranks === "2x2") state.to = "";
   }
@@ -226,35 +211,19 @@ function drawControls() {
 }
 
 function controls() {
-  const ranks = RANKS.map((one) => [one, one === "2x2" ? t("mesh") : one]);
-  const found = [
-    controlOf(
-      "ranks",
-      [t("ranks")],
-      radioGroup("ranks", ranks, state.ranks, (one) => choose({ ranks: one })),
-    ),
+  const ranks = RANKS.map((name) => [name, name === "2x2" ? t("mesh") : name]);
+  const sbps = Matmul.SBPS.map((sbp) => [sbp, sbp]);
+  const modes = ["eager", "graph"].map((mode) => [mode, mode]);
+  const choice = (name, legend, values) =>
+    controlOf(name, [legend], radioGroup(name, values, state[name], (value) => choose({ [name]: value })));
+  return [
+    choice("ranks", t("ranks"), ranks),
+    ...(state.ranks === "2x2" ? [meshPicture()] : []),
+    sbpControl("x"),
+    sbpControl("w"),
+    ...(state.ranks === "2x2" ? [] : [choice("to", t("convert"), [["", t("leave")], ...sbps])]),
+    choice("mode", t("mode"), modes),
   ];
-  found.push(sbpControl("x"), sbpControl("w"));
-  if (state.ranks !== "2x2") {
-    const values = [["", t("leave")], ...Matmul.SBPS.map((sbp) => [sbp, sbp])];
-    found.push(
-      controlOf(
-        "to",
-        [t("convert")],
-        radioGroup("to", values, state.to, (to) => choose({ to })),
-      ),
-    );
-  }
-  if (state.ranks === "2x2") found.splice(1, 0, meshPicture());
-  const modes = ["eager", "graph"].map((one) => [one, one]);
-  found.push(
-    controlOf(
-      "mode",
-      [t("mode")],
-      radioGroup("mode", modes, state.mode, (mode) => choose({ mode })),
-    ),
-  );
-  return found;
 }
 
 // Which rank is where on the mesh.
@@ -293,7 +262,7 @@ function drawPresets() {
   if (!preset) return about.replaceChildren();
   const links = preset.recipes.flatMap((path, index) => [
     index ? ", " : "",
-    element("a", { href: `../recipes/${path}` }, path),
+    element("a", { href: `../../recipes/${path}` }, path),
   ]);
   about.replaceChildren(
     element(
@@ -322,15 +291,15 @@ function pairButtons(preset) {
   const buttons = [
     ["first_matmul", preset.state],
     ["second_matmul", preset.second],
-  ].map(([key, one], index) =>
+  ].map(([key, layout], index) =>
     element(
       "button",
       {
         type: "button",
         "data-step": index,
-        "aria-pressed": String(state.x === one.x),
+        "aria-pressed": String(state.x === layout.x),
         onclick: () => {
-          choose(one, state.preset);
+          choose(layout, state.preset);
           document.querySelector(`[data-step="${index}"]`).focus(); // of the buttons that are drawn now
         },
       },
@@ -343,13 +312,13 @@ function pairButtons(preset) {
 // ---- all of it
 
 function drawMatmul() {
-  const run = Matmul.run(records, state);
+  const run = Matmul.run(state);
   find("summary").replaceChildren(...summaryOf(run));
   find("why").textContent = whyOf(run);
   drawStages(run);
   drawReadout(run);
   drawBytes(run);
-  drawProgram(Matmul.code(records, state), Matmul.count(state.ranks));
+  drawProgram(Matmul.code(state), Matmul.count(state.ranks));
 }
 
 let timeline = null;
@@ -372,20 +341,20 @@ function drawSteps() {
 function drawWords() {
   document.documentElement.lang = lang === "zh" ? "zh-CN" : "en";
   document.title = t("title");
-  for (const one of document.querySelectorAll("[data-t]")) one.textContent = t(one.dataset.t);
-  find("intro").textContent = t("intro", { version: records.oneflow });
+  for (const node of document.querySelectorAll("[data-t]")) node.textContent = t(node.dataset.t);
+  find("intro").textContent = t("intro", { version: RUNS.oneflow });
   find("language").textContent = t("other_language");
   find("language").lang = lang === "zh" ? "en" : "zh-CN";
-  const values = { version: records.oneflow, shape: shown(records.shape.x), large: shown(records.measured_shape.x) };
+  const values = { version: RUNS.oneflow, shape: shown(RUNS.shape.x), large: shown(RUNS.measured_shape.x) };
   const foot = t("foot", values)
     .split("`")
     .map((part, index) => (index % 2 ? element("code", {}, part) : part));
   const link = (key, href) => element("a", { href }, t(key));
-  const recipes = lang === "zh" ? "../recipes/README.zh-CN.md" : "../recipes/README.md";
+  const recipes = lang === "zh" ? "../../recipes/README.zh-CN.md" : "../../recipes/README.md";
   const links = {
     recipes: link("recipes_link", recipes),
-    atlas: link("atlas_link", "sbp-atlas.md"),
-    pages: link("pages_link", "README.md"),
+    atlas: link("atlas_link", "../sbp-atlas.md"),
+    pages: link("pages_link", "../README.md"),
   };
   find("foot").replaceChildren(element("p", {}, ...foot), element("p", {}, ...sentence("foot_links", links)));
 }

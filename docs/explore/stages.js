@@ -37,7 +37,7 @@ function cell(of, row, column, value, extra) {
 }
 
 function wholeMatrix(name, of, sbp, ranks, blocks, shape) {
-  const value = blocks ? Matmul.whole(shape, sbp, ranks, blocks) : records.value[name];
+  const value = blocks ? Matmul.whole(shape, sbp, ranks, blocks) : RUNS.value[name];
   const label = t("whole_label", { tensor: name, shape: shown(shape), sbp: present(sbp), values: inText(value) });
   const pointable = of.startsWith("out");
   const rows = value.map((numbers, row) => {
@@ -68,7 +68,7 @@ function termsOf(sbp, ranks, blocks, shape, row, column) {
 }
 
 function cellLabel(sbp, ranks, blocks, shape, row, column, value) {
-  const terms = termsOf(sbp, ranks, blocks, shape, row, column).map((one) => one.value);
+  const terms = termsOf(sbp, ranks, blocks, shape, row, column).map((term) => term.value);
   const sum = terms.length > 1 ? t("cell_sum", { value, terms: terms.join(" + ") }) : value;
   return t("cell_label", { row, column, value: sum });
 }
@@ -102,7 +102,7 @@ function rankMatrix(name, of, sbp, ranks, blocks, shape, rank) {
     tensor: name,
     values: inText(blocks[rank]),
   };
-  cells.forEach((one) => one.setAttribute("aria-hidden", "true"));
+  cells.forEach((node) => node.setAttribute("aria-hidden", "true"));
   return frame(
     shape,
     { class: "matrix", role: "img", "aria-label": t("each_holds", words), "data-rank": rank },
@@ -117,36 +117,36 @@ const cellSize = () => (narrow.matches ? 20 : 26);
 // A stage: columns are tensors {name, of, sbp, blocks, shape} and operators "@", "=", or {arrows}.
 function stageGrid(columns, ranks) {
   const members = Matmul.members(ranks);
-  const made = [element("span", { class: "head" })];
+  const children = [element("span", { class: "head" })];
   const isTensor = (column) => column.sbp !== undefined;
   const isArrows = (column) => column.arrows !== undefined;
   for (const column of columns) {
     if (isTensor(column))
-      made.push(element("div", { class: "head" }, element("b", {}, column.name), " ", sbpMark(column.sbp)));
-    else made.push(isArrows(column) ? element("span", { class: "head" }) : element("span", {}));
+      children.push(element("div", { class: "head" }, element("b", {}, column.name), " ", sbpMark(column.sbp)));
+    else children.push(isArrows(column) ? element("span", { class: "head" }) : element("span", {}));
   }
-  made.push(element("span", { class: "name" }, t("whole")));
+  children.push(element("span", { class: "name" }, t("whole")));
   for (const column of columns) {
     if (isTensor(column))
-      made.push(wholeMatrix(column.name, column.of, column.sbp, ranks, column.blocks, column.shape));
+      children.push(wholeMatrix(column.name, column.of, column.sbp, ranks, column.blocks, column.shape));
     else
-      made.push(
+      children.push(
         isArrows(column) ? arrowHead(column.arrows) : element("span", { class: "op", "aria-hidden": "true" }, column),
       );
   }
-  made.push(...gapRow(columns, "whole-gap", "="));
+  children.push(...gapRow(columns, "whole-gap", "="));
   members.forEach((rank, index) => {
-    made.push(element("span", { class: "name rank", style: `color: var(--rank${rank})` }, t("rank", { rank })));
+    children.push(element("span", { class: "name rank", style: `color: var(--rank${rank})` }, t("rank", { rank })));
     for (const column of columns) {
       if (isTensor(column))
-        made.push(rankMatrix(column.name, column.of, column.sbp, ranks, column.blocks, column.shape, rank));
-      else if (!isArrows(column)) made.push(element("span", { class: "op", "aria-hidden": "true" }, column));
-      else if (index === 0) made.push(arrowsBeside(column.arrows, members.length, columns));
+        children.push(rankMatrix(column.name, column.of, column.sbp, ranks, column.blocks, column.shape, rank));
+      else if (!isArrows(column)) children.push(element("span", { class: "op", "aria-hidden": "true" }, column));
+      else if (index === 0) children.push(arrowsBeside(column.arrows, members.length, columns));
     }
-    if (index < members.length - 1) made.push(...gapRow(columns, "row-gap", "+"));
+    if (index < members.length - 1) children.push(...gapRow(columns, "row-gap", "+"));
   });
   const template = columns.map((column) => (isArrows(column) ? `${arrowWidth()}px` : "max-content")).join(" ");
-  return element("div", { class: "grid", style: `grid-template-columns: max-content ${template}` }, ...made);
+  return element("div", { class: "grid", style: `grid-template-columns: max-content ${template}` }, ...children);
 }
 
 const arrowWidth = () => (narrow.matches ? 96 : 100);
@@ -178,35 +178,35 @@ function arrowHead({ steps, quiet, size }) {
 function arrowsBeside(arrows, count, columns) {
   const shape = columns.find((column) => column.sbp !== undefined).shape;
   const rowHeight = cellSize() * shape[0] + 2;
-  const holder = element("div", { style: `grid-row: span ${2 * count - 1}; align-self: start` });
-  holder.innerHTML = arrowsSvg(arrows, count, rowHeight, 12, arrowWidth());
-  return holder;
+  const picture = drawArrows(arrows, count, rowHeight, 12, arrowWidth());
+  return element("div", { style: `grid-row: span ${2 * count - 1}; align-self: start` }, picture);
 }
 
 // Lines from what ranks hold before, left, to what they hold after, right.
-function arrowsSvg({ phases, words }, count, rowHeight, gap, width) {
+function drawArrows({ phases, words }, count, rowHeight, gap, width) {
   const height = count * rowHeight + (count - 1) * gap;
+  const ranks = [...Array(count).keys()];
   const y = (rank) => rowHeight / 2 + rank * (rowHeight + gap);
   const stops = phases.map((_, index) => 8 + ((width - 16) * index) / phases.length).concat(width - 8);
-  const parts = [];
-  phases.forEach((pairs, phase) => {
+  const parts = phases.flatMap((pairs, phase) => {
     const [left, right] = [stops[phase], stops[phase + 1]];
-    for (let rank = 0; rank < count; rank += 1) parts.push(`<path class="kept" d="M${left} ${y(rank)}H${right}"/>`);
-    for (const [from, to] of pairs) parts.push(arrow(left + 5, y(from), right - 5, y(to)));
-    if (phase) for (let rank = 0; rank < count; rank += 1) parts.push(`<circle cx="${left}" cy="${y(rank)}" r="3"/>`);
+    const stays = ranks.map((rank) => svgElement("path", { class: "kept", d: `M${left} ${y(rank)}H${right}` }));
+    const sends = pairs.flatMap(([from, to]) => arrow(left + 5, y(from), right - 5, y(to)));
+    const between = phase ? ranks.map((rank) => svgElement("circle", { cx: left, cy: y(rank), r: 3 })) : [];
+    return [...stays, ...sends, ...between];
   });
-  return svg(words, width, height, parts.join(""));
+  return arrowPicture(words, width, height, parts);
 }
 
-function svg(label, width, height, content) {
-  const size = `width="${width}" height="${height}" viewBox="0 0 ${width} ${height}"`;
-  return `<svg class="arrows" role="img" aria-label="${label}" ${size}>${content}</svg>`;
+function arrowPicture(label, width, height, parts) {
+  const size = { width, height, viewBox: `0 0 ${width} ${height}` };
+  return svgElement("svg", { class: "arrows", role: "img", "aria-label": label, ...size }, ...parts);
 }
 
 function arrow(x1, y1, x2, y2) {
   const angle = (Math.atan2(y2 - y1, (x2 - x1) * 0.6) * 180) / Math.PI; // steeper than the line: it looks better
-  const line = `<path d="M${x1} ${y1}L${x2} ${y2}"/>`;
-  return `${line}<path class="tip" d="M1 0L-7 3.2V-3.2z" transform="translate(${x2} ${y2}) rotate(${angle.toFixed(1)})"/>`;
+  const tip = { class: "tip", d: "M1 0L-7 3.2V-3.2z", transform: `translate(${x2} ${y2}) rotate(${angle.toFixed(1)})` };
+  return [svgElement("path", { d: `M${x1} ${y1}L${x2} ${y2}` }), svgElement("path", tip)];
 }
 
 // Which rank sends to which, in one phase or, for an all-reduce, in two.
@@ -216,13 +216,13 @@ function arrowsOf(from, to, ranks, sent) {
   const silent = !sent || Math.max(...sent) <= MESSAGES; // a local fill can send after all: then all its axes count
   const moving = steps.filter(({ name }) => !name.startsWith("local") || !silent);
   const axes = moving.map(({ axis }) => axis);
-  const along = (one, other) =>
-    Matmul.coordinates(ranks, one).every(
-      (place, axis) => axes.includes(axis) || place === Matmul.coordinates(ranks, other)[axis],
+  const along = (from, to) =>
+    Matmul.coordinates(ranks, from).every(
+      (place, axis) => axes.includes(axis) || place === Matmul.coordinates(ranks, to)[axis],
     );
   const sends = (rank) => !sent || sent[rank] > MESSAGES;
-  const pairs = members.flatMap((one) =>
-    members.filter((other) => other !== one && along(one, other) && sends(one)).map((other) => [one, other]),
+  const pairs = members.flatMap((from) =>
+    members.filter((to) => to !== from && along(from, to) && sends(from)).map((to) => [from, to]),
   );
   const twice = moving.length === 1 && moving[0].name === "all-reduce" && pairs.length;
   const named = steps.map(({ axis, name }) => (ranks === "2x2" ? { name, axis } : { name }));
@@ -232,17 +232,17 @@ function arrowsOf(from, to, ranks, sent) {
 
 // What a move sends of the matrices that are shown, in a few words.
 function sizeInWords(move, sent) {
-  const found = formulaFor([move], withOut(records.shape));
-  if (found === null) return "";
-  if (found.total === 0) return sent && Math.max(...sent) > MESSAGES ? t("unexpected") : t("nothing_sent");
-  const { byRank, total } = found;
-  return byRank && byRank.every((one) => one === byRank[0])
+  const formula = formulaFor([move], withOut(RUNS.shape));
+  if (formula === null) return "";
+  if (formula.total === 0) return sent && Math.max(...sent) > MESSAGES ? t("unexpected") : t("nothing_sent");
+  const { byRank, total } = formula;
+  return byRank && byRank.every((sent) => sent === byRank[0])
     ? t("each_sends", { bytes: bytes(byRank[0]) })
     : t("all_send", { bytes: bytes(total) });
 }
 
 function tensorColumn(name, sbp, blocks) {
-  return { name, of: name, sbp, blocks, shape: records.shape[name] };
+  return { name, of: name, sbp, blocks, shape: RUNS.shape[name] };
 }
 
 function moveStage(run, { tensor, from, to }) {
@@ -272,7 +272,7 @@ function multiplyStage(run) {
 }
 
 function outShape() {
-  return [records.shape.x[0], records.shape.w[1]];
+  return [RUNS.shape.x[0], RUNS.shape.w[1]];
 }
 
 function changeStage(run) {
@@ -294,7 +294,7 @@ function drawStages(run) {
   if (run.error !== undefined) {
     const held = stageGrid([tensorColumn("x", state.x, run.x), "@", tensorColumn("w", state.w, run.w)], state.ranks);
     const stage = element("div", { class: "stage", "data-stage": "refused" }, held);
-    const box = element("p", { class: "refused" }, t("sum_error", { version: records.oneflow, error: run.error }));
+    const box = element("p", { class: "refused" }, t("sum_error", { version: RUNS.oneflow, error: run.error }));
     return find("stages").replaceChildren(stage, box);
   }
   const stages = run.moves.map((move) => moveStage(run, move));
@@ -309,12 +309,12 @@ function productsOf(run, rank, row, column) {
   const [x, w] = run.inputs.map((sbp, index) => {
     const name = index ? "w" : "x";
     if (!run.factors[index]) return null;
-    const [[top], [left]] = Matmul.block(records.shape[name], sbp, state.ranks, rank);
+    const [[top], [left]] = Matmul.block(RUNS.shape[name], sbp, state.ranks, rank);
     return { held: run.factors[index][rank], top, left };
   });
   if (!x || !w) return "";
   const left = x.held[row - x.top];
-  return left.map((one, k) => `${one}·${w.held[k][column - w.left]}`).join(" + ");
+  return left.map((number, k) => `${number}·${w.held[k][column - w.left]}`).join(" + ");
 }
 
 function drawReadout(run) {
@@ -323,15 +323,15 @@ function drawReadout(run) {
   const [row, column] = seen || [0, 0];
   const shape = outShape();
   const terms = termsOf(run.outSbp, state.ranks, run.out, shape, row, column);
-  const value = terms.reduce((sum, one) => sum + one.value, 0);
-  const sum = terms.length > 1 ? ` = ${terms.map((one) => one.value).join(" + ")}` : "";
+  const value = terms.reduce((sum, term) => sum + term.value, 0);
+  const sum = terms.length > 1 ? ` = ${terms.map((term) => term.value).join(" + ")}` : "";
   const lines = terms.map(({ rank, value: term }) => {
     const swatch = element("span", { class: "swatch", style: `--fill: var(--rank${rank})` });
     const products = productsOf(run, rank, row, column);
     return element("li", {}, swatch, `${t("rank", { rank })}: ${products}${products && " = "}${term}`);
   });
   const copies = Matmul.holders(shape, run.outSbp, state.ranks, row, column).filter(
-    (rank) => !terms.some((one) => one.rank === rank),
+    (rank) => !terms.some((term) => term.rank === rank),
   );
   const title = element("span", { class: "made" }, `out[${row}, ${column}] = ${value}${sum}`);
   const same = copies.length ? element("li", {}, t("same_on", { ranks: ranksInWords(copies) })) : null;
@@ -342,22 +342,22 @@ function drawReadout(run) {
 
 function point(row, column) {
   seen = [row, column];
-  for (const one of find("stages").querySelectorAll(".cell")) {
-    const isOut = one.dataset.of.startsWith("out");
-    const here = [Number(one.dataset.row), Number(one.dataset.column)];
-    one.classList.toggle("seen", isOut && here[0] === row && here[1] === column);
-    const inMultiply = one.closest("[data-stage]").dataset.stage === "multiply";
-    const used = (one.dataset.of === "x" && here[0] === row) || (one.dataset.of === "w" && here[1] === column);
-    one.classList.toggle("used", inMultiply && used);
+  for (const node of find("stages").querySelectorAll(".cell")) {
+    const isOut = node.dataset.of.startsWith("out");
+    const here = [Number(node.dataset.row), Number(node.dataset.column)];
+    node.classList.toggle("seen", isOut && here[0] === row && here[1] === column);
+    const inMultiply = node.closest("[data-stage]").dataset.stage === "multiply";
+    const used = (node.dataset.of === "x" && here[0] === row) || (node.dataset.of === "w" && here[1] === column);
+    node.classList.toggle("used", inMultiply && used);
   }
-  drawReadout(Matmul.run(records, state));
+  drawReadout(Matmul.run(state));
 }
 
 function listenToStages() {
   const stages = find("stages");
   const pointAt = (event) => {
-    const one = event.target.closest(".cell[data-of^=out]");
-    if (one && state.preset !== "pipeline") point(Number(one.dataset.row), Number(one.dataset.column));
+    const target = event.target.closest(".cell[data-of^=out]");
+    if (target && state.preset !== "pipeline") point(Number(target.dataset.row), Number(target.dataset.column));
   };
   stages.addEventListener("pointerover", pointAt);
   stages.addEventListener("pointerdown", pointAt);
@@ -380,26 +380,29 @@ function listenToStages() {
 
 // A row of matrices, each whole on one rank; value: null where only the shape is shown.
 function placedStage(title, rank, columns) {
-  const heads = columns.map((one) =>
-    one.name
+  const heads = columns.map((column) =>
+    column.name
       ? element(
           "div",
           { class: "head" },
-          element("b", {}, one.name),
+          element("b", {}, column.name),
           " ",
           element("span", { class: "sbp" }, `[${rank}]`),
         )
       : element("span", {}),
   );
-  const cells = columns.map((one) => {
-    if (!one.name) return element("span", { class: "op", "aria-hidden": "true" }, one);
+  const cells = columns.map((column) => {
+    if (!column.name) return element("span", { class: "op", "aria-hidden": "true" }, column);
     const style = `--fill: var(--tint${rank})`;
-    const numbers = records.value.x.flatMap((row, i) =>
-      row.map((_, j) => cell(one.name, i, j, one.value ? one.value[i][j] : "", { style, "aria-hidden": "true" })),
+    const numbers = RUNS.value.x.flatMap((row, i) =>
+      row.map((_, j) => {
+        const number = column.value ? column.value[i][j] : "";
+        return cell(column.name, i, j, number, { style, "aria-hidden": "true" });
+      }),
     );
-    const values = one.value ? inText(one.value) : shown(records.shape.x);
-    const label = t("each_holds", { rank: t("rank", { rank }), block: t("all_of"), tensor: one.name, values });
-    return frame(records.shape.x, { class: "matrix", role: "img", "aria-label": label }, ...numbers);
+    const values = column.value ? inText(column.value) : shown(RUNS.shape.x);
+    const label = t("each_holds", { rank: t("rank", { rank }), block: t("all_of"), tensor: column.name, values });
+    return frame(RUNS.shape.x, { class: "matrix", role: "img", "aria-label": label }, ...numbers);
   });
   const name = element("span", { class: "name rank", style: `color: var(--rank${rank})` }, t("rank", { rank }));
   const style = `grid-template-columns: repeat(${columns.length + 1}, max-content)`;
@@ -408,7 +411,7 @@ function placedStage(title, rank, columns) {
 }
 
 function drawPipeline() {
-  const alone = Matmul.run(records, { ranks: "1", x: "B", w: "B", to: "", mode: "eager" });
+  const alone = Matmul.run({ ranks: "1", x: "B", w: "B", to: "", mode: "eager" });
   const [h] = alone.out;
   const size = Matmul.ITEM * h.length * h[0].length;
   const column = (name, value) => ({ name, value });
@@ -426,25 +429,21 @@ function drawPipeline() {
     "=",
     column("out", null),
   ]);
-  const arrow = element(
+  const send = element(
     "div",
     { class: "stage send", "data-stage": "send" },
     arrowHead({ steps: [{ name: "pipeline_send" }], size: bytes(size) }),
+    arrowPicture(t("pipeline_send"), 64, 14, arrow(0, 7, 62, 7)),
   );
-  arrow.insertAdjacentHTML("beforeend", sendSvg(t("pipeline_send")));
   find("summary").replaceChildren(t("pipeline_summary", { bytes: bytes(size) }));
   find("why").textContent = t("pipeline_why");
-  find("stages").replaceChildren(first, arrow, second);
+  find("stages").replaceChildren(first, send, second);
   find("readout").replaceChildren();
   find("legend").replaceChildren();
-  const atlas = element("a", { href: "sbp-atlas.md#0--1" }, t("atlas_link"));
+  const atlas = element("a", { href: "../sbp-atlas.md#0--1" }, t("atlas_link"));
   find("bytes").replaceChildren(
     element("h3", {}, t("bytes_title")),
     element("p", {}, ...sentence("pipeline_bytes", { bytes: bytes(size), link: atlas })),
   );
-  drawProgram(Matmul.pipelineCode(records), 2);
-}
-
-function sendSvg(label) {
-  return svg(label, 64, 14, arrow(0, 7, 62, 7));
+  drawProgram(Matmul.pipelineCode(), 2);
 }

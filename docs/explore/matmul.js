@@ -1,19 +1,9 @@
-// x @ w = out on ranks: what the records say of it, which block a rank holds, what a move must send, and the program.
-// Pure functions, no DOM. An SBP is "S(0)", on the mesh "S(0),B"; ranks are "1" to "4" or "2x2".
+// x @ w = out on ranks: what runs.js has recorded, which block a rank holds, what a move must send, and the program.
+// Nothing is drawn here. An SBP is "S(0)", on the mesh "S(0),B"; ranks are "1" to "4" or "2x2".
 
 const Matmul = {
   SBPS: ["B", "S(0)", "S(1)", "P"],
   ITEM: 4, // bytes of a float32
-
-  // The records as docs/explore.json has them, of what page.py put into the page.
-  unpack({ held, ...packed }) {
-    const unpacked = (name, value) => {
-      if (["x", "w", "out"].includes(name)) return held[value];
-      if (value === null || typeof value !== "object" || Array.isArray(value)) return value;
-      return Object.fromEntries(Object.entries(value).map(([key, one]) => [key, unpacked(key, one)]));
-    };
-    return { ...packed, runs: unpacked("runs", packed.runs) };
-  },
 
   grid(ranks) {
     return ranks === "2x2" ? [2, 2] : [Number(ranks)];
@@ -40,9 +30,9 @@ const Matmul = {
   block(shape, sbp, ranks, rank) {
     const block = shape.map((size) => [0, size]);
     const where = Matmul.coordinates(ranks, rank);
-    Matmul.axes(sbp).forEach((one, axis) => {
-      if (one[0] !== "S") return;
-      const dim = Number(one[2]);
+    Matmul.axes(sbp).forEach((sbpOfAxis, axis) => {
+      if (sbpOfAxis[0] !== "S") return;
+      const dim = Number(sbpOfAxis[2]);
       const n = Matmul.grid(ranks)[axis];
       const [start, stop] = block[dim];
       const size = Math.floor((stop - start) / n);
@@ -64,7 +54,7 @@ const Matmul = {
 
   // Of the holders of a number those whose parts add up to it: of copies only the first.
   terms(shape, sbp, ranks, row, column) {
-    const copied = Matmul.axes(sbp).map((one) => one === "B");
+    const copied = Matmul.axes(sbp).map((sbpOfAxis) => sbpOfAxis === "B");
     return Matmul.holders(shape, sbp, ranks, row, column).filter((rank) =>
       Matmul.coordinates(ranks, rank).every((place, axis) => !copied[axis] || place === 0),
     );
@@ -90,16 +80,16 @@ const Matmul = {
     return Matmul.members(ranks).map((rank) => {
       const [[top, bottom], [left, right]] = Matmul.block(shape, sbp, ranks, rank);
       const share = (number) =>
-        Matmul.axes(sbp).reduce((part, one, axis) => {
+        Matmul.axes(sbp).reduce((part, sbpOfAxis, axis) => {
           const n = Matmul.grid(ranks)[axis];
-          return one === "P" ? Math.floor((part + n - 1 - Matmul.coordinates(ranks, rank)[axis]) / n) : part;
+          return sbpOfAxis === "P" ? Math.floor((part + n - 1 - Matmul.coordinates(ranks, rank)[axis]) / n) : part;
         }, number);
       return value.slice(top, bottom).map((row) => row.slice(left, right).map(share));
     });
   },
 
   product(x, w) {
-    return x.map((row) => w[0].map((_, column) => row.reduce((sum, one, k) => sum + one * w[k][column], 0)));
+    return x.map((row) => w[0].map((_, column) => row.reduce((sum, number, k) => sum + number * w[k][column], 0)));
   },
 
   COLLECTIVES: {
@@ -120,8 +110,8 @@ const Matmul = {
     );
   },
 
-  common(one, other) {
-    return one.reduce((size, [start, stop], dim) => {
+  common(block, other) {
+    return block.reduce((size, [start, stop], dim) => {
       const length = Math.min(stop, other[dim][1]) - Math.max(start, other[dim][0]);
       return size * Math.max(0, length);
     }, 1);
@@ -149,7 +139,7 @@ const Matmul = {
     for (const rank of members) {
       const block = Matmul.block(shape, to, ranks, rank);
       total += Matmul.size(block) - Matmul.common(block, Matmul.block(shape, from, ranks, rank));
-      for (const sender of members.filter((one) => one !== rank)) {
+      for (const sender of members.filter((sender) => sender !== rank)) {
         byRank[sender] += Matmul.common(block, Matmul.block(shape, from, ranks, sender));
       }
     }
@@ -164,7 +154,7 @@ const Matmul = {
     const byRank = members.map(() => 0);
     for (const rank of members) {
       const part = to === "B" ? whole / members.length : Matmul.size(Matmul.block(shape, to, ranks, rank));
-      for (const sender of members.filter((one) => one !== rank)) byRank[sender] += part;
+      for (const sender of members.filter((sender) => sender !== rank)) byRank[sender] += part;
       byRank[rank] += to === "B" ? whole - part : 0;
     }
     return { total: byRank.reduce((a, b) => a + b), byRank };
@@ -178,16 +168,7 @@ const Matmul = {
     const [before, after] = [Matmul.axes(from)[axis], Matmul.axes(to)[axis]];
     const other = Matmul.axes(from)[1 - axis];
     if (other[0] === "S" && (other === before || other === after)) return null; // both axes split one dimension
-    const lines =
-      axis === 0
-        ? [
-            [0, 2],
-            [1, 3],
-          ]
-        : [
-            [0, 1],
-            [2, 3],
-          ];
+    const lines = { 0: ["02", "13"], 1: ["01", "23"] }[axis].map((line) => [...line].map(Number));
     const byRank = [0, 0, 0, 0];
     for (const line of lines) {
       const together = axis === 0 ? `B,${other}` : `${other},B`;
@@ -200,10 +181,12 @@ const Matmul = {
 
   // Which of x and w are moved so that they are multiplied in the SBPs `inputs`.
   movesOf(x, w, inputs) {
-    return [
-      ["x", x],
-      ["w", w],
-    ].flatMap(([tensor, from], index) => (from === inputs[index] ? [] : [{ tensor, from, to: inputs[index] }]));
+    const [toX, toW] = inputs;
+    const moves = [
+      { tensor: "x", from: x, to: toX },
+      { tensor: "w", from: w, to: toW },
+    ];
+    return moves.filter(({ from, to }) => from !== to);
   },
 
   // The record of a mode: that of a graph is left out where it is the same.
@@ -212,57 +195,56 @@ const Matmul = {
   },
 
   // The run of a state {ranks, x, w, to, mode}: what was recorded, with the moves before and after the matmul.
-  run(records, { ranks, x, w, to, mode }) {
-    const pair = records.runs[ranks][`${x} @ ${w}`];
+  run({ ranks, x, w, to, mode }) {
+    const pair = RUNS.runs[ranks][`${x} @ ${w}`];
     const { error, out_sbp: outSbp, out, inputs, sent, formula, large } = Matmul.inMode(pair, mode);
-    const found = { ranks, x: pair.x, w: pair.w, error, outSbp, out, inputs, sent, formula, moves: [] };
-    if (error !== undefined) return found;
-    found.moves = Matmul.movesOf(x, w, inputs);
+    const run = { ranks, x: pair.x, w: pair.w, error, outSbp, out, inputs, sent, formula, moves: [] };
+    if (error !== undefined) return run;
+    run.moves = Matmul.movesOf(x, w, inputs);
     // What it does at the size at which bytes are measured, where that differs.
-    found.large = large && { outSbp: large.out_sbp, moves: Matmul.movesOf(x, w, large.inputs) };
-    found.factors = Matmul.factors(records, found, [x, w]);
+    run.large = large && { outSbp: large.out_sbp, moves: Matmul.movesOf(x, w, large.inputs) };
+    run.factors = Matmul.factors(run, [x, w]);
     if (to && pair.to && pair.to[to]) {
-      found.change = { tensor: "out", from: outSbp, to, ...Matmul.inMode(pair.to[to], mode) };
+      run.change = { tensor: "out", from: outSbp, to, ...Matmul.inMode(pair.to[to], mode) };
     }
-    return found;
+    return run;
   },
 
   // What each rank multiplies, [of x, of w]. Blocks after a move are not recorded: null if they do not give the out.
-  factors(records, { ranks, inputs, x, w, out }, given) {
-    const moved = ["x", "w"].map((name, index) => Matmul.cut(records.value[name], inputs[index], ranks));
-    const factors = [x, w].map((held, index) => (given[index] === inputs[index] ? held : moved[index]));
+  factors({ ranks, inputs, x, w, out }, sbps) {
+    const moved = ["x", "w"].map((name, index) => Matmul.cut(RUNS.value[name], inputs[index], ranks));
+    const factors = [x, w].map((held, index) => (sbps[index] === inputs[index] ? held : moved[index]));
     const right = out.every((block, rank) => {
-      const made = Matmul.product(factors[0][rank], factors[1][rank]);
-      return JSON.stringify(made) === JSON.stringify(block);
+      const product = Matmul.product(factors[0][rank], factors[1][rank]);
+      return JSON.stringify(product) === JSON.stringify(block);
     });
-    return factors.map((held, index) => (right || given[index] === inputs[index] ? held : null));
+    return factors.map((held, index) => (right || sbps[index] === inputs[index] ? held : null));
   },
 
   // How the two modes differ: a list of {what, eager, graph}; what: "error", "inputs", "out", "parts", "sent", ...
-  differences(records, state) {
-    const [eager, graph] = ["eager", "graph"].map((mode) => Matmul.run(records, { ...state, mode }));
-    const found = [];
+  differences(state) {
+    const [eager, graph] = ["eager", "graph"].map((mode) => Matmul.run({ ...state, mode }));
+    const differences = [];
     const compare = (what, of) => {
-      const [one, other] = [of(eager), of(graph)];
-      if (JSON.stringify(one) !== JSON.stringify(other)) found.push({ what, eager: one, graph: other });
-      return JSON.stringify(one) === JSON.stringify(other);
+      const same = JSON.stringify(of(eager)) === JSON.stringify(of(graph));
+      if (!same) differences.push({ what, eager: of(eager), graph: of(graph) });
+      return same;
     };
-    if (!compare("error", (run) => run.error) || eager.error !== undefined) return found;
+    const compareBytes = (what, of) => {
+      const [inEager, inGraph] = [eager, graph].map((run) => (of(run).sent || []).reduce((a, b) => a + b, 0));
+      const near = Math.abs(inEager - inGraph) <= 0.02 * Math.max(inEager, inGraph) + 20000;
+      if (!near) differences.push({ what, eager: inEager, graph: inGraph });
+    };
+    if (!compare("error", (run) => run.error) || eager.error !== undefined) return differences;
     const sameWay = compare("inputs", (run) => run.inputs);
     const sameSbp = compare("out", (run) => run.outSbp);
     if (sameSbp) compare("parts", (run) => run.out);
-    const near = (one, other) => Math.abs(one - other) <= 0.02 * Math.max(one, other) + 20000;
-    const all = (move) => (move && move.sent ? move.sent.reduce((a, b) => a + b, 0) : 0);
-    if (sameWay && !near(all(eager), all(graph))) found.push({ what: "sent", eager: all(eager), graph: all(graph) });
-    const [one, other] = [eager.change, graph.change];
-    if (!one || !other) return found;
-    if (one.error !== other.error) {
-      found.push({ what: "change error", eager: one.error, graph: other.error });
-    } else if (!one.error) {
-      if (sameSbp && JSON.stringify(one.out) !== JSON.stringify(other.out)) found.push({ what: "change parts" });
-      if (!near(all(one), all(other))) found.push({ what: "change sent", eager: all(one), graph: all(other) });
+    if (sameWay) compareBytes("sent", (run) => run);
+    if (eager.change && graph.change && compare("change error", (run) => run.change.error) && !eager.change.error) {
+      if (sameSbp) compare("change parts", (run) => run.change.out);
+      compareBytes("change sent", (run) => run.change);
     }
-    return found;
+    return differences;
   },
 
   sbpInPython(sbp) {
@@ -272,7 +254,7 @@ const Matmul = {
       "S(0)": "flow.sbp.split(0)",
       "S(1)": "flow.sbp.split(1)",
     };
-    const all = Matmul.axes(sbp).map((one) => names[one]);
+    const all = Matmul.axes(sbp).map((sbpOfAxis) => names[sbpOfAxis]);
     return all.length > 1 ? `(${all.join(", ")})` : all[0];
   },
 
@@ -291,25 +273,25 @@ const Matmul = {
   // A partial sum is made of what each rank holds: whole numbers that are as equal as they can be, and add up.
   partsInPython(name, sbp, ranks) {
     const position = ranks === "2x2" ? ["rank // 2", "rank % 2"] : ["rank"];
-    const lines = Matmul.axes(sbp).flatMap((one, axis) => {
+    const lines = Matmul.axes(sbp).flatMap((sbpOfAxis, axis) => {
       const n = Matmul.grid(ranks)[axis];
-      return one === "P" ? [`part = flow.floor((part + ${n - 1} - ${position[axis]}) / ${n})`] : [];
+      return sbpOfAxis === "P" ? [`part = flow.floor((part + ${n - 1} - ${position[axis]}) / ${n})`] : [];
     });
     lines[0] = lines[0].replace("(part +", `(${name}.to_local() +`);
-    const made = `${name} = part.to_global(placement=ranks,`;
+    const converted = `${name} = part.to_global(placement=ranks,`;
     const sbps = `sbp=${Matmul.sbpInPython(sbp)})`;
-    const last = sbp.includes(",") ? [made, `${" ".repeat(made.indexOf("(") + 1)}${sbps}`] : [`${made} ${sbps}`];
-    return [...lines, ...last];
+    const indent = " ".repeat(converted.indexOf("(") + 1);
+    return [...lines, ...(sbp.includes(",") ? [converted, `${indent}${sbps}`] : [`${converted} ${sbps}`])];
   },
 
   // The program of a state, as its text.
-  code(records, { ranks, x, w, to, mode }) {
+  code({ ranks, x, w, to, mode }) {
     const placement = ranks === "2x2" ? "[[0, 1], [2, 3]]" : `[${Matmul.members(ranks).join(", ")}]`;
     const hasParts = (sbp) => sbp.includes("P") && ranks !== "1";
     const tensor = (name, sbp) => {
-      const value = records.value[name];
+      const value = RUNS.value[name];
       if (!hasParts(sbp)) return Matmul.tensorInPython(name, value, "ranks", sbp);
-      const copied = Matmul.axes(sbp).map((one) => (one === "P" ? "B" : one));
+      const copied = Matmul.axes(sbp).map((sbpOfAxis) => (sbpOfAxis === "P" ? "B" : sbpOfAxis));
       return [
         ...Matmul.tensorInPython(name, value, "ranks", copied.join(",")),
         ...Matmul.partsInPython(name, sbp, ranks),
@@ -338,15 +320,15 @@ const Matmul = {
   },
 
   // Two layers, each on a rank of its own.
-  pipelineCode(records) {
+  pipelineCode() {
     const tensor = (name, value, placement) => Matmul.tensorInPython(name, value, placement, "B");
     return [
       "import oneflow as flow",
       "",
       'first, second = flow.placement("cpu", [0]), flow.placement("cpu", [1])',
-      ...tensor("x", records.value.x, "first"),
-      ...tensor("w0", records.value.w, "first"),
-      ...tensor("w1", records.value.w, "second"),
+      ...tensor("x", RUNS.value.x, "first"),
+      ...tensor("w0", RUNS.value.w, "first"),
+      ...tensor("w1", RUNS.value.w, "second"),
       "h = flow.matmul(x, w0)",
       "h = h.to_global(placement=second, sbp=flow.sbp.broadcast)",
       "out = flow.matmul(h, w1)",

@@ -21,33 +21,33 @@ function summaryOf(run) {
     const error = element(
       "span",
       { class: "error" },
-      ...sentence("sum_error", { version: records.oneflow, error: run.error }),
+      ...sentence("sum_error", { version: RUNS.oneflow, error: run.error }),
     );
     return [`${place}: x `, sbpMark(x), " @ w ", sbpMark(w), ". ", error];
   }
   const parts = { place, x: sbpMark(x), w: sbpMark(w), out: sbpMark(run.outSbp) };
-  const found = [...sentence("sum_start", parts), space()];
+  const texts = [...sentence("sum_start", parts), space()];
   for (const { tensor, from, to } of run.moves) {
     const collective = element("span", { class: "moved" }, collectiveInWords(from, to, ranks));
-    found.push(...sentence("sum_first", { tensor, from: sbpMark(from), to: sbpMark(to), collective }), space());
+    texts.push(...sentence("sum_first", { tensor, from: sbpMark(from), to: sbpMark(to), collective }), space());
   }
-  if (!run.moves.length && ranks !== "1") found.push(t("sum_direct"), space());
+  if (!run.moves.length && ranks !== "1") texts.push(t("sum_direct"), space());
   if (run.change) {
     const { from, to, error } = run.change;
     const collective = element("span", { class: "moved" }, collectiveInWords(from, to, ranks));
     if (error !== undefined)
-      found.push(element("span", { class: "error" }, t("sum_error", { version: records.oneflow, error })));
-    else if (from === to) found.push(...sentence("sum_no_change", { to: sbpMark(to) }));
-    else found.push(...sentence("sum_change", { to: sbpMark(to), collective }));
+      texts.push(element("span", { class: "error" }, t("sum_error", { version: RUNS.oneflow, error })));
+    else if (from === to) texts.push(...sentence("sum_no_change", { to: sbpMark(to) }));
+    else texts.push(...sentence("sum_change", { to: sbpMark(to), collective }));
   }
-  return found;
+  return texts;
 }
 
 function whyOf(run) {
   if (run.error !== undefined) return "";
   if (state.ranks === "1") return t("why_1");
   const [x, w] = run.inputs.map(Matmul.axes);
-  const reasons = x.map((one, axis) => t(`why_${short(one)}_${short(w[axis])}`));
+  const reasons = x.map((sbp, axis) => t(`why_${short(sbp)}_${short(w[axis])}`));
   if (reasons.length === 1 || reasons[0] === reasons[1]) return reasons[0];
   const inside = (why) => why[0].toLowerCase() + why.slice(1);
   return reasons.map((why, axis) => t("why_axis", { axis, why: inside(why) })).join(space());
@@ -80,27 +80,27 @@ function drawLegend() {
 
 // What a run sends, before the matmul and after it: {title, sent, of: its moves, large: those where it is measured}.
 function movesOf(run) {
-  const found = [];
+  const sends = [];
   if (run.moves.length || run.large) {
     const title = run.moves.map(moveInWords).join("; ");
-    found.push({ title, sent: run.sent, of: run.moves, large: run.large ? run.large.moves : run.moves });
+    sends.push({ title, sent: run.sent, of: run.moves, large: run.large ? run.large.moves : run.moves });
   }
   if (run.change && run.change.error === undefined && run.change.from !== run.change.to) {
     const { from, to, sent } = run.change;
     const of = [{ tensor: "out", from, to }];
-    found.push({ title: moveInWords(run.change), sent, of, large: of });
+    sends.push({ title: moveInWords(run.change), sent, of, large: of });
   }
-  return found;
+  return sends;
 }
 
 // By formula, for matrices of these shapes: {total, byRank} in bytes, null where there is none.
 function formulaFor(moves, shapes) {
   const parts = moves.map(({ tensor, from, to }) => Matmul.formula(shapes[tensor], from, to, state.ranks));
   if (parts.includes(null)) return null;
-  const total = parts.reduce((sum, one) => sum + one.total, 0) * Matmul.ITEM;
-  const split = parts.every((one) => one.byRank);
+  const total = parts.reduce((sum, formula) => sum + formula.total, 0) * Matmul.ITEM;
+  const split = parts.every((formula) => formula.byRank);
   const byRank = split
-    ? Matmul.members(state.ranks).map((rank) => parts.reduce((sum, one) => sum + one.byRank[rank], 0) * Matmul.ITEM)
+    ? Matmul.members(state.ranks).map((rank) => Matmul.ITEM * parts.reduce((sum, { byRank }) => sum + byRank[rank], 0))
     : null;
   return { total, byRank };
 }
@@ -110,11 +110,11 @@ function withOut(shapes) {
 }
 
 function bytesTable({ title, sent, of, large: moves }) {
-  const large = withOut(records.measured_shape);
+  const large = withOut(RUNS.measured_shape);
   const members = Matmul.members(state.ranks);
-  const row = (label, found, ratio) => {
-    const numbers = members.map((rank) => element("td", {}, found && found.byRank ? bytes(found.byRank[rank]) : "–"));
-    const total = element("td", {}, found ? bytes(found.total) : t("no_formula"), ...(ratio ? [" ", ratio] : []));
+  const row = (label, size, ratio) => {
+    const numbers = members.map((rank) => element("td", {}, size && size.byRank ? bytes(size.byRank[rank]) : "–"));
+    const total = element("td", {}, size ? bytes(size.total) : t("no_formula"), ...(ratio ? [" ", ratio] : []));
     return element("tr", {}, element("th", { scope: "row" }, label), ...numbers, total);
   };
   const byFormula = formulaFor(moves, large);
@@ -140,8 +140,8 @@ function bytesTable({ title, sent, of, large: moves }) {
       element(
         "tbody",
         {},
-        row(t("formula_shown", { shape: shown(records.shape.x) }), formulaFor(of, withOut(records.shape))),
-        row(t("formula_large", { shape: shown(large.x) }), byFormula),
+        row(t("formula", { shape: shown(RUNS.shape.x) }), formulaFor(of, withOut(RUNS.shape))),
+        row(t("formula", { shape: shown(large.x) }), byFormula),
         row(t("measured", { shape: shown(large.x) }), measured, mark),
       ),
     ),
@@ -152,7 +152,7 @@ function drawBytes(run) {
   const title = element("h3", {}, t("bytes_title"));
   if (run.error !== undefined) return find("bytes").replaceChildren(title, ...modesNote());
   const moves = movesOf(run);
-  const atlas = element("a", { href: "sbp-atlas.md" }, t("atlas_link"));
+  const atlas = element("a", { href: "../sbp-atlas.md" }, t("atlas_link"));
   const both = moves.some(({ large }) => large.some(({ from, to }) => Matmul.collectives(from, to).length > 1));
   const mesh = both ? [space(), t("bytes_mesh")] : [];
   const note = element(
@@ -170,25 +170,25 @@ function drawBytes(run) {
 
 // OneFlow's choice depends on the sizes.
 function largeNote({ outSbp, moves }) {
-  const shape = shown(records.measured_shape.x);
+  const shape = shown(RUNS.measured_shape.x);
   const moved = moves.map(moveInWords).join("; ") || t("nothing_moved");
   return element("p", { class: "note", id: "large" }, t("large", { shape, moved, out: present(outSbp) }));
 }
 
 function modesNote() {
-  const found = Matmul.differences(records, state);
-  if (!found.length) return [element("p", { class: "note", id: "modes" }, t("modes_same"))];
+  const differences = Matmul.differences(state);
+  if (!differences.length) return [element("p", { class: "note", id: "modes" }, t("modes_same"))];
   const said = (what, value) => {
     if (what.endsWith("sent")) return bytes(value);
     if (what.endsWith("error")) return value ?? t("runs");
     if (what.endsWith("parts")) return ""; // they can be seen
     return [value ?? ""].flat().map(present).join(" @ ");
   };
-  const lines = found.map(({ what, eager, graph }) => {
+  const lines = differences.map(({ what, eager, graph }) => {
     const words = {
       to: state.to,
-      out: present(Matmul.run(records, state).outSbp ?? ""),
-      shape: shown(records.measured_shape.x),
+      out: present(Matmul.run(state).outSbp ?? ""),
+      shape: shown(RUNS.measured_shape.x),
     };
     const both = { eager: said(what, eager), graph: said(what, graph) };
     return element("li", {}, t(`differ_${what.replace(" ", "_")}`, { ...words, ...both }));

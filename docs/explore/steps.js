@@ -1,5 +1,5 @@
 // A training step of a stack of equal layers, relu(x) @ w: blocks of time, bytes and memory, by formula, not measured.
-// tests/slow/test_explore_steps.py compares it with harness/measure/theory.py and harness/plan/formulas.py.
+// tests/slow/test_explore.py compares it with harness/measure/theory.py and harness/plan/formulas.py.
 
 const Steps = (() => {
   // The sizes can be divided by 1 to 8 ranks, so that all ranks have equal shares.
@@ -22,13 +22,14 @@ const Steps = (() => {
   };
   const FIRST = { strategy: "data", ranks: 4, micro: 4, rows: 1680, link: 1 };
 
-  const divisors = (number, most) => Array.from({ length: most }, (_, i) => i + 1).filter((one) => number % one === 0);
-  const microBatches = (rows) => divisors(rows, MAX_MICRO_BATCHES);
+  // The numbers of micro-batches into which the rows can be split evenly.
+  const microBatches = (rows) =>
+    Array.from({ length: MAX_MICRO_BATCHES }, (_, i) => i + 1).filter((number) => rows % number === 0);
 
   function nearest(values, wanted) {
     const number = Number(wanted);
     if (!Number.isFinite(number)) return null;
-    return values.reduce((best, one) => (Math.abs(one - number) < Math.abs(best - number) ? one : best));
+    return values.reduce((best, value) => (Math.abs(value - number) < Math.abs(best - number) ? value : best));
   }
 
   // A state that can be shown: `wanted` may be of an address that somebody typed, or of a strategy with other ranks.
@@ -65,8 +66,9 @@ const Steps = (() => {
   };
 
   // The collectives of a step: [{when, name, of, whole, among, axis, every}].
-  // when: before or after "forward", or after "backward", of a layer; whole: bytes of the tensor among the `among` ranks of an
-  // axis of the mesh; every: 2 where only one layer of each pair of a column-parallel and a row-parallel layer has it.
+  // when: before or after "forward", or after "backward", of a layer; whole: bytes of the tensor among the `among` ranks
+  // of an axis of the mesh; every: 2 where only one layer of each pair, of a column-parallel and a row-parallel layer,
+  // has it.
   function movesOf(state) {
     const { strategy } = state;
     const { data, tensor } = mesh(state);
@@ -91,8 +93,8 @@ const Steps = (() => {
       ...moves.tensor.map((move) => ({ ...move, axis: 1 })), // first what the layer before waits for
       { ...moves.data[0], whole: layer / tensor, axis: 0 },
     ];
-    const found = moves[strategy].map((move) => ({ ...move, bytes: FACTORS[move.name](move.among) * move.whole }));
-    return found.filter((move) => move.bytes > 0);
+    const withBytes = moves[strategy].map((move) => ({ ...move, bytes: FACTORS[move.name](move.among) * move.whole }));
+    return withBytes.filter((move) => move.bytes > 0);
   }
 
   // Whether layer k, from 0, has a move of `every` second layer: in forward it follows the row-parallel layer, the
@@ -121,11 +123,11 @@ const Steps = (() => {
   function sent(state) {
     const all = collectives(state);
     if (state.strategy !== "pipeline") {
-      return Array(state.ranks).fill(all.reduce((sum, one) => sum + one.bytes, 0));
+      return Array(state.ranks).fill(all.reduce((sum, collective) => sum + collective.bytes, 0));
     }
     const last = state.ranks - 1;
     return Array.from({ length: state.ranks }, (_, k) => {
-      const [forward, backward] = all.map((one) => one.bytes);
+      const [forward, backward] = all.map((collective) => collective.bytes);
       return (k < last ? forward : 0) + (k > 0 ? backward : 0);
     });
   }
@@ -151,7 +153,7 @@ const Steps = (() => {
     };
   }
 
-  const total = (parts) => Object.values(parts).reduce((sum, one) => sum + one, 0);
+  const total = (parts) => Object.values(parts).reduce((sum, bytes) => sum + bytes, 0);
 
   // Seconds of forward of a layer on a rank; backward takes twice as long: the gradients of x and of w.
   function forwardSeconds(state) {
@@ -190,9 +192,9 @@ const Steps = (() => {
     const moves = movesOf(state);
     const seconds = forwardSeconds(state);
     const move = (when, k) => {
-      for (const one of moves) {
-        if (one.when !== when || !belongs(one, k)) continue;
-        const { name, of, axis, bytes } = one;
+      for (const collective of moves) {
+        if (collective.when !== when || !belongs(collective, k)) continue;
+        const { name, of, axis, bytes } = collective;
         lane.add("move", moveSeconds(state, bytes), { name, of, axis, bytes, layer: k + 1 });
       }
     };
@@ -240,10 +242,10 @@ const Steps = (() => {
 
   // {kind: the part of the time of all ranks together}
   function shares(rows) {
-    const found = { forward: 0, backward: 0, move: 0, update: 0, idle: 0 };
+    const byKind = { forward: 0, backward: 0, move: 0, update: 0, idle: 0 };
     const all = rows.length * length(rows);
-    for (const blocks of rows) for (const one of blocks) found[one.kind] += (one.end - one.start) / all;
-    return found;
+    for (const blocks of rows) for (const block of blocks) byKind[block.kind] += (block.end - block.start) / all;
+    return byKind;
   }
 
   // (p - 1) / (m + p - 1), arXiv:1811.06965: of equal stages, where sends and the update take no time.
@@ -277,7 +279,6 @@ const Steps = (() => {
   }
 
   return {
-    MODEL, ROWS, LINKS, RATES, STRATEGIES, FIRST, microBatches, settle, mesh, sizes, collectives, sent, memory, total,
-    lanes, length, shares, idleShare, step, compare, alone,
+    MODEL, ROWS, LINKS, RATES, STRATEGIES, microBatches, settle, mesh, total, step, compare,
   };
 })();
