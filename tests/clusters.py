@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.cases import ROOT
 from tests.environments import apt_install
 from tests.hosts import Hosts
-from tests.run import MARK, Run, free_port, marked, wait_until
+from tests.jobs import MARK, Run, free_port, marked, wait_until
 
 PROGRAMS = {  # program -> the package of Debian and Ubuntu that has it
     "srun": "slurm-client",

@@ -9,8 +9,9 @@ import pytest
 from harness.measure.sbp import Layout
 from harness.pool import PoolError
 from harness.start.recipe import load, path_of
-from tests.cases import ROOT, gpt, reference, reference_gpt
-from tests.cases.gpt import RUNS, SMALL, TRAINED, known, prove, prove_run
+from tests.cases import ROOT, reference, reference_gpt
+from tests.cases import gpt_meshes as gpt
+from tests.cases.gpt_meshes import RUNS, SMALL, TRAINED, known, prove, prove_run
 from tests.cases.ladder import MAIN
 
 GPT = str(path_of("gpt"))

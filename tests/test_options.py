@@ -11,8 +11,8 @@ from harness.start.options import NO_SUCH_SCRIPT, checked, parser, same_on_all_n
 from harness.start.ranks import RankAssignment
 from harness.start.recipe import find, path_of
 from tests.cases import ROOT
+from tests.jobs import LAUNCH, Run
 from tests.markdown import CLUSTERS
-from tests.run import LAUNCH, Run
 
 FOR_USERS, FOR_MAINTAINERS = ("list", "show", "bytes", "test"), ("mutate", "docs", "meshes", "bench")
 

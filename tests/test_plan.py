@@ -18,8 +18,8 @@ from harness.plan.megatron import ROWS, case_of_row, first_layouts, modelled
 from harness.plan.model import ConfigError, Model, of_config
 from harness.start.recipe import load, path_of
 from tests.cases import ROOT
+from tests.jobs import Run
 from tests.markdown import blocks
-from tests.run import Run
 
 GB = 1e9
 A100 = devices.DEVICES["a100-80"]

@@ -6,9 +6,8 @@ import pytest
 
 from harness.pool import Pool, PoolError
 from tests.cases import ROOT
-from tests.hanging import assert_hangs
-from tests.pools import RecipePool
-from tests.run import LONG, wait_until
+from tests.jobs import LONG, wait_until
+from tests.pools import RecipePool, assert_hangs
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 

@@ -7,6 +7,7 @@ import pytest
 
 from harness.start.recipe import all_paths, path_of
 from tests.cases import CASES, ONE_LAYER, ROOT, WITHOUT_CASE
+from tests.jobs import LAUNCH, Run
 from tests.markdown import (
     CHINESE,
     CHINESE_GALLERY,
@@ -24,7 +25,6 @@ from tests.markdown import (
     tables_of,
     without_targets,
 )
-from tests.run import LAUNCH, Run
 
 DOCS = ROOT / "docs"
 PAIRS = {

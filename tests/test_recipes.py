@@ -7,7 +7,7 @@ import pytest
 
 from harness.start.recipe import all_paths, path_of
 from tests.cases import CASES, LONG, WITHOUT_CASE, is_default, modes, proven_on, run_id, runs, sizes_of
-from tests.cases.gpt import PROOFS  # with that of gpt.py, which has no case
+from tests.cases.gpt_meshes import PROOFS  # with that of gpt.py, which has no case
 from tests.cases.ladder import MAIN, OBSERVE, Checks, check_recipe, runs_of
 
 RUNS = [pytest.param(run, id=run_id(run), marks=() if is_default(run) else pytest.mark.slow) for run in runs()]

@@ -1,12 +1,46 @@
-"""The shell: every rank runs what is typed, equal answers are shown once, and one sees what moved."""
+"""The shell: every rank runs what is typed, equal answers are shown once, and it says what moved."""
 
+import contextlib
+import io
+import os
 import re
 
 import pytest
+from rich.console import Console as RichConsole
 
+from harness.shell.console import Console, Piped
 from harness.shell.program import options_of
+from harness.shell.screen import Screen
+from harness.shell.session import Session
 from harness.start.errors import UsageError
-from tests.shells import Shell
+
+
+class Shell:
+    """A shell on this many ranks inside the process of the tests; a context manager."""
+
+    def __init__(self, world_size, timeout=60):
+        self.console = RichConsole(file=io.StringIO(), highlight=False)
+        self.session = Session(world_size, timeout, Screen(self.console, world_size), script=None)
+
+    def __enter__(self):
+        self.session.start()
+        return self
+
+    def __exit__(self, *_):
+        self.session.ranks.close()
+        self.session.folder.cleanup()
+
+    def type(self, text, echo=False):
+        """Type these lines; returns what is shown."""
+        self.console.file.seek(0)
+        self.console.file.truncate()
+        reading, writing = os.pipe()
+        with contextlib.closing(os.fdopen(reading)):
+            os.write(writing, text.encode())
+            os.close(writing)
+            self.code = Console(self.session, Piped(reading, echo)).loop()
+        return self.console.file.getvalue()
+
 
 BEGIN = """
 import oneflow as flow

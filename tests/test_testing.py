@@ -5,8 +5,8 @@ import re
 import pytest
 
 from tests.cases import ROOT
+from tests.jobs import LAUNCH, Run
 from tests.markdown import blocks
-from tests.run import LAUNCH, Run
 
 PAGE = ROOT / "docs" / "testing.md"
 

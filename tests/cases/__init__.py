@@ -6,8 +6,8 @@
 from functools import lru_cache
 
 from harness.start.recipe import RECIPES, entry, path_of, world_sizes
-from tests.cases import byhand, data, forward, memory, starting, state, training, transformer, your_model  # noqa: F401
-from tests.cases.case import CASES, GRAPH_ONLY, PROOFS, SIZES
+from tests.cases import byhand, data, forward, memory, starting, state, train, transformer, your_model  # noqa: F401
+from tests.cases.recipe_case import CASES, GRAPH_ONLY, PROOFS, SIZES
 
 ROOT = RECIPES.parent
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven

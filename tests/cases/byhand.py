@@ -3,9 +3,9 @@
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.case import Case, all_reduce, case_of_recipe, in_steps, weights_of
+from tests.cases.recipe_case import Case, all_reduce, case_of_recipe, in_steps, weights_of
 from tests.cases.reference import Value, mlp, mse, total
-from tests.cases.training import UNEVEN
+from tests.cases.train import UNEVEN
 
 
 @case_of_recipe({"uneven": {"in_features": 7, "out_features": 5, "seed": 1}})

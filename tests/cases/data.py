@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.case import Case, all_reduce, case_of_recipe, in_steps, placed, reduced
+from tests.cases.recipe_case import Case, all_reduce, case_of_recipe, in_steps, placed, reduced
 from tests.cases.reference import Value, drawn, mse, rows_of, unknown
 
 UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}

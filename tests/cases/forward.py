@@ -4,7 +4,7 @@ import numpy as np
 
 from harness.measure.sbp import NAMES as SBPS
 from tests.cases import reference
-from tests.cases.case import Case, all_reduce, case_of_recipe, placed, through_stages
+from tests.cases.recipe_case import Case, all_reduce, case_of_recipe, placed, through_stages
 from tests.cases.reference import Value
 
 UNEVEN_LAYERS = {"batch": 7, "in_features": 6, "hidden_size": 10, "out_features": 9, "seed": 1}

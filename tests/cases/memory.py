@@ -1,8 +1,8 @@
 """The chapter of memory: the same network, with less of it on each rank."""
 
 from tests.cases import reference
-from tests.cases.case import Case, case_of_recipe, in_steps, placed, reduced, weights_of
-from tests.cases.training import UNEVEN, two_matmuls
+from tests.cases.recipe_case import Case, case_of_recipe, in_steps, placed, reduced, weights_of
+from tests.cases.train import UNEVEN, two_matmuls
 
 
 @case_of_recipe({"uneven": UNEVEN})

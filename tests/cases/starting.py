@@ -5,7 +5,7 @@ import ipaddress
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.case import UNEVEN, Case, all_reduce, case_of_recipe, placed, reduced
+from tests.cases.recipe_case import UNEVEN, Case, all_reduce, case_of_recipe, placed, reduced
 from tests.cases.reference import Value
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.case import Case, case_of_recipe, in_steps, placed, reduced, weights_of
+from tests.cases.recipe_case import Case, case_of_recipe, in_steps, placed, reduced, weights_of
 from tests.cases.reference import Value, drawn, mse
-from tests.cases.training import UNEVEN, two_matmuls
+from tests.cases.train import UNEVEN, two_matmuls
 
 WEIGHTS = {"whole": "B", "rows": "S(0)", "columns": "S(1)"}
 

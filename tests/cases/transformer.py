@@ -6,7 +6,7 @@ import re
 import numpy as np
 
 from tests.cases import reference_transformer as reference
-from tests.cases.case import Case, case_of_recipe, in_steps, placed, reduced
+from tests.cases.recipe_case import Case, case_of_recipe, in_steps, placed, reduced
 from tests.cases.reference import Value, rows_of
 
 IN_BLOCK = ("attention_in", "scores", "probs", "context", "residual", "mlp_in", "hidden")

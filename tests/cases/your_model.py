@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.cases import reference_module
-from tests.cases.case import Case, case_of_recipe, in_steps, reduced
+from tests.cases.recipe_case import Case, case_of_recipe, in_steps, reduced
 from tests.cases.reference import unknown
 from tests.cases.reference_module import NUM_CLASSES, SEQ_LEN
 

@@ -9,10 +9,10 @@ from harness.measure.sbp import NAMES
 from harness.measure.steps import Move, tensors_and_moves
 from harness.report import atlas, atlas_page, runs, tables
 from harness.start.recipe import path_of
-from tests.background import step_call
 from tests.cases import CASES, GRAPH_ONLY, PROOFS, TRAINED, proven_on
 from tests.cases.forward import SIGNATURES
 from tests.cases.ladder import Checks
+from tests.pools import step_call
 
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
 RUNS = [(name, mode) for name in CASES for mode in runs.measured_modes(path_of(name))]

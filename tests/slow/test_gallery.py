@@ -8,8 +8,8 @@ import pytest
 from harness.start import options
 from tests.cases import PROOFS
 from tests.cases.ladder import MAIN
+from tests.jobs import LAUNCH, Run
 from tests.markdown import GALLERY, sections
-from tests.run import LAUNCH, Run
 
 SECTIONS = {section.recipe: section for section in sections(GALLERY)}
 WHOLE_JOBS = [name for name, proof in PROOFS.items() if proof.whole_job]

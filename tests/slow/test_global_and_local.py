@@ -3,7 +3,7 @@
 import pytest
 
 from tests.cases import ROOT
-from tests.hanging import assert_hangs
+from tests.pools import assert_hangs
 
 ON_RANK = str(ROOT / "tests" / "on_rank.py")
 

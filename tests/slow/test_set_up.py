@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from harness.start import packages
 from tests.cases import ROOT
-from tests.run import Run, wait_until
+from tests.jobs import Run, wait_until
 
 NO_NAMESPACE = 77  # exit code
 PYTHON = Path(sys._base_executable).resolve()  # uv takes no environment's Python for one of the machine

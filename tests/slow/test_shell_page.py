@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.cases import ROOT
+from tests.jobs import CLEAN, LONG, MARK, marked, piped, wait_until
 from tests.markdown import blocks_of
-from tests.run import CLEAN, LONG, MARK, marked, wait_until
-from tests.terminal import piped
 
 TEXT = (ROOT / "docs" / "shell.md").read_text()
 PROMPT = re.compile(r"^(?:>>> |\.\.\.(?: |$))", flags=re.MULTILINE)

@@ -14,7 +14,18 @@ import pytest
 from harness.pool import Pool, PoolError
 from harness.start.recipe import path_of
 from tests.cases import ROOT, reference_gpt
-from tests.cases.gpt import FOUND, MESHES, ROWS, TRAINED, by_row, known, mesh_of, prove_run, row_run, sent_in_a_step
+from tests.cases.gpt_meshes import (
+    FOUND,
+    MESHES,
+    ROWS,
+    TRAINED,
+    by_row,
+    known,
+    mesh_of,
+    prove_run,
+    row_run,
+    sent_in_a_step,
+)
 from tests.cases.ladder import Checks
 
 GPT = str(path_of("gpt"))

@@ -3,7 +3,16 @@
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.case import Case, all_reduce, case_of_recipe, in_steps, placed, reduced, through_stages, weights_of
+from tests.cases.recipe_case import (
+    Case,
+    all_reduce,
+    case_of_recipe,
+    in_steps,
+    placed,
+    reduced,
+    through_stages,
+    weights_of,
+)
 from tests.cases.reference import Value
 
 UNEVEN = {"batch": 7, "in_features": 6, "hidden_size": 10, "out_features": 5, "steps": 1}

@@ -9,8 +9,8 @@ from harness.plan import formulas as plan
 from harness.plan.model import Model
 from harness.start.recipe import path_of
 from tests.cases import ROOT, reference_gpt
-from tests.cases.case import PROOFS, Case, Proof, in_steps
 from tests.cases.ladder import Checks, check_operations, check_tensors, shard_of
+from tests.cases.recipe_case import PROOFS, Case, Proof, in_steps
 from tests.cases.reference import Value
 
 TRAINED = f"{ROOT / 'tests' / 'on_rank_gpt.py'}:trained"
@@ -48,7 +48,7 @@ PROOFS["gpt"] = Proof(
         "--micro-batches -1": "1 or more",
     },
     tests=[
-        *("tests/test_gpt.py", "tests/slow/test_gpt.py", "tests/test_cures.py"),
+        *("tests/test_gpt.py", "tests/slow/test_gpt_page.py", "tests/test_cures.py"),
         *("-k", "gpt and not of_the_page and not with_all and not trains_as and not learns"),
     ],
     equivalent={
