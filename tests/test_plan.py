@@ -214,12 +214,8 @@ def test_parts_add_up_and_what_fits_is_what_is_said_to_fit():
     for model, batch, cluster in CASES:
         fit, refused = cost.ranked(model, batch, cluster)
         for candidate in (*fit, *refused):
-            assert (
-                candidate.seconds == pytest.approx(sum(candidate.time.values())) and min(candidate.time.values()) >= 0
-            )
-            assert (
-                candidate.bytes == pytest.approx(sum(candidate.memory.values())) and min(candidate.memory.values()) >= 0
-            )
+            for total, parts in ((candidate.seconds, candidate.time), (candidate.bytes, candidate.memory)):
+                assert total == pytest.approx(sum(parts.values())) and min(parts.values()) >= 0
             state = sum(candidate.memory[part] for part in ("weights", "gradients", "optimizer"))
             by_rank = formulas.state(model, candidate.layout.mesh, cluster.precision, candidate.layout.shard_weights)
             assert min(by_rank) * 0.999 <= state <= max(by_rank) * 1.001

@@ -1,4 +1,4 @@
-"""The chapter of starting: who is where, how ranks find each other, and how a job goes on after a death."""
+"""The chapter of starting: how ranks are started and find each other, and how a job goes on when one dies."""
 
 import ipaddress
 
@@ -59,7 +59,7 @@ def rendezvous(n, graph=False):
     },
 )
 def spawn(n, graph=False, ranks=2, **sizes):
-    """All in the program that starts the ranks, as arrays; tests/test_spawn.py has what the ranks do."""
+    """The arrays of the program that starts the ranks; tests/test_spawn.py checks what the ranks do."""
     values = reference.one_layer(**sizes)
     return Case(placed(values, [], "local"), values, reads=[], graph_calls=0)
 
@@ -76,17 +76,17 @@ def spawn(n, graph=False, ranks=2, **sizes):
     equivalent={r" - 1 -> True$": "the job ends when one rank dies, and when all do"},
 )
 def elastic_training(n, graph=False, seed=0, steps=4, batch=8, features=64, matmul_scale=1.0, ranks=None):
-    """Data parallel on a batch of its own in each step, drawn from the seed and the step's number."""
+    """Data parallel; each step draws its own batch, from the seed and the number of the step."""
     ranks, w = ranks or list(range(n)), reference.drawn(np.random.default_rng(seed), features, features)
-    weights, losses, update = {"w": w}, [], reference.Optimizer("momentum", 0.01)
+    weights, losses, optimizer = {"w": w}, [], reference.Optimizer("momentum", 0.01)
     for step in range(1, steps + 1):
         rng = np.random.default_rng([seed, step])
         x, y = (reference.drawn(rng, batch, features) for _ in "xy")
         loss = reference.mse(reference.mlp(x, weights, matmul_scale), y)
         last = reference.gradients(loss, weights)
-        weights = update.step(weights, last)
+        weights = optimizer.step(weights, last)
         losses.append(loss.exact.item())
-    values = {"x": x, "y": y, "w": w, "w grad": last["w"], **update.state, "new w": weights["w"]}
+    values = {"x": x, "y": y, "w": w, "w grad": last["w"], **optimizer.state, "new w": weights["w"]}
     values["losses"] = Value(losses, rounded=True)
     return Case(
         placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
