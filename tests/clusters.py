@@ -122,9 +122,9 @@ class Cluster:
         on = [] if host is None else self.hosts.on(host)
         variables = {**os.environ, **self.variables, f"{MARK}_DAEMON": self.mark}
         with (self.folder / f"{name}.log").open("wb") as log:
-            given = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
             command = [*on, program(command[0]), *map(str, command[1:])]
-            self.daemons.append(subprocess.Popen(command, env=variables, **given))
+            self.daemons.append(subprocess.Popen(command, env=variables, **streams))
 
     def _stop(self):
         print(self.log())  # which pytest shows where they did not start

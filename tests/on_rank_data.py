@@ -25,12 +25,12 @@ def orders(seed, set_epoch, samples=24):
     """The order of this rank's samples in two epochs, after a manual_seed that differs by rank."""
     flow.manual_seed(100 + flow.env.get_rank())
     sampler = flow.utils.data.distributed.DistributedSampler(Numbers(samples), seed=seed)
-    found = []
+    epochs = []
     for epoch in (0, 1):
         if set_epoch:
             sampler.set_epoch(epoch)
-        found.append(list(sampler))
-    return found
+        epochs.append(list(sampler))
+    return epochs
 
 
 def batch_sizes(samples, batch, drop_last):

@@ -18,7 +18,7 @@ LAYOUTS = {
 
 
 def sbps(name):
-    return [sbp_of(one) for one in name.split(", ")]
+    return [sbp_of(sbp) for sbp in name.split(", ")]
 
 
 def placements(strategy, layers):
@@ -85,7 +85,7 @@ def sent(strategy, layers, hidden, rows, micro_batches=1):
         forward_and_backward(model, x, micro_batches)
         optimizer.step()
 
-    step()  # what is done only once is not of a step
+    step()  # the first step creates the state of Adam and connects the ranks
     return sent_by(step)[1]
 
 

@@ -13,7 +13,7 @@ from harness.start import recipe
 
 
 def loaded(path, weights, ranks=None):
-    """Load PyTorch's weights by pytorch_weights.py: the logits, the losses, and how many numbers this rank reads."""
+    """Load PyTorch's weights and train: logits, losses, how many numbers this rank reads from the file and holds."""
     module, sizes = recipe.load(path), []
     to_float32 = module.to_float32
 
@@ -43,7 +43,7 @@ def bytes_to_load(path, hidden_size):
 
 
 def refused(path, weights):
-    """What open_safetensors or load says of weights that are not those of the model; whether it is untouched."""
+    """The error of open_safetensors or load for weights of another model, and whether the model is unchanged."""
     module = recipe.load(path)
     model = module.Classifier()
     before = {name: w.numpy() for name, w in model.named_parameters()}
@@ -51,8 +51,8 @@ def refused(path, weights):
         arrays = weights if isinstance(weights, dict) else module.open_safetensors(weights)
         module.load(model, arrays, flow.placement.all("cpu"))
     except ValueError as error:
-        untouched = all(not w.is_global and (w.numpy() == before[name]).all() for name, w in model.named_parameters())
-        return str(error), untouched
+        unchanged = all(not w.is_global and (w.numpy() == before[name]).all() for name, w in model.named_parameters())
+        return str(error), unchanged
     return None, None
 
 
@@ -70,32 +70,6 @@ def saved(path, weights, target, fails=False):
     except OSError:
         flow.comm.barrier()  # which the others wait in
     return {name: w.numpy() for name, w in model.named_parameters()}
-
-
-def order_of_saving(path, target):
-    """What this rank puts on disk, names and waits for while it saves, in order, each with its size by then."""
-    module, done = recipe.load(path), []
-    fsync, replace, barrier = os.fsync, os.replace, flow.comm.barrier
-
-    def recording_fsync(descriptor):
-        place = os.readlink(f"/proc/self/fd/{descriptor}")
-        done.append((place, len(os.listdir(place)) if os.path.isdir(place) else os.path.getsize(place)))
-        fsync(descriptor)
-
-    def recording_replace(source, name):
-        done.append(("named", os.path.getsize(source)))
-        replace(source, name)
-
-    def recording_barrier():
-        done.append(("met", os.path.getsize(target) if flow.env.get_rank() == 0 else 0))
-        barrier()
-
-    model, ranks = module.Classifier(), flow.placement.all("cpu")
-    module.load(model, {name: w.numpy() for name, w in model.named_parameters()}, ranks)
-    places = {(os, "fsync"): recording_fsync, (os, "replace"): recording_replace}
-    with replaced({**places, (flow.comm, "barrier"): recording_barrier}):
-        module.save_safetensors(model, pathlib.Path(target))
-    return done
 
 
 def losses_of(path, **arguments):

@@ -21,7 +21,7 @@ MODES = [
 
 @pytest.fixture(scope="module")
 def seen():
-    """What the ladder saw of each run, so that no other test has to run it again."""
+    """What each run recorded, so that no other test has to run it again."""
     return {}
 
 
@@ -37,8 +37,8 @@ def test_graph_equals_eager_bit_by_bit(pools, seen, run):
     arguments = sizes_of(name, n)[sizes]
     for mode in (False, True):
         if (name, n, mode, sizes) not in seen:
-            for _, of_recipe in runs_of({"graph": mode, **arguments}):  # the last one counts
-                seen[name, n, mode, sizes] = pools(n).call(OBSERVE, path=str(path_of(name)), **of_recipe)
+            for _, recipe_arguments in runs_of({"graph": mode, **arguments}):  # the last run counts
+                seen[name, n, mode, sizes] = pools(n).call(OBSERVE, path=str(path_of(name)), **recipe_arguments)
     eager, graph = (seen[name, n, mode, sizes] for mode in (False, True))
     eager_case, case = (CASES[name](n, mode, **arguments) for mode in (False, True))
     eager_case.draw(eager[0]["tensors"])
@@ -47,10 +47,11 @@ def test_graph_equals_eager_bit_by_bit(pools, seen, run):
         for tensor in case.layout:
             if tensor in graph[rank]["in_graph"] and tensor not in graph[rank]["tensors"]:  # it has no value there
                 continue
-            apart = value_of(graph[rank], tensor) - value_of(eager[rank], tensor)
-            told = case.values[tensor].exact - eager_case.values[tensor].exact  # 0 unless the tensor tells the mode
+            difference = value_of(graph[rank], tensor) - value_of(eager[rank], tensor)
+            expected = case.values[tensor].exact - eager_case.values[tensor].exact  # 0 unless it depends on the mode
             allowed = 2 * case.values[tensor].bound if tensor in case.summed else 0
-            Checks.that((np.abs(apart - np.nan_to_num(told)) <= allowed).all(), rank, tensor, "differ by", apart)
+            off = np.abs(difference - np.nan_to_num(expected))
+            Checks.that((off <= allowed).all(), rank, tensor, "differ by", difference)
 
 
 def value_of(result, name):

@@ -12,7 +12,7 @@ from tests.cases.reference import Value
 @case_of_recipe(
     {},
     whole_job=True,
-    tests=["tests/test_cures.py", "-k", "shard_of_another"],
+    tests=["tests/test_rare_failures.py", "-k", "shard_of_another"],
 )
 def hello_ranks(n, graph=False, nodes=1):
     """A row of (rank, local rank, address as a number) from each; each node has as many ranks."""
@@ -30,7 +30,7 @@ def hello_ranks(n, graph=False, nodes=1):
 @case_of_recipe(
     {},
     whole_job=True,
-    tests=["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "gets_its_name or launcher_meet"],
+    tests=["tests/test_rare_failures.py", "tests/slow/test_starting.py", "-k", "ranks_meet_gets or launcher_meet"],
 )
 def rendezvous(n, graph=False):
     ranks = list(range(n))
@@ -49,7 +49,7 @@ def rendezvous(n, graph=False):
     whole_job=True,
     refused=dict.fromkeys(("--ranks 0", "--ranks 5"), "1 to 4, a row of x for each rank"),
     tests=[
-        *("tests/test_spawn.py", "tests/test_cures.py", "tests/test_recipes.py", "tests/slow/test_starting.py"),
+        *("tests/test_spawn.py", "tests/test_recipes.py", "tests/slow/test_starting.py"),
         *("-k", "spawned or does_not_work and spawn"),
     ],
     equivalent={
@@ -70,8 +70,8 @@ def spawn(n, graph=False, ranks=2, **sizes):
     own_steps=True,
     refused={"--steps 0": "1 or more", "--save-every 0": "1 or more"},
     tests=[
-        *("tests/test_cures.py", "tests/slow/test_starting.py"),
-        *("-k", "on_disk or resumes or death or do_not_see"),
+        *("tests/test_rare_failures.py", "tests/slow/test_starting.py"),
+        *("-k", "checkpoint_is_on_disk or resumes or death or do_not_see"),
     ],
     equivalent={r" - 1 -> True$": "the job ends when one rank dies, and when all do"},
 )

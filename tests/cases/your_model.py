@@ -35,7 +35,7 @@ def tensor_parallel_sbp(name):
 def case_of(layout, shapes, training, parts=0, **facts):
     """The Case of a training whose initial weights OneFlow draws: its values are known when those are.
 
-    training: arguments of `reference_module.trained`; parts: the number of parts of the rows whose gradients are summed.
+    training: arguments of `reference_module.trained`; parts: how many parts of the rows have gradients that are added.
     """
     batch, steps = training["batch"], training["steps"]
     sizes = {"ids": (batch, SEQ_LEN), "targets": (batch,), "losses": (steps,), "logits": (batch, NUM_CLASSES)}
@@ -198,7 +198,11 @@ def fully_sharded_module(
     )
 
 
-@case_of_recipe({"other": {"batch": 6, "steps": 2, "seed": 1}}, tests=["tests/test_your_model.py"], equivalent=REPLACED)
+@case_of_recipe(
+    {"other": {"batch": 6, "steps": 2, "seed": 1}},
+    tests=["tests/test_your_model.py", "tests/test_rare_failures.py", "-k", "your_model or safetensors"],
+    equivalent=REPLACED,
+)
 def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):
     ranks, hidden_size = list(range(n)), 8
     shapes = reference_module.shapes(hidden_size, LAYERS)
