@@ -37,7 +37,7 @@ class Layer(flow.nn.Module):
         weights, _, outs = LAYOUTS[strategy]
         self.w = flow.nn.Parameter(flow.tensor(w, placement=ranks, sbp=sbps(weights[place])))
         self.ranks, self.out, self.gather = ranks, sbps(outs[place]), strategy in ("sharded", "zero")
-        # where x is whole on each rank of the axis that splits w, its gradient is a partial sum
+        # x is replicated along the axis that splits w, so its gradient is a partial sum
         self.pin = strategy in ("tensor", "data_tensor") and place == 0
 
     def forward(self, x):

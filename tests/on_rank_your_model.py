@@ -33,13 +33,15 @@ def loaded(path, weights, ranks=None):
 
 
 def bytes_to_load(path, hidden_size):
-    """The bytes that this rank sends while it loads a model of this width."""
+    """The bytes of all replicated parameters of a model, and those that this rank sends to load it."""
     module = recipe.load(path)
     model = module.Classifier(hidden_size=hidden_size)
     arrays = {name: w.numpy() for name, w in model.named_parameters()}
-    whole = sum(4 * w.numel() for name, w in model.named_parameters() if not name.endswith(tuple(module.SPLIT_DIMS)))
+    replicated = sum(
+        4 * w.numel() for name, w in model.named_parameters() if not name.endswith(tuple(module.SPLIT_DIMS))
+    )
     _, sent = sent_by(lambda: module.load(model, arrays, flow.placement.all("cpu")))
-    return whole, sent
+    return replicated, sent
 
 
 def refused(path, weights):
@@ -57,7 +59,7 @@ def refused(path, weights):
 
 
 def saved(path, weights, target, fails=False):
-    """Train from weights and save; returns the weights then. fails: whether the disk is full when the file is named."""
+    """Train from weights and save; returns the new weights. fails: whether the disk is full when the file is named."""
     module = recipe.load(path)
     model, _, _ = module.train(flow.placement.all("cpu"), weights=weights)
 
@@ -82,7 +84,7 @@ def losses_of(path, **arguments):
 
 
 def growth(path, num_layers, hidden_size, at_once):
-    """The most memory that this rank gains while a model is made of shards, and what the shards take, in bytes.
+    """The peak of memory that this rank gains while it makes a sharded model, and what the shards take, in bytes.
 
     at_once: whether all blocks are made before the first one is split.
     """

@@ -123,7 +123,7 @@ def test_sizes_that_do_not_divide_but_fit_train_as_numpy(pools):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--tensor", "2", "--sequence-parallel"], ["--pipeline", "2", "--graph"]])
-def test_main_of_a_copy_says_that_it_is_right(pools, tmp_path, arguments):
+def test_main_of_a_copy_passes(pools, tmp_path, arguments):
     path = shutil.copy(GPT, tmp_path)
     arguments = [*arguments, *options_of({**SMALL, "steps": 51}), "--check"]
     arguments += ["--checkpoint-dir", str(tmp_path / "saved")]
@@ -139,7 +139,7 @@ def test_main_of_a_copy_says_that_it_is_right(pools, tmp_path, arguments):
 
 
 @pytest.mark.slow
-def test_main_sees_a_wrong_product(pools):
+def test_main_notices_a_wrong_product(pools):
     """With each matmul scaled, the losses must not be those of a single rank."""
     arguments = [*options_of({**SMALL, "steps": 2}), "--check"]
     results = pools(2).call(MAIN, path=GPT, arguments=arguments, matmul_scale=1.01)

@@ -72,7 +72,7 @@ def test_number_that_does_not_work_is_refused_in_one_line(pools, line):
 
 
 @pytest.mark.parametrize("name, graph", MODES)
-def test_main_of_a_copy_says_that_it_is_right(pools, name, graph, tmp_path):
+def test_main_of_a_copy_passes(pools, name, graph, tmp_path):
     path = shutil.copy(path_of(name), tmp_path)
     arguments = ["--graph"] * (graph and len(modes(name)) == 2)
     pool = pools(proven_on(name)[0])
@@ -86,7 +86,7 @@ WITH_MATMULS = [name for name in CASES if CASES[name](proven_on(name)[0]).matmul
 
 
 @pytest.mark.parametrize("name", WITH_MATMULS)
-def test_main_sees_a_wrong_product(pools, name):
+def test_main_notices_a_wrong_product(pools, name):
     """With each matmul scaled, what main compares with numpy must not be equal."""
     pool, path = pools(proven_on(name)[0]), str(path_of(name))
     results = pool.call(MAIN, path=path, arguments=[], matmul_scale=1.01)
