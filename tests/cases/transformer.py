@@ -41,12 +41,12 @@ def transformer_block(
     if graph:
         layout.update({name: (f"P, {layout[name][0].split(', ')[1]}", mesh) for name in parts})
     x, heads = ("S(0), B", mesh, (tokens, hidden_size)), ("S(0), S(1)", mesh, (batch, num_heads, seq_len, head_size))
-    summed, turned = ("S(0), P", mesh, x[2]), (*heads[:2], (batch, num_heads, head_size, seq_len))
-    f, g = (x[:2], x[:2], "S(0), B"), (summed[:2], x[:2])
+    summed, transposed = ("S(0), P", mesh, x[2]), (*heads[:2], (batch, num_heads, head_size, seq_len))
+    f, g = (x[:2], x[:2], "S(0), B"), (summed[:2], x[:2])  # Megatron-LM's names: what begins and ends a split part
     norms = [(("local", []), ("B, B", mesh))] * 4  # weight and bias of two
     weights = sum(values[name].exact.size for name in sbps if name.startswith("w_"))
-    activations = reduced(tensor, tokens * hidden_size / data)
-    matmuls = [("attention_in", "w_qkv", "qkv"), (heads, turned, "scores"), ("probs", heads, heads)]
+    activations = reduced(tensor, tokens * hidden_size / data)  # in g forward and in f backward, of two parts
+    matmuls = [("attention_in", "w_qkv", "qkv"), (heads, transposed, "scores"), ("probs", heads, heads)]
     matmuls += [("context", "w_out", summed), ("mlp_in", "w_up", "hidden"), ("hidden", "w_down", summed)]
     layout, matmuls = without_names(IN_BLOCK, layout, values, matmuls)
     return Case(
@@ -73,12 +73,12 @@ def sequence_parallel(n, graph=False, steps=3, batch=2, seq_len=4, num_heads=4, 
     norms = [f"{norm}.{name}" for norm in ("attention_norm", "mlp_norm") for name in ("weight", "bias")]
     if graph:
         layout.update({f"{name} grad": ("P", ranks) for name in norms})
-    heads, turned = (
+    heads, transposed = (
         ("S(1)", ranks, (batch, num_heads, *shape)) for shape in ((seq_len, head_size), (head_size, seq_len))
     )
     x, whole, summed = layout["x"], ("B", ranks), ("P", ranks, (tokens, hidden_size))
     gather, scatter = (x, whole, "S(0)"), (summed[:2], x, "B")
-    matmuls = [("attention_in", "w_qkv", "qkv"), (heads, turned, "scores"), ("probs", heads, heads)]
+    matmuls = [("attention_in", "w_qkv", "qkv"), (heads, transposed, "scores"), ("probs", heads, heads)]
     matmuls += [("context", "w_out", summed), ("mlp_in", "w_up", "hidden"), ("hidden", "w_down", summed)]
     layout, matmuls = without_names(("qkv", "scores", "probs", "context", "hidden"), layout, values, matmuls)
     return Case(
@@ -183,7 +183,8 @@ def ring_attention(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4,
             matmuls += [(q, k, scores), (scores, k, q)]
             moves += [(("B", [rank - 1]), here)] * (2 if step else 0)
     moves += [(("B", [rank]), ("B", [0])) for rank in range(n)]
-    # a graph sends each block straight from its owner to each rank that wants it
+    # How many (k, v) of a block a rank sends, and gradients of them. In eager mode it passes what it has to the next
+    # rank, and gradients to the one before; a graph sends blocks from their owner to all later ranks, gradients back.
     pairs = [n - 1 if graph else (rank < n - 1) * (rank + 1) + rank for rank in range(n)]
     return Case(
         layout,
@@ -191,7 +192,7 @@ def ring_attention(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4,
         in_steps(graph, steps, matmuls),
         in_steps(graph, steps, moves),
         reads=[("B", [0])] * steps,
-        sends=[2 * whole["q"].exact.size / n * count for count in pairs],
+        sends=[2 * whole["q"].exact.size / n * pair for pair in pairs],
     )
 
 
@@ -223,7 +224,7 @@ def mixture_of_experts(
     to_experts = (("S(0)", ranks), ("S(1)", ranks), "S(0)")
     back = (("S(1)", ranks), ("S(0)", ranks), "S(1)")
     all_to_all = (n - 1) * capacity * hidden_size  # elements that each rank sends
-    for_cumsum = 2 * (n - 1) * group_size
+    for_cumsum = 2 * (n - 1) * group_size  # two all-to-alls of a number for each token and expert
     return Case(
         layout,
         values,
