@@ -2,7 +2,7 @@
 
     ./launch.sh meshes
 
-Writes docs/gpt.json, docs/gpt.md and the picture of the losses. tests/slow/test_gpt.py makes the first steps of
+Writes docs/gpt.json, docs/gpt.md and the picture of the losses. tests/slow/test_gpt_page.py makes the first steps of
 most of these runs.
 """
 
@@ -18,7 +18,8 @@ from benchmarks import curves  # noqa: E402
 from harness.plan.formulas import AXES  # noqa: E402
 from harness.pool import Pool  # noqa: E402
 from harness.report.tables import table  # noqa: E402
-from tests.cases import ROOT, gpt  # noqa: E402
+from tests.cases import ROOT  # noqa: E402
+from tests.cases import gpt_meshes as gpt  # noqa: E402
 
 PAGE, PICTURES = ROOT / "docs" / "gpt.md", ROOT / "docs" / "pictures"
 TEXT = Path(__file__).with_name("meshes_template.md")  # the page, with a {name} for each table

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.mutations import BY_NUMPY, WORLD, mutants  # noqa: E402
 from harness.pool import Pool, PoolError, pool_cache  # noqa: E402
 from harness.start.recipe import path_of  # noqa: E402
-from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, WITHOUT_CASE, gpt, modes, proven_on, runs  # noqa: E402
+from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, WITHOUT_CASE, modes, proven_on, runs  # noqa: E402
+from tests.cases import gpt_meshes as gpt  # noqa: E402
 from tests.cases.ladder import check_recipe  # noqa: E402
 
 EVERY = {"sequence_parallel": True, "shard_weights": True, "micro_batches": 2, "clip_grad": 0.5}

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks import meshes
-from tests.cases import gpt
-from tests.cases.gpt import ROWS, by_row, formulas
+from tests.cases import gpt_meshes as gpt
+from tests.cases.gpt_meshes import ROWS, by_row, formulas
 from tests.cases.ladder import Checks
 
 RUNS = json.loads(gpt.FOUND.read_text())

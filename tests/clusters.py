@@ -1,6 +1,6 @@
 """Slurm, Open MPI and ssh for the tests: installs Debian's packages, starts the daemons on two hosts of this machine.
 
-All that they read and write is in one folder. Needs root and, where a package is missing, apt-get.
+All files of the daemons are in one folder. Needs root and, where a package is missing, apt-get.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.cases import ROOT
 from tests.environments import apt_install
 from tests.hosts import Hosts
-from tests.run import MARK, Run, free_port, marked, wait_until
+from tests.jobs import MARK, Run, free_port, marked, wait_until
 
 PROGRAMS = {  # program -> the package of Debian and Ubuntu that has it
     "srun": "slurm-client",
@@ -28,7 +28,7 @@ PROGRAMS = {  # program -> the package of Debian and Ubuntu that has it
     "nsenter": "util-linux",
 }
 NAMES = ("host0", "host1")  # the hosts as docs/clusters.md calls them
-CPUS = 8  # of each host, as Slurm is told: more than there may be, so that several jobs run at once
+CPUS = 8  # of each host in Slurm's settings: more than there may be, so that several jobs run at once
 SBIN = os.pathsep.join((os.environ["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"))
 
 
@@ -47,7 +47,7 @@ def install():
 class Cluster:
     """Two hosts with sshd and Slurm on both; a context manager. `real` is False where both are this host.
 
-    folder: where all goes that the daemons write.
+    folder: for all files of the daemons.
     """
 
     def __init__(self, folder):
@@ -71,22 +71,22 @@ class Cluster:
         self.stack.close()
 
     def run(self, command, host=0, cwd=ROOT, **variables):
-        """A line of shell on a host, as a user of the cluster types it; a Run."""
+        """Start a line of shell on a host, as a user of the cluster types it; returns a Run."""
         variables = {**self.variables, **variables}
         return Run(*self.hosts.on(host), "bash", "-c", f"cd {cwd} && {self.named(command)}", **variables)
 
     def named(self, text):
-        """A text of the page with the names that the hosts have here."""
+        """A text of the page with the names of these hosts."""
         for name, own in zip(NAMES, self.names):
             text = text.replace(name, own)
         return text
 
     def left(self):
-        """The processes of the daemons, and what they have started."""
+        """The running processes of the daemons and of their children."""
         return marked(f"{MARK}_DAEMON={self.mark}")
 
     def log(self):
-        """The last that each daemon said."""
+        """The end of each daemon's log."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-1500:]}" for path in logs)
 
@@ -97,7 +97,7 @@ class Cluster:
         return path
 
     def _prepare(self):
-        """The names of the hosts, where each process sees them, and what users have in their environment."""
+        """Write /etc/hosts for these hosts, and the environment of users."""
         shims = self.folder / "bin"
         shims.mkdir()
         self._write("bin/ssh", f'#!/bin/sh\nexec {program("ssh")} -F {self.folder}/ssh_config "$@"\n', 0o755)
@@ -122,9 +122,9 @@ class Cluster:
         on = [] if host is None else self.hosts.on(host)
         variables = {**os.environ, **self.variables, f"{MARK}_DAEMON": self.mark}
         with (self.folder / f"{name}.log").open("wb") as log:
-            given = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
             command = [*on, program(command[0]), *map(str, command[1:])]
-            self.daemons.append(subprocess.Popen(command, env=variables, **given))
+            self.daemons.append(subprocess.Popen(command, env=variables, **streams))
 
     def _stop(self):
         print(self.log())  # which pytest shows where they did not start
@@ -139,12 +139,12 @@ class Cluster:
                 os.kill(pid, 9)
 
     def _start_ssh(self):
-        """sshd on each host, which lets in who has a key made for today."""
+        """sshd on each host. It accepts one key, which is made here."""
         for name in ("user_key", "host_key"):
             command = [program("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
             subprocess.run(command, check=True)
         port = free_port()
-        variables = f"{MARK} {MARK}_DAEMON SLURM_CONF"  # by the mark the tests find what a job leaves behind
+        variables = f"{MARK} {MARK}_DAEMON SLURM_CONF"  # with the mark the tests find what a job leaves behind
         daemon = f"""
             Port {port}
             HostKey {self.folder}/host_key
@@ -210,7 +210,7 @@ class Cluster:
             PartitionName=all Nodes=ALL Default=YES State=UP
         """
         self._write("slurm.conf", settings)
-        self._write("cgroup.conf", "CgroupPlugin=cgroup/v1\n")  # of which nothing is used, so that it need not be there
+        self._write("cgroup.conf", "CgroupPlugin=cgroup/v1\n")  # never used, so cgroups need not exist
         paths = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         options = [f"--{option}={self.folder}/munge.{ending}" for option, ending in paths.items()]
         self._start("munged", "munged", "--foreground", "--force", *options)

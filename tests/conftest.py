@@ -6,17 +6,16 @@ import pytest
 
 from harness.pool import pool_cache
 from tests import jobs
-from tests.background import Background
 from tests.cases.ladder import Checks
 from tests.hosts import Hosts
-from tests.pools import RecipePool
+from tests.pools import Background, RecipePool
 
 BEGIN = time.monotonic()
 
 # A thread that wakes does not interrupt the running one: small runs take a quarter less. What we start inherits this.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-# Begun in the background or under nohup, we ignore these, and the jobs of the tests must not inherit that.
+# Started in the background or with nohup, pytest ignores these signals; the jobs of the tests must not inherit that.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda number, frame: None)
@@ -24,9 +23,9 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Two of them, as far as Linux allows: see hosts.py."""
-    with Hosts(2) as both:
-        yield both
+    """Two hosts, as far as Linux allows: see hosts.py."""
+    with Hosts(2) as hosts:
+        yield hosts
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +37,10 @@ def pools():
 
 @pytest.fixture(scope="session", autouse=True)
 def measured(request):
-    """A function to the result of a measurement that was begun before the first test: see background.py."""
+    """A function from a key to the result of a background call, as `background_calls` of a test module names it.
+
+    The calls begin before the first test: see Background in pools.py.
+    """
     calls = {}
     for item in request.session.items:
         if hasattr(item.module, "background_calls"):
@@ -48,10 +50,33 @@ def measured(request):
     background.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def early(request, tmp_path_factory):
+    """Whole jobs by name, as `early_jobs` of a test module starts them.
+
+    They start before the first test, as they mostly wait: other tests run beside them.
+    """
+    jobs_by_name = {}
+    for module in {item.module for item in request.session.items}:
+        if hasattr(module, "early_jobs"):
+            jobs_by_name.update(module.early_jobs(tmp_path_factory))
+    return jobs_by_name
+
+
+def pytest_collection_modifyitems(items):
+    """First whole jobs, which mostly wait; then tests on pools; then those of measurements; last the page of errors."""
+
+    def turn(item):
+        last = item.module.__name__.endswith("test_diagnosing")
+        return last, hasattr(item.module, "background_calls"), "pools" in item.fixturenames
+
+    items.sort(key=turn)
+
+
 def pytest_terminal_summary(terminalreporter):
     repeated = RecipePool.repeated + jobs.repeated
     if repeated:
-        terminalreporter.write_line(f"{len(repeated)} calls made once more, as OneFlow died of SIGSEGV: {repeated}")
+        terminalreporter.write_line(f"{len(repeated)} calls repeated, as OneFlow died of SIGSEGV: {repeated}")
 
 
 def pytest_unconfigure(config):
@@ -60,23 +85,3 @@ def pytest_unconfigure(config):
     if Checks.runs and reporter:
         numbers = f"{len(Checks.recipes)} recipes, {Checks.runs} runs against numpy"
         reporter.write_line(f"{numbers} in {time.monotonic() - BEGIN:.0f} s")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def early(request, tmp_path_factory):
-    """Whole jobs by name, begun before the first test: they mostly wait, so other tests run beside them."""
-    begun = {}
-    for module in {item.module for item in request.session.items}:
-        if hasattr(module, "early_jobs"):
-            begun.update(module.early_jobs(tmp_path_factory))
-    return begun
-
-
-def pytest_collection_modifyitems(items):
-    """First jobs that mostly wait; then tests on pools; then those of measurements; last the page of errors, alone."""
-
-    def turn(item):
-        last = item.module.__name__.endswith("test_diagnosing")
-        return last, hasattr(item.module, "background_calls"), "pools" in item.fixturenames
-
-    items.sort(key=turn)

@@ -1,7 +1,4 @@
-"""Tools of tests: Debian's packages, and Python's, pinned, each kind in an environment of its own.
-
-Of its own, as OneFlow needs older versions of what they import.
-"""
+"""Install what tests need: packages of Debian, and Python programs in an environment beside OneFlow's."""
 
 import os
 import subprocess
@@ -11,7 +8,7 @@ from tests.cases import ROOT
 
 
 def apt_install(packages):
-    """Install these packages of Debian or Ubuntu, of which some are missing. Needs root."""
+    """Install these packages of Debian or Ubuntu. Needs root."""
     assert os.geteuid() == 0, f"only root can install {' and '.join(packages)}"
     for words in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
         command = ["apt-get", "--quiet", "-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=300", *words]
@@ -20,15 +17,20 @@ def apt_install(packages):
 
 
 def programs(name):
-    """The folder of programs of .venv-NAME, which is installed at first from tests/requirements-NAME.txt."""
+    """The folder of programs of .venv-NAME; installed from tests/requirements-NAME.txt if it is missing or outdated."""
     requirements, home = ROOT / "tests" / f"requirements-{name}.txt", ROOT / f".venv-{name}"
-    made = home / "made"
-    if not made.exists() or made.read_text() != requirements.read_text():
+    installed = home / "installed"
+    if not installed.exists() or installed.read_text() != requirements.read_text():
         pip = [str(home / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
         for command in (
             [sys.executable, "-m", "venv", "--clear", str(home)],
             [*pip, "install", "--only-binary", ":all:", "-r", str(requirements)],
         ):
             subprocess.run(command, check=True, timeout=600)
-        made.write_text(requirements.read_text())
+        installed.write_text(requirements.read_text())
     return home / "bin"
+
+
+def linter(name):
+    """The path of a linter."""
+    return str(programs("linters") / name)

@@ -1,4 +1,4 @@
-"""Hosts of their own on this machine: network namespaces, each with an address, joined by a bridge. Needs iproute2."""
+"""Several hosts on this machine: network namespaces, each with an address, joined by a bridge. Needs iproute2."""
 
 import itertools
 import subprocess
@@ -33,7 +33,7 @@ def mac(host):
 class Hosts:
     """`count` hosts, with the addresses 10.0.0.1, 10.0.0.2, ...; a context manager. Root is not needed.
 
-    `real` is False where Linux does not let us make them, as in most containers: then all are this host.
+    `real` is False where Linux does not allow it, as in most containers: then all of them are this host.
     """
 
     def __init__(self, count=2, as_root=False):
@@ -58,16 +58,16 @@ class Hosts:
         self.keeper.stdout.close()
 
     def inside(self):
-        """The command that runs another one where all of the hosts are seen, as the switch between them would."""
+        """The beginning of a command that runs at the switch between the hosts, from where all can be reached."""
         where = ["nsenter", "--target", str(self.keeper.pid), *self.user, "--mount", "--net"]
         return [*where, *(["--preserve-credentials"] if self.user else []), f"--wd={ROOT}", "--"]
 
     def on(self, host):
-        """The command that runs another one on a host."""
+        """The beginning of a command that runs on a host."""
         return [*self.inside(), "ip", "netns", "exec", f"host{host}"] if self.real else []
 
     def link(self, host, state):
-        """Pull the cable of a host, or put it back: "down" or "up"."""
+        """Pull the cable of a host, or plug it in: "down" or "up"."""
         self._run("ip", "link", "set", f"veth{host}", state)
 
     def loopback(self, host, state):
@@ -75,14 +75,14 @@ class Hosts:
         self._run("ip", "-n", f"host{host}", "link", "set", "lo", state)
 
     def cut(self, sender, receiver):
-        """Lose all that a host sends to another one, and nothing of what comes back.
+        """Drop all packets from one host to another, and none in the other direction.
 
-        The bridge is told that the receiver is where the sender is, and a bridge sends nothing back where it came from.
+        The bridge is told that the receiver is at the sender's port, and it forwards nothing to the port it came from.
         """
         self._run("bridge", "fdb", "replace", mac(receiver), "dev", f"veth{sender}", "master", "static", "sticky")
 
     def mend(self):
-        """Undo all that was done to the network."""
+        """Undo all changes of links and of the bridge."""
         for host in range(len(self.addresses)):
             self.link(host, "up")
             self.loopback(host, "up")
@@ -94,14 +94,14 @@ class Hosts:
         subprocess.run([*self.inside(), *words], check=not may_fail, stderr=output)
 
     def place(self, world_size, port):
-        """The `place` of a Pool whose ranks run here, as many on each host."""
+        """The `place` of a Pool whose ranks run on these hosts, equally many on each."""
         port = next(self.ports) if self.real else port
         return OnHosts(world_size, port, local_rank=None, address=self.addresses[0], hosts=self)
 
 
 @dataclass
 class OnHosts(RankAssignment):
-    """Ranks that run on several Hosts, as many on each."""
+    """Ranks that run on several hosts, equally many on each."""
 
     hosts: Hosts = None
 

@@ -1,4 +1,4 @@
-"""Read the pages of the cookbook: their code blocks, tables and headings, and what the gallery says of each recipe."""
+"""Read the pages: code blocks, tables, headings, and the sections of the gallery, recipes/README.md."""
 
 import re
 from dataclasses import dataclass
@@ -21,43 +21,25 @@ def blocks_of(text, language):
 
 
 def headings(path):
-    """The headings of a page in order, without their marks; those of links are what can be read of them."""
+    """The headings of a page in order, as a reader sees them: without marks and the targets of links."""
     lines = re.sub("^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     return [without_targets(heading) for heading in re.findall("^#+ (.+)$", lines, flags=re.MULTILINE)]
 
 
 def without_targets(text):
-    """A text with [words] in place of each link, and no paths of pictures: what a reader sees."""
+    """A text without the targets of its links and the paths of its pictures."""
     return re.sub(r'\[((?:[^][]|\[[^][]*])+)]\([^)]+\)|(?:src|srcset)="[^"]+"', r"\1", text)
 
 
 def slug(heading):
-    """The name by which a heading can be linked to, as GitHub and GitLab make it."""
+    """The anchor of a heading, as GitHub and GitLab make it."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def tables(path):
     """The rows of all tables of a page, as lists of cells."""
-    return tables_of(path.read_text())
-
-
-def tables_of(text):
-    rows = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("| ---")]
+    rows = [line for line in path.read_text().splitlines() if line.startswith("|") and not line.startswith("| ---")]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-
-
-def chapter(path, title):
-    """What a page has between this heading, of two marks, and the next one."""
-    return chapters(path)[headings_of_chapters(path).index(title) + 1]
-
-
-def chapters(path):
-    """The texts of a page between its headings of two marks; the first is what comes before them."""
-    return re.split("^## .+$", path.read_text(), flags=re.MULTILINE)
-
-
-def headings_of_chapters(path):
-    return re.findall("^## (.+)$", path.read_text(), flags=re.MULTILINE)
 
 
 @dataclass
@@ -65,9 +47,12 @@ class Section:
     """What the gallery says of a recipe."""
 
     title: str
-    recipe: str  # the name of its file
-    path: Path
+    path: Path  # of the recipe
     text: str  # what is below the heading
+
+    @property
+    def recipe(self):
+        return self.path.stem
 
     @property
     def moves(self):
@@ -89,9 +74,9 @@ class Section:
 
 def sections(page):
     """The recipes of a page, in order."""
-    found = re.findall(r"^### \[([^\n]+)]\((\S+)\)\n(.*?)(?=^##|\Z)", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    paths = [(page.parent / link).resolve() for _, link, _ in found]
-    return [Section(title, path.stem, path, text) for (title, _, text), path in zip(found, paths)]
+    pattern = r"^### \[([^\n]+)]\((\S+)\)\n(.*?)(?=^##|\Z)"
+    matches = re.findall(pattern, page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [Section(title, (page.parent / link).resolve(), text) for title, link, text in matches]
 
 
 COMMANDS = [line for block in blocks(ENGLISH, "bash") for line in block.splitlines()]

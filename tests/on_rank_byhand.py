@@ -9,7 +9,7 @@ from harness.start import recipe
 
 
 def messages(path, **arguments):
-    """Run a recipe; returns each flow.comm.send and recv that it makes here: ("send" or "recv", other rank, shape)."""
+    """Run a recipe; returns its flow.comm.send and recv on this rank, in order: ("send" or "recv", rank, shape)."""
     seen, module = [], recipe.load(path)
 
     def recording(name, function):
@@ -46,7 +46,7 @@ def exchange(first):
 
 
 def sent_to_the_server(shape):
-    """What this rank sends for the gradient of weights that all ranks have fetched from rank 0 at once."""
+    """The bytes that this rank sends for the gradient of weights that all ranks have fetched from rank 0 at once."""
     ranks = flow.placement.all("cpu")
     w = flow.ones(*shape, placement=flow.placement("cpu", [0]), sbp=flow.sbp.broadcast, requires_grad=True)
     x = flow.ones(2 * len(ranks.ranks), shape[0], placement=ranks, sbp=flow.sbp.split(0))

@@ -25,12 +25,12 @@ def orders(seed, set_epoch, samples=24):
     """The order of this rank's samples in two epochs, after a manual_seed that differs by rank."""
     flow.manual_seed(100 + flow.env.get_rank())
     sampler = flow.utils.data.distributed.DistributedSampler(Numbers(samples), seed=seed)
-    found = []
+    epochs = []
     for epoch in (0, 1):
         if set_epoch:
             sampler.set_epoch(epoch)
-        found.append(list(sampler))
-    return found
+        epochs.append(list(sampler))
+    return epochs
 
 
 def batch_sizes(samples, batch, drop_last):
@@ -41,7 +41,7 @@ def batch_sizes(samples, batch, drop_last):
 
 
 def joined(rows_by_rank):
-    """The rows of what the ranks' local tensors of so many rows become in S(0), or why they do not."""
+    """The rows of the S(0) tensor of local tensors that have so many rows on each rank, or the error."""
     mine = flow.ones(rows_by_rank[flow.env.get_rank()], 2)
     try:
         return mine.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)).shape[0]
@@ -50,13 +50,13 @@ def joined(rows_by_rank):
 
 
 def bytes_of_joining(rows, columns):
-    """What this rank sends when the ranks' local tensors become one in S(0). Collective."""
+    """The bytes that this rank sends when local tensors become an S(0) tensor. Collective."""
     mine = flow.ones(rows, columns)
     return sent_by(lambda: mine.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)))[1]
 
 
 def all_reduced():
-    """What flow.comm.all_reduce returns, and what it makes of a tensor that is 1 on rank 0 and 2 on rank 1."""
+    """What flow.comm.all_reduce returns, and its argument afterwards, which was 1 on rank 0 and 2 on rank 1."""
     total = flow.tensor([1.0 + flow.env.get_rank()])
     return flow.comm.all_reduce(total), total.item()
 
@@ -69,7 +69,7 @@ def mean_of_split(samples):
 
 
 def running_means(path):
-    """This rank's running mean after one batch, and that which a checkpoint of it gives back. Collective."""
+    """This rank's running mean after a batch, and the one that is loaded from a checkpoint. Collective."""
     ranks = flow.placement.all("cpu")
     module, new = (flow.nn.BatchNorm1d(5).to_global(placement=ranks, sbp=flow.sbp.broadcast) for _ in range(2))
     module(flow.randn(8, 5, placement=ranks, sbp=flow.sbp.split(0)))
@@ -94,7 +94,7 @@ DRAW = {
 
 
 def drawn_by(source, graph, sbp, seeds):
-    """This rank's shard of what is drawn when all ranks have one seed, or each its own."""
+    """This rank's shard of random numbers, when all ranks have the same seed or each its own."""
     x = flow.ones(8 * flow.env.get_world_size(), 6, placement=flow.placement.all("cpu"), sbp=sbp_of(sbp))
     draw = FunctionGraph(DRAW[source]) if graph else DRAW[source]
     flow.manual_seed(5 if seeds == "one" else 5 + flow.env.get_rank())

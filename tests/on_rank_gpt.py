@@ -42,7 +42,7 @@ class StepRecorder(Recorder):
 
     logits: set = field(default_factory=set)  # the SBPs of what the cross-entropy takes
     first: dict = field(default_factory=dict)  # the moments after the first step, by name
-    kept: dict = field(default_factory=dict)  # the bytes of weights, gradients and moments on this rank after it
+    state_bytes: dict = field(default_factory=dict)  # of weights, gradients and moments on this rank after it
     sent: dict = field(default_factory=dict)  # what its connections had sent after the steps COUNTED
 
     def see_cross_entropy(self, call):
@@ -64,7 +64,7 @@ class StepRecorder(Recorder):
         copies = {name: tensor.clone() for name, tensor in moments.items()}  # numpy's array is the tensor's own
         self.first = {f"{name} in step 1": snapshot(tensor) for name, tensor in copies.items()}
         gradients = [] if graph else [parameter.grad for parameter in parameters.values()]
-        self.kept = {
+        self.state_bytes = {
             "weights": local_bytes(parameters.values()),
             "gradients": gradient_bytes(graph, flow.env.get_rank()) if graph else local_bytes(gradients),
             "moments": local_bytes(moments.values()),
@@ -72,8 +72,11 @@ class StepRecorder(Recorder):
 
 
 def trained(path, sums=0, **arguments):
-    """Train gpt.py, and let it answer so many sums; returns what `observe` does, but of the tensors only the weights,
-    before and after ("new") the training, and their first moments; also its lines, and what else a StepRecorder saw."""
+    """Train gpt.py, and let it answer so many sums.
+
+    Returns what `observe` does, with the weights before and after ("new") and their first moments as the only tensors;
+    also its lines, and what else a StepRecorder saw.
+    """
     recorder = StepRecorder()
     _, seen = observed(path, recorder, **arguments)
     model, tensors = seen.outer["model"], dict(recorder.first)
@@ -86,7 +89,7 @@ def trained(path, sums=0, **arguments):
         "arrays": {"losses": arrays_by_name(seen.outer)["losses"]},
         "in_graph": {},
         "lines": module.answer(model, module.SUMS[:sums]).tolist(),
-        **{name: getattr(recorder, name) for name in (*RECORDED, "logits", "kept", "sent")},
+        **{name: getattr(recorder, name) for name in (*RECORDED, "logits", "state_bytes", "sent")},
     }
 
 

@@ -1,4 +1,4 @@
-"""On each rank: a step of a ready-made layer of oneflow.nn, for test_layers.py: its SBPs, bytes sent and values."""
+"""A step of a ready-made layer of oneflow.nn on the ranks of a pool, for test_layers.py: SBPs, bytes sent, values."""
 
 import numpy as np
 import oneflow as flow
@@ -123,7 +123,7 @@ def run(kind, options, shape, layout, clip=False, graph=False, arrays=False):
 
 
 def backward(step, out, d, clip):
-    """What this rank sends for the gradients, and to clip them; and the gradients."""
+    """The bytes that this rank sends in backward and in clipping; and the gradients."""
     _, sent = sent_by(lambda: (out.backward(d), [w.grad for w in step.parameters()])[1])
     sent = {"backward": sent}
     if clip:
@@ -157,7 +157,7 @@ def gradients_of(step):
 
 
 def gradient_of_out(shape, shape_of_x):
-    """What backward begins with. Of a mean it is the number of rows: else gradients are small beside the weights."""
+    """The gradient that backward begins with; for a mean the number of rows, as else gradients would be tiny."""
     if not shape:
         return np.float32(shape_of_x[0])
     return np.random.default_rng(2).standard_normal(tuple(shape), dtype=np.float32)

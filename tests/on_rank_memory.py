@@ -31,7 +31,7 @@ def compiled(path, stage=None, **arguments):
 
     places = {(GraphConfig, "enable_zero"): other_stage} if stage else {}
     with replaced(places), watching(keep, ["graph"]):
-        wait_for(call_entry(recipe.load(path), arguments))  # what OneFlow aborts of, it does not abort of later
+        wait_for(call_entry(recipe.load(path), arguments))  # if OneFlow aborts, then here
     [graph] = set(graphs)
     assert stages == [stage] * bool(stage)
     ops = {}
@@ -41,8 +41,8 @@ def compiled(path, stage=None, **arguments):
         kind = op.WhichOneof("op_type")
         sbps = {tensor: label_of_proto(sbp) for tensor, sbp in signatures[op.name].bn_in_op2nd_sbp.items()}
         ops[op.name] = (op.user_conf.op_type_name if kind == "user_conf" else kind, sbps)
-    moves = sorted((one["old"][0], one["new"][0], one["shape"]) for one in boxings_of(graph) if one["shape"] != (1,))
-    return {"ops": ops, "boxings": moves}
+    boxings = [boxing for boxing in boxings_of(graph) if boxing["shape"] != (1,)]
+    return {"ops": ops, "boxings": sorted((b["old"][0], b["new"][0], b["shape"]) for b in boxings)}
 
 
 def kept(path, **arguments):

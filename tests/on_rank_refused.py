@@ -1,4 +1,4 @@
-"""On each rank, for test_layers.py: layers of oneflow.nn that OneFlow 0.9.0 refuses, and what works instead."""
+"""Layers of oneflow.nn that OneFlow 0.9.0 refuses, and what works instead, on ranks of a pool, for test_layers.py."""
 
 import re
 import traceback

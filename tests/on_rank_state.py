@@ -38,7 +38,7 @@ def after_saving(path, folder):
 
 
 def saved_again(path, folder):
-    """What the second of two saves with one name raises on this rank, and the sum of what is loaded then."""
+    """Save twice under the same name: the error of the second save on this rank, and the sum of what is loaded then."""
     module, ranks, raised = recipe.load(path), flow.placement.all("cpu"), None
     for value in (1.0, 2.0):
         try:
@@ -50,7 +50,7 @@ def saved_again(path, folder):
 
 
 def load_unchecked(folder):
-    """flow.load alone. Rank 0 says what was raised; the others say what they got."""
+    """Call flow.load without a check: the names that this rank gets, or the type of its error."""
     try:
         return sorted(flow.load(folder, global_src_rank=0))
     except Exception as error:
@@ -58,7 +58,7 @@ def load_unchecked(folder):
 
 
 def bytes_to_save_and_load(path, folder, sbp, rows, columns):
-    """What this rank sends to save one tensor of this SBP, and to load it into a parameter of that SBP."""
+    """The bytes that this rank sends to save a tensor of this SBP, and to load it into a parameter of the same SBP."""
     module = recipe.load(path)
     parameter = flow.nn.Module()
     values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
@@ -70,7 +70,7 @@ def bytes_to_save_and_load(path, folder, sbp, rows, columns):
 
 
 def gradient_of_gathered(rows, grad_sbp):
-    """The SBP and the rows that this rank has of the gradient of a split tensor that is summed up whole on rank 0."""
+    """A split tensor is gathered on rank 0 and summed: the SBP of its gradient, and how many rows this rank has."""
     first = flow.placement("cpu", [0])
     out = flow.ones(rows, 2, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0), requires_grad=True)
     seen = {}

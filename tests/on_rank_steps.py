@@ -18,7 +18,7 @@ LAYOUTS = {
 
 
 def sbps(name):
-    return [sbp_of(one) for one in name.split(", ")]
+    return [sbp_of(sbp) for sbp in name.split(", ")]
 
 
 def placements(strategy, layers):
@@ -37,7 +37,7 @@ class Layer(flow.nn.Module):
         weights, _, outs = LAYOUTS[strategy]
         self.w = flow.nn.Parameter(flow.tensor(w, placement=ranks, sbp=sbps(weights[place])))
         self.ranks, self.out, self.gather = ranks, sbps(outs[place]), strategy in ("sharded", "zero")
-        # where x is whole on each rank of the axis that splits w, its gradient is a partial sum
+        # x is replicated along the axis that splits w, so its gradient is a partial sum
         self.pin = strategy in ("tensor", "data_tensor") and place == 0
 
     def forward(self, x):
@@ -85,7 +85,7 @@ def sent(strategy, layers, hidden, rows, micro_batches=1):
         forward_and_backward(model, x, micro_batches)
         optimizer.step()
 
-    step()  # what is done only once is not of a step
+    step()  # the first step creates the state of Adam and connects the ranks
     return sent_by(step)[1]
 
 

@@ -7,7 +7,7 @@ from harness.measure.sent import sent_by
 
 
 class Chain(flow.nn.Module):
-    """Some weights, one behind the other."""
+    """A chain of matmuls, and a sum."""
 
     def __init__(self, weights, size):
         super().__init__()
@@ -28,7 +28,7 @@ def wrapped():
 
 
 def reduced(weights, **options):
-    """The elements of each all-reduce in one backward, and the bytes that this rank sends for it."""
+    """The elements of each all-reduce of a backward pass, and the bytes that this rank sends in it."""
     calls, reduce = [], flow._C.local_all_reduce
     replica = flow.nn.parallel.DistributedDataParallel(Chain(weights, 256), **options)
     loss = replica(flow.ones(1, 256))

@@ -13,7 +13,7 @@ from harness.start import recipe
 
 
 def loaded(path, weights, ranks=None):
-    """Load PyTorch's weights by pytorch_weights.py: the logits, the losses, and how many numbers this rank reads."""
+    """Load PyTorch's weights and train: logits, losses, how many numbers this rank reads from the file and holds."""
     module, sizes = recipe.load(path), []
     to_float32 = module.to_float32
 
@@ -33,17 +33,19 @@ def loaded(path, weights, ranks=None):
 
 
 def bytes_to_load(path, hidden_size):
-    """The bytes that this rank sends while it loads a model of this width."""
+    """The bytes of all replicated parameters of a model, and those that this rank sends to load it."""
     module = recipe.load(path)
     model = module.Classifier(hidden_size=hidden_size)
     arrays = {name: w.numpy() for name, w in model.named_parameters()}
-    whole = sum(4 * w.numel() for name, w in model.named_parameters() if not name.endswith(tuple(module.SPLIT_DIMS)))
+    replicated = sum(
+        4 * w.numel() for name, w in model.named_parameters() if not name.endswith(tuple(module.SPLIT_DIMS))
+    )
     _, sent = sent_by(lambda: module.load(model, arrays, flow.placement.all("cpu")))
-    return whole, sent
+    return replicated, sent
 
 
 def refused(path, weights):
-    """What open_safetensors or load says of weights that are not those of the model; whether it is untouched."""
+    """The error of open_safetensors or load for weights of another model, and whether the model is unchanged."""
     module = recipe.load(path)
     model = module.Classifier()
     before = {name: w.numpy() for name, w in model.named_parameters()}
@@ -51,13 +53,13 @@ def refused(path, weights):
         arrays = weights if isinstance(weights, dict) else module.open_safetensors(weights)
         module.load(model, arrays, flow.placement.all("cpu"))
     except ValueError as error:
-        untouched = all(not w.is_global and (w.numpy() == before[name]).all() for name, w in model.named_parameters())
-        return str(error), untouched
+        unchanged = all(not w.is_global and (w.numpy() == before[name]).all() for name, w in model.named_parameters())
+        return str(error), unchanged
     return None, None
 
 
 def saved(path, weights, target, fails=False):
-    """Train from weights and save; returns the weights then. fails: whether the disk is full when the file is named."""
+    """Train from weights and save; returns the new weights. fails: whether the disk is full when the file is named."""
     module = recipe.load(path)
     model, _, _ = module.train(flow.placement.all("cpu"), weights=weights)
 
@@ -72,32 +74,6 @@ def saved(path, weights, target, fails=False):
     return {name: w.numpy() for name, w in model.named_parameters()}
 
 
-def order_of_saving(path, target):
-    """What this rank puts on disk, names and waits for while it saves, in order, each with its size by then."""
-    module, done = recipe.load(path), []
-    fsync, replace, barrier = os.fsync, os.replace, flow.comm.barrier
-
-    def recording_fsync(descriptor):
-        place = os.readlink(f"/proc/self/fd/{descriptor}")
-        done.append((place, len(os.listdir(place)) if os.path.isdir(place) else os.path.getsize(place)))
-        fsync(descriptor)
-
-    def recording_replace(source, name):
-        done.append(("named", os.path.getsize(source)))
-        replace(source, name)
-
-    def recording_barrier():
-        done.append(("met", os.path.getsize(target) if flow.env.get_rank() == 0 else 0))
-        barrier()
-
-    model, ranks = module.Classifier(), flow.placement.all("cpu")
-    module.load(model, {name: w.numpy() for name, w in model.named_parameters()}, ranks)
-    places = {(os, "fsync"): recording_fsync, (os, "replace"): recording_replace}
-    with replaced({**places, (flow.comm, "barrier"): recording_barrier}):
-        module.save_safetensors(model, pathlib.Path(target))
-    return done
-
-
 def losses_of(path, **arguments):
     """The losses of a training by tensor_parallel_module.py with a mesh of `data` ranks, and those on one rank."""
     module, data = recipe.load(path), arguments.pop("data")
@@ -108,7 +84,7 @@ def losses_of(path, **arguments):
 
 
 def growth(path, num_layers, hidden_size, at_once):
-    """The most memory that this rank gains while a model is made of shards, and what the shards take, in bytes.
+    """The peak of memory that this rank gains while it makes a sharded model, and what the shards take, in bytes.
 
     at_once: whether all blocks are made before the first one is split.
     """

@@ -7,7 +7,17 @@ import pytest
 from harness.start import cores
 from harness.start.cores import available, cpu_quota
 
-VERSION_2 = {
+
+def version_1(quotas):
+    """The files of version 1 of cgroups, from group -> (quota, period)."""
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    return {f"{group}/{name}": str(value) for group, pair in quotas.items() for name, value in zip(names, pair)}
+
+
+QUOTAS = {  # what -> (/proc/self/cgroup, files of the cgroups by name, cores)
+    "no cgroups": (None, {}, math.inf),
+    "an empty file": ("", {}, math.inf),
+    "no files": ("0::/a\n4:cpu:/a", {}, math.inf),
     "no quota": ("0::/", {"cpu.max": "max 100000"}, math.inf),
     "in a container": ("0::/", {"cpu.max": "200000 100000"}, 2),
     "half a core": ("0::/", {"cpu.max": "50000 100000"}, 0.5),
@@ -15,53 +25,35 @@ VERSION_2 = {
     "the smallest counts": ("0::/pod/one", {"pod/one/cpu.max": "400000 100000", "pod/cpu.max": "100000 50000"}, 2),
     "the host's path": ("0::/docker/5f3a", {"cpu.max": "150000 100000"}, 1.5),
     "outside the namespace": ("0::/../other", {"cpu.max": "150000 100000"}, 1.5),
+    "version 1, no quota": ("4:cpu:/", version_1({"cpu": (-1, 100000)}), math.inf),
+    "version 1, in a container": (
+        "7:memory:/x\n4:cpu,cpuacct:/docker/5f3a\n0::/",
+        version_1({"cpu,cpuacct": (200000, 100000)}),
+        2,
+    ),
+    "version 1, by its link": ("4:cpu,cpuacct:/", version_1({"cpu": (200000, 100000)}), 2),
+    "version 1, on the host": (
+        "4:cpu:/a/b\n1:name=systemd:/a",
+        version_1({"cpu/a/b": (-1, 100000), "cpu/a": (250000, 50000)}),
+        5,
+    ),
+    "version 1, of cores, not of time": ("4:cpuset:/a", version_1({"cpuset/a": (100000, 100000)}), math.inf),
 }
-VERSION_1 = {
-    "no quota": ("4:cpu:/", {"cpu": (-1, 100000)}, math.inf),
-    "in a container": ("7:memory:/x\n4:cpu,cpuacct:/docker/5f3a\n0::/", {"cpu,cpuacct": (200000, 100000)}, 2),
-    "by its link": ("4:cpu,cpuacct:/", {"cpu": (200000, 100000)}, 2),
-    "on the host": ("4:cpu:/a/b\n1:name=systemd:/a", {"cpu/a/b": (-1, 100000), "cpu/a": (250000, 50000)}, 5),
-    "of cores, not of time": ("4:cpuset:/a", {"cpuset/a": (100000, 100000)}, math.inf),
-}
-NOTHING = {"no cgroups": None, "an empty file": "", "no files": "0::/a\n4:cpu:/a"}
 
 
-@pytest.fixture
-def quota_of(tmp_path):
-    """A function from /proc/self/cgroup and other files to the quota that is read from them."""
-
-    def read(own, files):
-        for name, text in files.items():
-            (tmp_path / "mounted" / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / "mounted" / name).write_text(f"{text}\n")
-        if own is not None:
-            (tmp_path / "cgroup").write_text(f"{own}\n")
-        return cpu_quota(tmp_path / "mounted", tmp_path / "cgroup")[0]
-
-    return read
-
-
-@pytest.mark.parametrize("case", VERSION_2)
-def test_quota_of_version_2(quota_of, case):
-    own, files, wanted = VERSION_2[case]
-    assert quota_of(own, files) == wanted
-
-
-@pytest.mark.parametrize("case", VERSION_1)
-def test_quota_of_version_1(quota_of, case):
-    own, groups, wanted = VERSION_1[case]
-    numbers = {group: dict(zip(("quota", "period"), pair)) for group, pair in groups.items()}
-    files = {f"{group}/cpu.cfs_{name}_us": n for group, pair in numbers.items() for name, n in pair.items()}
-    assert quota_of(own, files) == wanted
-
-
-@pytest.mark.parametrize("case", NOTHING)
-def test_where_nothing_can_be_read_there_is_no_quota(quota_of, case):
-    assert quota_of(NOTHING[case], {}) == math.inf
+@pytest.mark.parametrize("what", QUOTAS)
+def test_quota(tmp_path, what):
+    own, files, cores = QUOTAS[what]
+    for name, text in files.items():
+        (tmp_path / "mounted" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mounted" / name).write_text(f"{text}\n")
+    if own is not None:
+        (tmp_path / "cgroup").write_text(f"{own}\n")
+    assert cpu_quota(tmp_path / "mounted", tmp_path / "cgroup")[0] == cores
 
 
 @pytest.mark.parametrize(
-    "allowed, quota, group, wanted",
+    "allowed, quota, group, expected",
     [
         (range(64), math.inf, 0, list(range(64))),
         (range(64), 2, 32, [0, 1]),
@@ -73,7 +65,7 @@ def test_where_nothing_can_be_read_there_is_no_quota(quota_of, case):
         (range(8), 0.1, 3, [3]),
     ],
 )
-def test_as_many_cores_as_the_quota_keeps_busy(monkeypatch, allowed, quota, group, wanted):
+def test_as_many_cores_as_the_quota_keeps_busy(monkeypatch, allowed, quota, group, expected):
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda process: set(allowed))
     monkeypatch.setattr(cores, "cpu_quota", lambda: (quota, group))
-    assert available() == wanted
+    assert available() == expected

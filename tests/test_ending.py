@@ -1,4 +1,4 @@
-"""How a job ends, what is silence, and which calls had no answer: decided without any process."""
+"""How a job ends, what counts as silence, and which calls were never answered: decided here without any process."""
 
 import json
 import os
@@ -107,14 +107,13 @@ def test_outcome_arrives_at_another_node_as_it_was_sent():
 
 def test_each_silence_that_is_shown_is_shown_once_and_twice_as_long_as_the_last():
     silence = Silence(300)
-    shown = [(now, silence.to_show(printed, now)) for printed, now in [(0, 299), (0, 300), (0, 9999), (10000, 10599)]]
-    assert shown == [(299, None), (300, 300), (9999, None), (10599, None)]
-    assert (silence.to_show(10000, 10600), silence.to_show(20000, 21199)) == (600, None)
+    times = [(0, 299), (0, 300), (0, 9999), (10000, 10599), (10000, 10600), (20000, 21199)]  # of the last line, and now
+    assert [silence.to_show(printed, now) for printed, now in times] == [None, 300, None, None, 600, None]
     assert Silence(0).to_show(0, 1e9) is None
 
 
 STACK = [b"Stack (most recent call first):\n", b'  File "mine.py", line 5 in <module>\n', b"  <no Python frame>\n"]
-WRITES = {  # what a rank writes, in pieces, and whether it ends the silence
+WRITES = {  # what a rank writes -> (the pieces, whether they end the silence)
     "a line": ([b"step 1\n"], True),
     "part of a line": ([b"."], True),
     "a progress bar": ([b"1 of 2\r"], True),
@@ -138,7 +137,7 @@ def test_stacks_that_the_launcher_asks_for_do_not_end_a_silence(what, stream):
     assert (output.printed != begin) == ends
 
 
-CALLS = {  # what each rank has called -> what is said of it
+CALLS = {  # what -> (the calls of each rank, the lines about them)
     "nothing": ({0: [], 1: []}, []),
     "all are answered": ({0: [["barrier", None, "a.py:3", 2]], 1: [["barrier", None, "a.py:3", 2]]}, []),
     "answered in another line": ({0: [["barrier", None, "a.py:3", 2]], 1: [["barrier", None, "a.py:5", 2]]}, []),
@@ -162,5 +161,5 @@ CALLS = {  # what each rank has called -> what is said of it
 
 @pytest.mark.parametrize("what", CALLS)
 def test_calls_that_were_never_answered(what):
-    calls, said = CALLS[what]
-    assert list(unanswered.lines(calls)) == said
+    calls, lines = CALLS[what]
+    assert list(unanswered.lines(calls)) == lines

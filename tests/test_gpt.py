@@ -9,12 +9,12 @@ import pytest
 from harness.measure.sbp import Layout
 from harness.pool import PoolError
 from harness.start.recipe import load, path_of
-from tests.cases import ROOT, gpt, reference, reference_gpt
-from tests.cases.gpt import RUNS, SMALL, TRAINED, known, prove, prove_run
+from tests.cases import gpt_meshes as gpt
+from tests.cases import reference_gpt
+from tests.cases.gpt_meshes import RUNS, SMALL, TRAINED, known, prove, prove_run
 from tests.cases.ladder import MAIN
 
 GPT = str(path_of("gpt"))
-HERE = str(ROOT / "tests" / "on_rank_gpt.py")
 
 
 def run_id(run):
@@ -37,50 +37,29 @@ def test_text_is_the_same_with_every_version_of_python_and_numpy():
     assert module.SUMS[:4].tolist() == [9394, 898, 2398, 5906]
 
 
-def test_gradients_of_the_reference_are_finite_differences():
-    """Along a random direction for each weight."""
-    rng, step = np.random.default_rng(1), 1e-5
-    w = reference_gpt.new_weights(12, 5, 2, 8)
-    w = {name: reference.Value(value.exact + 0.3 * rng.standard_normal(value.exact.shape)) for name, value in w.items()}
-    ids, targets = rng.integers(12, size=(2, 3, 5))
-    gradients = reference.gradients(reference_gpt.loss_of(w, ids, targets, num_heads=2), w)
-    for name, value in w.items():
-        direction = rng.standard_normal(value.exact.shape)
-        moved = [{**w, name: reference.Value(value.exact + by * direction)} for by in (step, -step)]
-        up, down = (reference_gpt.loss_of(changed, ids, targets, num_heads=2).exact.item() for changed in moved)
-        along = (gradients[name].exact * direction).sum()
-        np.testing.assert_allclose(along, (up - down) / (2 * step), rtol=1e-5, atol=1e-8)
-
-
 @pytest.mark.parametrize("mesh, layout", gpt.ROWS, ids=str)
 def test_formula_of_memory_counts_the_shards(mesh, layout):
     sizes = {name: gpt.SIZES[name] for name in ("seq_len", "num_layers", "hidden_size")}
     weights = reference_gpt.new_weights(reference_gpt.vocab_size_of(gpt.SIZES["num_heads"]), **sizes)
-    kept = np.zeros(np.prod(mesh))
+    bytes_of = np.zeros(np.prod(mesh))  # rank -> its weights, gradients and two moments
     for name, weight in weights.items():
-        where = Layout(*gpt.layout_of(name, mesh, sizes["num_layers"], layout == "sharded weights"))
-        for rank in where.members:
-            block = where.block(weight.exact.shape, rank)
-            kept[rank] += 4 * 4 * np.prod([stop - start for start, stop in block])
-    assert gpt.formulas(mesh, layout)[1] == kept.max()
-
-
-def test_two_ranks_differ_along_an_axis():
-    ranks = range(8)  # 2 stages of 2 x 2
-    axes = {other: gpt.axis_of((2, 2, 2), 0, other) for other in ranks[1:]}
-    assert axes == {1: "tensor", 2: "data", 3: "others", **dict.fromkeys(ranks[4:], "pipeline")}
+        placed = Layout(*gpt.layout_of(name, mesh, sizes["num_layers"], layout == "sharded weights"))
+        for rank in placed.members:
+            block = placed.block(weight.exact.shape, rank)
+            bytes_of[rank] += 4 * 4 * np.prod([stop - start for start, stop in block])
+    assert gpt.formulas(mesh, layout)[1] == bytes_of.max()
 
 
 @pytest.mark.slow
 def test_weight_without_identity_is_seen_under_accumulation(pools, tmp_path):
-    """The harm itself is seen only now and then: here the graph is looked at, with all weights read so."""
-    source, cure = path_of("gpt").read_text(), "flow._C.identity(getattr(self, name))"
-    assert source.count(cure) == 1
-    (tmp_path / "gpt.py").write_text(source.replace(cure, "getattr(self, name)"))
+    """Wrong values are rare, so this looks at the graph of a copy that reads all weights without identity."""
+    source, fix = path_of("gpt").read_text(), "flow._C.identity(getattr(self, name))"
+    assert source.count(fix) == 1
+    (tmp_path / "gpt.py").write_text(source.replace(fix, "getattr(self, name)"))
     arguments = {"path": str(tmp_path / "gpt.py"), "graph": True, "micro_batches": 2, "steps": 1}
-    [found] = pools(1).call(TRAINED, **arguments, **SMALL)
+    [result] = pools(1).call(TRAINED, **arguments, **SMALL)
     names = known(steps=1, **SMALL)["initial"]
-    assert found["without_identity"] == sorted(f"model.{name}" for name in names)
+    assert result["without_identity"] == sorted(f"model.{name}" for name in names)
 
 
 def options_of(arguments):
@@ -91,48 +70,48 @@ def options_of(arguments):
     return words
 
 
-@pytest.mark.parametrize(
-    "n, arguments, line",
-    [
-        (1, {"data": 2}, "data 2 x tensor 1 x pipeline 1 must be the number of ranks, 1"),
-        (1, {"tensor": 4}, "data 1 x tensor 4 x pipeline 1 must be the number of ranks, 1"),
-        (
-            1,
-            {"batch_size": 6, "micro_batches": 4},
-            "--micro-batches 4 does not divide the 6 rows of a batch on each rank; these do: 1, 2, 3, 6",
-        ),
-        (2, {"batch_size": 9}, "--data 2 does not divide the 9 rows of a batch; these do: 1, 3, 9"),
-        (2, {"tensor": 2, "num_heads": 3}, "--tensor 2 does not divide the 3 heads; these do: 1, 3"),
-        (2, {"pipeline": 2, "num_layers": 1}, "--pipeline 2 is more than the 1 layers; use fewer"),
-        (1, {"seq_len": 7}, "--seq-len 7 is too short for a sum; use 8 or more"),
-        (
-            2,
-            {"tensor": 2, "seq_len": 9, "sequence_parallel": True},
-            "--tensor 2 does not divide the 9 tokens of a sequence; these do: 1, 3, 9",
-        ),
-        (
-            2,
-            {"hidden_size": 15, "num_heads": 3, "shard_weights": True},
-            "--data 2 does not divide the 15 columns of a weight; these do: 1, 3, 5, 15",
-        ),
-        (1, {"recompute": "full"}, "--recompute full: OneFlow does that in a graph alone; add --graph"),
-        (
-            1,
-            {"recompute": "full", "graph": True, "data": 2},
-            "data 2 x tensor 1 x pipeline 1 must be the number of ranks, 1",
-        ),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused_in_one_line(pools, n, arguments, line):
+REFUSED = [  # number of ranks, arguments, the error
+    (1, {"data": 2}, "data 2 x tensor 1 x pipeline 1 must be the number of ranks, 1"),
+    (1, {"tensor": 4}, "data 1 x tensor 4 x pipeline 1 must be the number of ranks, 1"),
+    (2, {"batch_size": 9}, "--data 2 does not divide the 9 rows of a batch; these do: 1, 3, 9"),
+    (2, {"tensor": 2, "num_heads": 3}, "--tensor 2 does not divide the 3 heads; these do: 1, 3"),
+    (2, {"pipeline": 2, "num_layers": 1}, "--pipeline 2 is more than the 1 layers; use fewer"),
+    (1, {"seq_len": 7}, "--seq-len 7 is too short for a sum; use 8 or more"),
+    (1, {"recompute": "full"}, "--recompute full: OneFlow does that in a graph alone; add --graph"),
+    (
+        1,
+        {"batch_size": 6, "micro_batches": 4},
+        "--micro-batches 4 does not divide the 6 rows of a batch on each rank; these do: 1, 2, 3, 6",
+    ),
+    (
+        2,
+        {"tensor": 2, "seq_len": 9, "sequence_parallel": True},
+        "--tensor 2 does not divide the 9 tokens of a sequence; these do: 1, 3, 9",
+    ),
+    (
+        2,
+        {"hidden_size": 15, "num_heads": 3, "shard_weights": True},
+        "--data 2 does not divide the 15 columns of a weight; these do: 1, 3, 5, 15",
+    ),
+    (
+        1,
+        {"recompute": "full", "graph": True, "data": 2},
+        "data 2 x tensor 1 x pipeline 1 must be the number of ranks, 1",
+    ),
+]
+
+
+@pytest.mark.parametrize("n, arguments, error", REFUSED)
+def test_sizes_that_do_not_divide_are_refused_in_one_line(pools, n, arguments, error):
     """By each rank, with exit code 2, before it waits for another."""
     for code, out, err in pools(n).call(MAIN, path=GPT, arguments=options_of(arguments)):
-        assert (code, out) == (2, "") and err.splitlines()[-1].endswith(f": error: {line}")
+        assert (code, out) == (2, "") and err.splitlines()[-1].endswith(f": error: {error}")
 
 
 def test_train_refuses_sizes_that_do_not_divide(pools):
     """Where it is called without main."""
     with pytest.raises(PoolError, match="ValueError: --data 2 does not divide the 9 rows of a batch"):
-        pools(2).call(f"{HERE}:losses", path=GPT, **{**SMALL, "batch_size": 9})
+        pools(2).call(TRAINED, path=GPT, **{**SMALL, "batch_size": 9})
 
 
 def test_sizes_that_do_not_divide_but_fit_train_as_numpy(pools):
@@ -144,7 +123,7 @@ def test_sizes_that_do_not_divide_but_fit_train_as_numpy(pools):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--tensor", "2", "--sequence-parallel"], ["--pipeline", "2", "--graph"]])
-def test_main_of_a_copy_says_that_it_is_right(pools, tmp_path, arguments):
+def test_main_of_a_copy_passes(pools, tmp_path, arguments):
     path = shutil.copy(GPT, tmp_path)
     arguments = [*arguments, *options_of({**SMALL, "steps": 51}), "--check"]
     arguments += ["--checkpoint-dir", str(tmp_path / "saved")]
@@ -160,7 +139,7 @@ def test_main_of_a_copy_says_that_it_is_right(pools, tmp_path, arguments):
 
 
 @pytest.mark.slow
-def test_main_sees_a_wrong_product(pools):
+def test_main_notices_a_wrong_product(pools):
     """With each matmul scaled, the losses must not be those of a single rank."""
     arguments = [*options_of({**SMALL, "steps": 2}), "--check"]
     results = pools(2).call(MAIN, path=GPT, arguments=arguments, matmul_scale=1.01)

@@ -1,4 +1,4 @@
-"""Imports go one way: from each room to those that it may know, see CONTRIBUTING.md."""
+"""Imports go one way, as CONTRIBUTING.md says."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ import pytest
 
 from tests.cases import ROOT
 
-ROOMS = {  # the modules of a room -> those that it may import, besides its own and those that are not ours
+ROOMS = {  # package -> our packages that it may import besides its own modules
     "recipes": (),
     "harness.start": (),
     "harness.plan": (),
@@ -16,7 +16,7 @@ ROOMS = {  # the modules of a room -> those that it may import, besides its own 
     "harness.report": ("harness.start", "harness.pool", "harness.measure"),
     "harness.shell": ("harness.start", "harness.pool", "harness.measure", "harness.report"),
     "harness.explore": ("harness.start", "harness.pool", "harness.measure", "harness.report"),
-    "harness": ("harness",),  # its front door, and what it offers for tests of a user's own
+    "harness": ("harness",),  # __main__.py, which launch.sh runs, and testing.py, for tests of users
     "tests.cases": ("harness",),
     "tests": ("harness", "tests.cases"),
     "benchmarks": ("harness", "tests.cases"),
@@ -26,7 +26,7 @@ SOURCES = {str(path.relative_to(ROOT)): path.read_text() for top in TOPS for pat
 
 
 def room_of(module):
-    """The innermost room of a module, "" if it is not ours."""
+    """The innermost package of ROOMS that has this module, "" if it is not ours."""
     return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len, default="")
 
 
@@ -42,17 +42,17 @@ def imported(source):
 def wrong(room, source):
     """The imports that a file of a room must not have."""
     for name in imported(source):
-        there = room_of(name)
-        known = there in ("", room) or any(f"{there}.".startswith(f"{one}.") for one in ROOMS[room])
-        if not known or name.startswith(".") or re.search(r"\.test_\w+(\.|$)", name):
+        imported_room = room_of(name)
+        allowed = imported_room in ("", room) or any(f"{imported_room}.".startswith(f"{r}.") for r in ROOMS[room])
+        if not allowed or name.startswith(".") or re.search(r"\.test_\w+(\.|$)", name):
             yield name
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_room_imports_only_what_it_may_know(room):
     sources = {path: source for path, source in SOURCES.items() if room_of(path[:-3].replace("/", ".")) == room}
-    found = {path: list(wrong(room, source)) for path, source in sources.items()}
-    assert sources and not {path: names for path, names in found.items() if names}
+    violations = {path: list(wrong(room, source)) for path, source in sources.items()}
+    assert sources and not {path: names for path, names in violations.items() if names}
 
 
 @pytest.mark.parametrize(

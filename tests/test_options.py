@@ -1,4 +1,4 @@
-"""What launch.sh makes of its command line, before any rank starts."""
+"""The command line of launch.sh, before any rank starts: what is accepted, and what is refused in one line."""
 
 import re
 import shutil
@@ -11,30 +11,15 @@ from harness.start.options import NO_SUCH_SCRIPT, checked, parser, same_on_all_n
 from harness.start.ranks import RankAssignment
 from harness.start.recipe import find, path_of
 from tests.cases import ROOT
+from tests.jobs import LAUNCH, Run
 from tests.markdown import CLUSTERS
-from tests.run import LAUNCH, Run
-
-FOR_USERS, FOR_MAINTAINERS = ("list", "show", "bytes", "test"), ("mutate", "docs", "meshes", "bench")
 
 
-@pytest.fixture(scope="module")
-def shown():
-    """What --help shows."""
-    return subprocess.run([LAUNCH, "--help"], check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def test_help_is_a_screen(shown):
+def test_help_fits_a_screen_and_shows_known_commands_and_options():
+    """All options are on the page of clusters, and no other."""
+    shown = subprocess.run([LAUNCH, "--help"], check=True, stdout=subprocess.PIPE, text=True).stdout
     assert len(shown.splitlines()) <= 35 and max(map(len, shown.splitlines())) <= 80
-
-
-def test_help_shows_the_commands_of_users_and_contributing_those_of_maintainers(shown):
-    assert all(f"./launch.sh {command}" in shown for command in FOR_USERS)
-    assert not [command for command in FOR_MAINTAINERS if f"./launch.sh {command}" in shown]
-    contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    assert all(f"| `./launch.sh {command}" in contributing for command in FOR_MAINTAINERS)
-
-
-def test_every_option_is_on_the_page_of_clusters_and_no_other_is_in_the_help(shown):
+    assert all(f"./launch.sh {command}" in shown for command in ("list", "show", "bytes", "test"))
     names = [set(action.option_strings) for action in parser()._actions if action.option_strings]
     section = CLUSTERS.read_text().partition("## All options\n")[2].partition("\n## ")[0]
     rows = {line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `-")}
@@ -52,7 +37,7 @@ def test_recipe_is_found_by_its_path_and_by_its_bare_name(name):
 
 
 def test_module_is_found_without_being_imported(tmp_path, monkeypatch):
-    """In the current folder, also where a module of ours has its name; all behind it belongs to it."""
+    """In the current folder, also where a module of ours has its name; all that follows are its arguments."""
     for name in ("harness/train.py", "harness/tool/__main__.py", "namespace/inner/it.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("WORLD_SIZES = (3,)\n")
@@ -67,10 +52,6 @@ def test_module_is_found_without_being_imported(tmp_path, monkeypatch):
         assert (options.module, options.script, options.nproc_per_node, options.timeout) == (module, file, 3, 9.0)
         assert options.arguments == ["--timeout", "8", "-m", "x"]
         assert same_on_all_nodes(options)["script"] == module
-
-
-def test_on_one_host_no_address_is_needed():
-    assert checked(["--master_addr", "10.9.9.9", DATA]).master_addr == "127.0.0.1"
 
 
 DATA, HYBRID = "recipes/data_parallel.py", "recipes/hybrid_parallel.py"
@@ -102,8 +83,9 @@ BAD_INPUT = {
 }
 
 
-def test_job_has_no_time_limit_by_default():
-    assert checked([DATA]).timeout is None
+def test_job_on_one_host_has_no_time_limit_and_needs_no_address():
+    options = checked(["--master_addr", "10.9.9.9", DATA])
+    assert (options.timeout, options.master_addr) == (None, "127.0.0.1")
 
 
 @pytest.mark.parametrize("line", BAD_INPUT)
@@ -145,7 +127,7 @@ def nvidia_smi(monkeypatch, tmp_path):
     return imitate
 
 
-# The compute capabilities of a host's GPUs, CUDA_VISIBLE_DEVICES, and what two ranks are told.
+# The compute capabilities of a host's GPUs, CUDA_VISIBLE_DEVICES, and the error for two ranks.
 NO_OTHER, GPUS = "--device cpu", "CUDA_VISIBLE_DEVICES={} ./launch.sh ..."
 CUDA = [
     ("8.9 7.0", None, None),
@@ -187,10 +169,12 @@ def test_cuda_needs_a_visible_gpu_that_works_for_each_rank(monkeypatch, nvidia_s
 @pytest.mark.parametrize("words", ["--device=cuda", "--graph --device cuda", "--dev cuda", "--d=cuda --graph"])
 def test_cuda_is_refused_without_a_driver_however_it_is_typed(nvidia_smi, words):
     """argparse takes abbreviations. There is no nvidia-smi, or it prints that it cannot reach the driver."""
-    for imitate in (lambda: None, lambda: nvidia_smi("8.0 8.0", code=9)):
-        imitate()
-        with pytest.raises(UsageError, match="got 0 for 2: type --device cpu"):
-            checked(["-n", "2", DATA, *words.split()])
+    command = ["-n", "2", DATA, *words.split()]
+    with pytest.raises(UsageError, match="got 0 for 2: type --device cpu"):
+        checked(command)
+    nvidia_smi("8.0 8.0", code=9)
+    with pytest.raises(UsageError, match="got 0 for 2: type --device cpu"):
+        checked(command)
 
 
 def test_cuda_is_not_refused_where_the_driver_does_not_tell_the_compute_capability(nvidia_smi):

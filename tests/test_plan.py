@@ -18,8 +18,8 @@ from harness.plan.megatron import ROWS, first_layouts, modelled, problem_of_row
 from harness.plan.model import ConfigError, Model, of_config
 from harness.start.recipe import load, path_of
 from tests.cases import ROOT
+from tests.jobs import Run
 from tests.markdown import blocks
-from tests.run import Run
 
 GB = 1e9
 A100 = devices.DEVICES["a100-80"]
@@ -41,14 +41,14 @@ def test_parameters_and_flops_are_those_of_the_paper(row):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.billions}B")
 def test_layout_that_megatron_chose_is_among_the_first_three(row):
-    assert row.mesh in [one.layout.mesh for one in first_layouts(row)[:3]]
+    assert row.mesh in [plan.layout.mesh for plan in first_layouts(row)[:3]]
 
 
 def test_rows_of_megatron_are_in_the_order_of_their_times_with_one_efficiency():
     """Within 2 %: two rows took 3.70 s."""
     times = [(modelled(row).seconds, row.seconds) for row in ROWS]
-    for (one, measured), (other, later) in itertools.combinations(times, 2):
-        assert one < other or measured > 0.98 * later
+    for (time, measured), (later_time, later_measured) in itertools.combinations(times, 2):
+        assert time < later_time or measured > 0.98 * later_measured
 
 
 @pytest.mark.parametrize("stage, gigabytes", enumerate([120, 31.4, 16.6, 1.88]))
@@ -68,15 +68,15 @@ def test_activations_of_a_layer_are_those_of_table_2_of_korthikanti(h, a, s, b, 
     model = Model(1, h, a, s, 51200, biases=True, dropout=True)
     scores = 5 * a * s / h
 
-    def found(tensor=t, sequence_parallel=False, recompute="none"):
+    def bytes_of(tensor=t, sequence_parallel=False, recompute="none"):
         return formulas.activations(model, s * b, tensor, "amp", sequence_parallel, recompute)
 
-    assert found(1) == pytest.approx(s * b * h * (34 + scores))
-    assert found() == pytest.approx(s * b * h * (10 + 24 / t + scores / t))
-    assert found(sequence_parallel=True) == pytest.approx(s * b * h / t * (34 + scores))
-    assert found(sequence_parallel=True, recompute="selective") == pytest.approx(34 * s * b * h / t)
-    assert found(recompute="full") == pytest.approx(2 * s * b * h)
-    assert found(sequence_parallel=True, recompute="full") == pytest.approx(2 * s * b * h / t)
+    assert bytes_of(1) == pytest.approx(s * b * h * (34 + scores))
+    assert bytes_of() == pytest.approx(s * b * h * (10 + 24 / t + scores / t))
+    assert bytes_of(sequence_parallel=True) == pytest.approx(s * b * h / t * (34 + scores))
+    assert bytes_of(sequence_parallel=True, recompute="selective") == pytest.approx(34 * s * b * h / t)
+    assert bytes_of(recompute="full") == pytest.approx(2 * s * b * h)
+    assert bytes_of(sequence_parallel=True, recompute="full") == pytest.approx(2 * s * b * h / t)
 
 
 def test_idle_share_is_that_of_gpipe():
@@ -104,27 +104,21 @@ def test_largest_stage_sets_memory_and_pace(tied, slowest):
     vocab_size = {2: 96, 3: 200_000}[slowest]
     model = dataclasses.replace(MODEL, num_layers=3, vocab_size=vocab_size, tied=tied)
     cluster = cluster_of(ranks=2)
-    found = cost.cost(model, cost.ParallelLayout(1, 1, 2, 1), 1, cluster)
+    costs = cost.cost(model, cost.ParallelLayout(1, 1, 2, 1), 1, cluster)
     layer, head = formulas.layer_flops(model, model.seq_len), formulas.head_flops(model, model.seq_len)
-    assert found.layers == [2, 1]
-    assert found.time["matmuls"] == pytest.approx({2: 2 * layer, 3: layer + head}[slowest] / cluster.flops)
+    assert costs.layers == [2, 1]
+    assert costs.time["matmuls"] == pytest.approx({2: 2 * layer, 3: layer + head}[slowest] / cluster.flops)
     weights = formulas.weights(model, 2)
     if slowest == 2:
-        state = sum(found.memory[part] for part in ("weights", "gradients", "optimizer"))
+        state = sum(costs.memory[part] for part in ("weights", "gradients", "optimizer"))
         assert state == 16 * sum(sum(weights[part]) for part in ("layers", "table", "positions"))
-        assert found.memory["activations"] == 2 * formulas.activations(model, model.seq_len, 1, "amp")
+        assert costs.memory["activations"] == 2 * formulas.activations(model, model.seq_len, 1, "amp")
 
 
-def test_a_stage_with_more_layers_sends_more():
-    equal, unequal = (
-        cost.cost(
-            dataclasses.replace(MODEL, num_layers=layers, vocab_size=96),
-            cost.ParallelLayout(2, 2, 2, 1),
-            2,
-            cluster_of(),
-        )
-        for layers in (4, 3)
-    )
+def test_largest_stage_sets_what_is_sent():
+    """Two layers, of 4 on two stages and of 3."""
+    models = (dataclasses.replace(MODEL, num_layers=layers, vocab_size=96) for layers in (4, 3))
+    equal, unequal = (cost.cost(model, cost.ParallelLayout(2, 2, 2, 1), 2, cluster_of()) for model in models)
     for axis in ("data", "tensor"):
         assert unequal.sent[axis] == pytest.approx(equal.sent[axis], rel=0.05)
         assert unequal.time[axis] == pytest.approx(equal.time[axis], rel=0.05)
@@ -146,14 +140,14 @@ def test_llama_of_405_billion_fits_as_it_was_trained(hosts, mesh):
 def test_bloom_fits_as_it_was_trained():
     """On 384 A100 of 80 GB: arXiv:2211.05100, section 3.4."""
     fit, _ = cost.ranked(BLOOM, 2048, cluster_of(48))
-    assert any(one.layout.mesh == (8, 4, 12) and set(one.layers) == {5, 6} for one in fit)
+    assert any(plan.layout.mesh == (8, 4, 12) and set(plan.layers) == {5, 6} for plan in fit)
 
 
 def test_one_rank_moves_nothing():
     fit, refused = cost.ranked(MODEL, 8, cluster_of(ranks=1))
-    assert {one.layout.mesh for one in (*fit, *refused)} == {(1, 1, 1)}
-    assert not any(sum(one.sent.values()) for one in fit)
-    assert not any(one.time[part] for one in fit for part in ("tensor", "pipeline", "data", "idle"))
+    assert {plan.layout.mesh for plan in (*fit, *refused)} == {(1, 1, 1)}
+    assert not any(sum(plan.sent.values()) for plan in fit)
+    assert not any(plan.time[part] for plan in fit for part in ("tensor", "pipeline", "data", "idle"))
 
 
 @pytest.mark.parametrize("memory, plain", [(80 * GB, True), (4 * GB, False)])
@@ -162,7 +156,7 @@ def test_bandwidth_without_end_leaves_memory_alone(memory, plain):
     fit, _ = cost.ranked(MODEL, 64, cluster_of(inside=1e30, between=1e30, memory=memory), ("none",))
     best = report.best_of_each_mesh(fit)[0]
     assert best.layout.pipeline == 1
-    assert any(one.layout.mesh == (8, 1, 1) and not one.layout.shard_weights for one in fit) == plain
+    assert any(plan.layout.mesh == (8, 1, 1) and not plan.layout.shard_weights for plan in fit) == plain
 
 
 def test_hardly_any_bandwidth_leaves_a_pipeline():
@@ -177,14 +171,14 @@ def test_slow_links_between_hosts_make_tensor_parallel_over_them_slow():
     slower = {}
     for between in (200, 25):
         fit, _ = cost.ranked(model, 1536, cluster_of(128, 8, between=between * GB))
-        times = {one.layout.mesh: one.seconds for one in report.best_of_each_mesh(fit)}
+        times = {plan.layout.mesh: plan.seconds for plan in report.best_of_each_mesh(fit)}
         assert fit[0].layout.mesh == (16, 8, 8)
         slower[between] = times[16, 16, 4] / times[16, 8, 8]
     assert 1.03 < slower[200] < 1.05 and 1.8 < slower[25] < 2
 
 
 def cases(count):
-    """Random models and clusters, from a seed."""
+    """Random models, batch sizes and clusters, from a seed."""
     rng = random.Random(0)
     for _ in range(count):
         heads = rng.choice([4, 8, 12])
@@ -211,20 +205,22 @@ CASES = list(cases(12))
 def test_more_of_anything_never_makes_the_best_slower(change):
     for model, batch, cluster in CASES:
         device = cluster.device._replace(**{change: 1.7 * getattr(cluster.device, change)})
-        before, after = (cost.ranked(model, batch, one)[0] for one in (cluster, cluster._replace(device=device)))
+        before, _ = cost.ranked(model, batch, cluster)
+        after, _ = cost.ranked(model, batch, cluster._replace(device=device))
         assert not before or after[0].seconds <= before[0].seconds
 
 
 def test_parts_add_up_and_what_fits_is_what_is_said_to_fit():
     for model, batch, cluster in CASES:
         fit, refused = cost.ranked(model, batch, cluster)
-        for one in (*fit, *refused):
-            assert one.seconds == pytest.approx(sum(one.time.values())) and min(one.time.values()) >= 0
-            assert one.bytes == pytest.approx(sum(one.memory.values())) and min(one.memory.values()) >= 0
-            state = sum(one.memory[part] for part in ("weights", "gradients", "optimizer"))
-            kept = formulas.state(model, one.layout.mesh, cluster.precision, one.layout.shard_weights)
-            assert min(kept) * 0.999 <= state <= max(kept) * 1.001
-        assert all(one.bytes <= cluster.memory for one in fit) and all(one.bytes > cluster.memory for one in refused)
+        for candidate in (*fit, *refused):
+            for total, parts in ((candidate.seconds, candidate.time), (candidate.bytes, candidate.memory)):
+                assert total == pytest.approx(sum(parts.values())) and min(parts.values()) >= 0
+            state = sum(candidate.memory[part] for part in ("weights", "gradients", "optimizer"))
+            by_rank = formulas.state(model, candidate.layout.mesh, cluster.precision, candidate.layout.shard_weights)
+            assert min(by_rank) * 0.999 <= state <= max(by_rank) * 1.001
+        assert all(candidate.bytes <= cluster.memory for candidate in fit)
+        assert all(candidate.bytes > cluster.memory for candidate in refused)
 
 
 def test_every_layout_that_is_offered_passes_the_checks_of_gpt_py():
@@ -264,38 +260,54 @@ def test_printed_command_runs_gpt_py(pools):
 def words(**changes):
     """The arguments of a plan for two hosts."""
     options = {**SIZES, "global_batch_size": 512, "hosts": 2, "gpus_per_host": 8, "device": "a100-40", **changes}
-    given = {name: value for name, value in options.items() if value is not None}
-    return [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", *str(value).split())]
+    options = {name: value for name, value in options.items() if value is not None}
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", *str(value).split())]
 
 
-def test_plan_says_the_first_the_second_and_how_to_run_it(capsys):
-    assert plan.main(words()) == 0
-    said = capsys.readouterr().out
-    for what in (
-        "1.32 B parameters",
-        "memory of the fullest rank",
-        "The second, ",
-        "mixed precision",
-        "--nnodes 2",
-        "-n 8 gpt",
-    ):
-        assert what in said
-
-
-@pytest.mark.parametrize(
-    "memory, says, runs",
-    [
-        (None, "take full recomputation, which needs about 30.0 GB", "--recompute full"),
-        (80, "take micro-batch 2, which needs about 54.7 GB", "--micro-batches 16"),
-    ],
+TWO_HOSTS = (
+    "1.32 B parameters",
+    "memory of the fullest rank",
+    "The second, ",
+    "mixed precision",
+    "--nnodes 2",
+    "-n 8 gpt",
 )
-def test_command_trains_a_layout_that_fits_in_float32(memory, says, runs):
-    case = plan.problem_of(plan.parser().parse_args(words(memory=memory)))
-    layout = cost.ranked(case.model, case.batch_size, case.cluster)[0][0].layout
-    nearest = report.layout_in_float32(layout, case)
-    assert nearest.mesh == layout.mesh and report.in_float32(nearest, case) <= case.cluster.memory
-    said = "\n".join(report.command(layout, case))
-    assert says in said and runs in said
+TOO_LARGE = words(num_layers=96, hidden_size=12288, num_heads=96)
+ONE_HOST_OF_TWO = ["--hosts", "1", "--gpus-per-host", "2"]
+NO_CODE = "No command: OneFlow 0.9.0 has no code for these GPUs, of compute capability 9.0.\n"
+PRINTED = {  # arguments -> exit code, what is printed
+    "two hosts": (words(), 0, TWO_HOSTS),
+    "float32 fits if all is recomputed": (
+        words(),
+        0,
+        ("full recomputation, which needs about 30.0 GB", "--recompute full"),
+    ),
+    "float32 fits with a smaller micro-batch": (
+        words(memory=80),
+        0,
+        ("take micro-batch 2, which needs about 54.7 GB", "--micro-batches 16"),
+    ),
+    "a mesh that is slower": ([*words(), "--why", "1", "16", "1"], 0, ("This one, 1 x 16 x 1",)),
+    "a mesh that does not fit": (
+        [*words(memory=3), "--why", "1", "1", "2", *ONE_HOST_OF_TWO],
+        1,
+        ("1 x 1 x 2 does not fit",),
+    ),
+    "nothing fits": (TOO_LARGE, 1, ("Nothing fits", "So would 16 hosts of 8", "Devices of ")),
+    "nothing fits, as JSON": ([*TOO_LARGE, "--json"], 1, ()),
+    "unequal stages": ([*words(num_layers=70), "--why", "1", "4", "4"], 0, ("a stage has 18 or 17 layers",)),
+    "a stage of one layer": (words(num_layers=3, global_batch_size=1, gpus_per_host=1), 0, ("2 or 1 layer ",)),
+    "h100": (words(device="h100"), 0, (NO_CODE,)),
+    "h200": (words(device="h200"), 0, (NO_CODE,)),
+}
+
+
+@pytest.mark.parametrize("what", PRINTED)
+def test_plan_prints(capsys, what):
+    arguments, code, expected = PRINTED[what]
+    assert plan.main(arguments) == code
+    printed = capsys.readouterr().out
+    assert [text for text in expected if text not in printed] == [], printed
 
 
 @pytest.mark.parametrize(
@@ -306,40 +318,10 @@ def test_command_trains_a_layout_that_fits_in_float32(memory, says, runs):
         (80, "selective", "take no recomputation, which needs about 54.7 GB a rank."),
     ],
 )
-def test_what_is_said_of_a_layout_in_float32(memory, recompute, says):
+def test_a_layout_that_float32_needs_more_memory_for(memory, recompute, says):
     case = plan.problem_of(plan.parser().parse_args(words(memory=memory)))
     said = "\n".join(report.command(cost.ParallelLayout(16, 1, 1, 2, recompute=recompute), case))
     assert says in said and "number for K:" in said and "--micro-batches 16" in said and "--recompute" not in said
-
-
-def test_it_explains_a_mesh_that_is_slower_and_one_that_does_not_fit(capsys):
-    assert plan.main([*words(), "--why", "1", "16", "1"]) == 0
-    assert "This one, 1 x 16 x 1" in capsys.readouterr().out
-    assert plan.main([*words(memory=3), "--why", "1", "1", "2", "--hosts", "1", "--gpus-per-host", "2"]) == 1
-    assert "1 x 1 x 2 does not fit" in capsys.readouterr().out
-
-
-def test_where_nothing_fits_it_says_by_how_much_and_what_would_do(capsys):
-    too_large = words(num_layers=96, hidden_size=12288, num_heads=96)
-    assert plan.main(too_large) == 1
-    said = capsys.readouterr().out
-    assert "Nothing fits" in said and "So would 16 hosts of 8" in said and "Devices of " in said
-    assert plan.main([*too_large, "--json"]) == 1
-
-
-def test_it_says_how_many_layers_unequal_stages_have(capsys):
-    assert plan.main([*words(num_layers=70), "--why", "1", "4", "4"]) == 0
-    assert "a stage has 18 or 17 layers" in capsys.readouterr().out
-    assert plan.main(words(num_layers=3, global_batch_size=1, gpus_per_host=1)) == 0
-    said = capsys.readouterr().out
-    assert "2 or 1 layer " in said and "a stage has" not in said
-
-
-@pytest.mark.parametrize("device", ["h100", "h200"])
-def test_no_command_where_oneflow_has_no_code(capsys, device):
-    assert plan.main(words(device=device)) == 0
-    *_, last = capsys.readouterr().out.splitlines()
-    assert last == "No command: OneFlow 0.9.0 has no code for these GPUs, of compute capability 9.0."
 
 
 def test_bandwidth_of_memory_given_by_numbers_is_used(capsys):
@@ -372,12 +354,13 @@ def test_ranks_on_a_cpu_share_its_memory_and_its_cores(monkeypatch, ranks):
 
 def test_json_has_every_layout(capsys):
     assert plan.main([*words(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found) > 100 and {"memory", "sent", "time", "bytes", "seconds", "fits"} <= set(found[0])
-    assert [one["seconds"] for one in found if one["fits"]] == sorted(one["seconds"] for one in found if one["fits"])
+    plans = json.loads(capsys.readouterr().out)
+    assert len(plans) > 100 and {"memory", "sent", "time", "bytes", "seconds", "fits"} <= set(plans[0])
+    seconds = [plan["seconds"] for plan in plans if plan["fits"]]
+    assert seconds == sorted(seconds)
 
 
-BAD = {  # arguments -> what the line says
+REFUSED = {  # arguments -> what the line says
     "a size is missing": (words(num_heads=None), "--num-heads is missing"),
     "heads that do not divide": (words(num_heads=7), "--num-heads 7 does not divide --hidden-size 2048"),
     "no layout": (words(global_batch_size=1, num_heads=1, num_layers=1), "data x tensor x pipeline must be 16"),
@@ -397,9 +380,9 @@ BAD = {  # arguments -> what the line says
 }
 
 
-@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("what", REFUSED)
 def test_bad_input_is_a_line_and_exit_code_2(capsys, what):
-    arguments, says = BAD[what]
+    arguments, says = REFUSED[what]
     try:
         code = plan.main(arguments)
     except SystemExit as ended:
@@ -478,9 +461,3 @@ def test_page_shows_what_its_commands_print(path, monkeypatch, tmp_path):
     assert len(choosing_page.COMMAND.findall(text)) == text.count("\n./launch.sh plan ") == 5
     assert len(choosing_page.TABLE.findall(text)) == 1
     assert choosing_page.filled(text) == text, "python3 harness/plan/choosing_page.py makes it anew"
-
-
-def test_block_of_a_page_that_ends_in_dots_keeps_its_number_of_lines():
-    output = "one\ntwo\nthree\nfour\n"
-    assert choosing_page.shown(output, "1\n2\n") == output
-    assert choosing_page.shown(output, "1\n2\n...\n") == "one\ntwo\n...\n"

@@ -1,16 +1,68 @@
-"""The pool of ranks fails where it should, says why, and goes on with fresh ranks."""
+"""A pool of ranks fails where it should, says why, and goes on with new ranks."""
 
+import gc
+import os
+import signal
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from harness.pool import Pool, PoolError
-from tests.cases import ROOT
-from tests.hanging import assert_hangs
-from tests.pools import RecipePool
-from tests.run import LONG, wait_until
+from tests.jobs import LONG, wait_until
+from tests.pools import RecipePool, assert_hangs
 
-ON_RANK = str(ROOT / "tests" / "on_rank.py")
+
+def rank_of():
+    """On a rank: its number, after all have met."""
+    import oneflow as flow
+
+    flow.comm.barrier()
+    return flow.env.get_rank()
+
+
+def fail(rank, how):
+    """On one rank raise, exit, die or hang; the others wait for it in a collective."""
+    import oneflow as flow
+
+    if flow.env.get_rank() == rank:
+        if how == "raise":
+            raise ValueError("boom")
+        if how == "die":
+            os._exit(7)
+        time.sleep(1000)
+    flow.ones(2, placement=flow.placement.all("cpu"), sbp=flow.sbp.partial_sum).numpy()
+
+
+def crash_once(folder):
+    """On a rank: rank 0 dies of SIGSEGV in the first call, which leaves the file `died`."""
+    import oneflow as flow
+
+    flow.comm.barrier()
+    died = Path(folder) / "died"
+    if flow.env.get_rank() == 0 and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    flow.comm.barrier()
+    return "well"
+
+
+def keeps_a_called_graph():
+    """On a rank: whether a graph that was called is kept when nothing of ours refers to it."""
+    import oneflow as flow
+
+    class Doubled(flow.nn.Graph):
+        def build(self, x):
+            return 2 * x
+
+    graph = Doubled()
+    graph(flow.ones(4, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)))
+    reference = weakref.ref(graph)
+    del graph
+    gc.collect()
+    return reference() is not None
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +72,7 @@ def pool():
 
 
 def works(pool):
-    return pool.call(f"{ON_RANK}:rank_of") == [0, 1]
+    return pool.call(f"{__file__}:rank_of") == [0, 1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -29,19 +81,14 @@ def test_failure_of_one_rank_fails_the_call_and_the_next_one_works(pool, rank, h
     assert works(pool)
     starts = pool.starts
     with pytest.raises(PoolError, match=text) as caught:
-        pool.call(f"{ON_RANK}:fail", rank=rank, how=how)
+        pool.call(f"{__file__}:fail", rank=rank, how=how)
     assert caught.value.rank == rank
     assert works(pool) and pool.starts == starts + 1
+    assert works(pool) and pool.starts == starts + 1, "ranks live on between calls"
 
 
 def test_hanging_rank_fails_the_call_and_shows_where_it_is():
-    assert_hangs(f"{ON_RANK}:fail", r'on_rank.py", line \d+ in fail', rank=1, how="hang")
-
-
-def test_ranks_live_on_between_calls(pool):
-    assert works(pool)
-    starts = pool.starts
-    assert works(pool) and works(pool) and pool.starts == starts
+    assert_hangs(f"{__file__}:fail", r'test_pool.py", line \d+ in fail', rank=1, how="hang")
 
 
 @pytest.mark.parametrize("repeat", [False, True])
@@ -52,24 +99,23 @@ def test_ranks_that_use_much_memory_are_replaced_if_calls_may_be_repeated(repeat
 
 
 def test_graphs_are_kept(pool):
-    assert pool.call(f"{ON_RANK}:graph_lives_on") == [True, True]
+    """OneFlow sometimes aborts when one is freed right after its call."""
+    assert pool.call(f"{__file__}:keeps_a_called_graph") == [True, True]
 
 
 def test_missing_function_is_an_error_of_the_call(pool):
     with pytest.raises(PoolError, match="no_such_function"):
-        pool.call(f"{ON_RANK}:no_such_function")
+        pool.call(f"{__file__}:no_such_function")
 
 
-def test_call_is_made_once_more_if_a_rank_died_of_sigsegv(tmp_path):
-    with Pool(2, repeat=True) as pool:
-        assert pool.call(f"{ON_RANK}:crash", mark=str(tmp_path)) == ["well"] * 2
-        assert len(pool.repeated) == 1
-
-
-def test_without_repeat_the_death_is_told(tmp_path, pool):
+def test_call_is_repeated_after_sigsegv_where_that_is_allowed(pool, tmp_path):
     with pytest.raises(PoolError, match=r"rank 0 of 2 died \(SIGSEGV\)"):
-        pool.call(f"{ON_RANK}:crash", mark=str(tmp_path))
+        pool.call(f"{__file__}:crash_once", folder=str(tmp_path))
     assert not pool.repeated
+    (tmp_path / "died").unlink()
+    with Pool(2, repeat=True) as repeating:
+        assert repeating.call(f"{__file__}:crash_once", folder=str(tmp_path)) == ["well"] * 2
+        assert len(repeating.repeated) == 1
 
 
 SLEEPS = "import time\n\n\ndef run(path, seconds):\n    time.sleep(seconds)\n"

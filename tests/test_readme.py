@@ -1,12 +1,13 @@
-"""The pages say what is true, in both languages: commands and code run, tables are those of the recipes."""
+"""The pages are true in both languages: commands and code run, and links lead somewhere."""
 
 import ast
 import re
 
 import pytest
 
-from harness.start.recipe import all_paths, path_of
-from tests.cases import CASES, ONE_LAYER, ROOT, WITHOUT_CASE
+from harness.start.recipe import all_paths
+from tests.cases import CASES, ROOT
+from tests.jobs import LAUNCH, Run
 from tests.markdown import (
     CHINESE,
     CHINESE_GALLERY,
@@ -14,51 +15,40 @@ from tests.markdown import (
     ENGLISH,
     GALLERY,
     blocks,
-    chapter,
-    chapters,
     headings,
-    headings_of_chapters,
     sections,
     slug,
     tables,
-    tables_of,
     without_targets,
 )
-from tests.run import LAUNCH, Run
 
-DOCS = ROOT / "docs"
-PAIRS = {
-    "README": (ENGLISH, CHINESE),
-    "recipes": (GALLERY, CHINESE_GALLERY),
-    "pages": (DOCS / "README.md", DOCS / "README.zh-CN.md"),
-    "choosing": (DOCS / "choosing.md", DOCS / "choosing.zh-CN.md"),
-    "your-model": (DOCS / "your-model.md", DOCS / "your-model.zh-CN.md"),
-}
-ENGLISH_OF = {chinese: english for english, chinese in PAIRS.values()}
-PAGES = [ENGLISH, CHINESE, ROOT / "CONTRIBUTING.md", GALLERY, CHINESE_GALLERY, *sorted(DOCS.glob("*.md"))]
-ELSEWHERE = ("./launch.sh test", ".venv/bin/python -m oneflow.distributed.launch")  # what other tests run
+PAGES = sorted({*ROOT.glob("*.md"), GALLERY, CHINESE_GALLERY, *(ROOT / "docs").glob("*.md")})
+# Each page in Chinese -> the same in English.
+ENGLISH_OF = {page: page.with_name(page.name.replace(".zh-CN", "")) for page in PAGES if ".zh-CN" in page.name}
+EVERY_PAIR = ("sbp_conversions", "cross_placement", "matmul_signatures")  # of SBPs: their sections name no move
+OTHER_TESTS_RUN = ("./launch.sh test", ".venv/bin/python -m oneflow.distributed.launch")
 
 
 @pytest.fixture
-def mine(tmp_path):
+def folder(tmp_path):
     """The folder of a user who has saved the README's program as layouts.py."""
     [program] = blocks(ENGLISH, "python")
     (tmp_path / "layouts.py").write_text(program)
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith(ELSEWHERE)])
-def test_command_runs(command, mine):
-    folder = mine if "layouts.py" in command else ROOT
-    job = Run("bash", "-c", command.replace("./launch.sh", LAUNCH), cwd=folder).wait()
+@pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith(OTHER_TESTS_RUN)])
+def test_command_runs(command, folder):
+    cwd = folder if "layouts.py" in command else ROOT
+    job = Run("bash", "-c", command.replace("./launch.sh", LAUNCH), cwd=cwd).wait()
     assert job.code == 0 and job.out and not job.err, job.err
     if command == COMMANDS[0]:
         assert sorted(job.out.splitlines()) == sorted(blocks(ENGLISH, "text")[1].splitlines())  # ranks in any order
 
 
-def test_program_prints_what_the_page_shows(mine):
+def test_program_prints_what_the_page_shows(folder):
     assert "run `./launch.sh -n 2 layouts.py`" in ENGLISH.read_text()
-    job = Run(LAUNCH, "-n", 2, "layouts.py", cwd=mine).wait()
+    job = Run(LAUNCH, "-n", 2, "layouts.py", cwd=folder).wait()
     by_rank = sorted(job.out.splitlines(), key=lambda line: line[:3])  # each rank's lines keep their order
     assert by_rank == blocks(ENGLISH, "text")[0].splitlines(), job.err
 
@@ -67,153 +57,60 @@ def test_lines_of_the_course_print_what_their_comments_say(tmp_path):
     [program] = blocks(GALLERY, "python")
     (tmp_path / "lines.py").write_text(program)
     job = Run(LAUNCH, "-n", 2, "lines.py", cwd=tmp_path).wait()
-    said = re.findall(r"^print.*  # ([^:\n]+)", program, flags=re.MULTILINE)
-    assert said and "run `./launch.sh -n 2 lines.py`" in GALLERY.read_text()
-    assert sorted(job.out.splitlines()) == sorted(f"[{rank}] {line}" for rank in (0, 1) for line in said), job.err
+    comments = re.findall(r"^print.*  # ([^:\n]+)", program, flags=re.MULTILINE)
+    assert comments and "run `./launch.sh -n 2 lines.py`" in GALLERY.read_text()
+    assert sorted(job.out.splitlines()) == sorted(f"[{rank}] {line}" for rank in (0, 1) for line in comments), job.err
 
 
 def test_official_command_is_the_one_that_is_tested():
     assert ".venv/bin/python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_parallel.py" in COMMANDS
 
 
-def test_readme_lists_every_recipe_with_its_first_line():
-    """The README of the recipes, as headings and what is below them."""
-    found = {section.path: section for section in sections(GALLERY)}
-    assert len(found) == len(sections(GALLERY)) == len(all_paths()) == len([*CASES, *WITHOUT_CASE])
-    for path in map(path_of, [*CASES, *WITHOUT_CASE]):
-        strategy, words = ast.get_docstring(ast.parse(path.read_text())).split("\n")[0].split(": ", 1)
-        first_paragraph = found[path].text.strip().split("\n\n")[0].replace("\n", " ")
-        assert found[path].title == strategy
+def test_gallery_has_a_section_for_each_recipe_that_begins_with_the_docstring():
+    assert sorted(section.path for section in sections(GALLERY)) == sorted(all_paths())
+    for section in sections(GALLERY):
+        name, words = ast.get_docstring(ast.parse(section.path.read_text())).split("\n")[0].split(": ", 1)
+        first_paragraph = section.text.strip().split("\n\n")[0].replace("\n", " ")
+        assert section.title == name
         assert first_paragraph.startswith((f"{words} ", f"{words[0].upper()}{words[1:]} ")), first_paragraph
-
-
-def test_gallery_says_of_which_recipes_nothing_moves():
-    found = {section.recipe: section for section in sections(GALLERY)}
-    every_pair = ("sbp_conversions", "cross_placement", "matmul_signatures")
-    for name, case in ((name, CASES[name](4)) for name in CASES if name not in every_pair):
-        moves = found[name].moves
-        assert (moves == "nothing") == (not (case.moves or case.sends)), (name, moves)
-
-
-@pytest.mark.parametrize("page, title", [(GALLERY, "Contents"), (CHINESE_GALLERY, "目录")], ids=["english", "chinese"])
-def test_contents_of_the_gallery_name_every_chapter_in_order(page, title):
-    names = headings_of_chapters(page)
-    following = names[names.index(title) + 1 :]
-    links = re.findall(r"^- \[([^][]+)]\(#([^)]+)\)", chapter(page, title), flags=re.MULTILINE)
-    assert links == [(name, slug(name)) for name in following]
-
-
-@pytest.mark.parametrize("page", [GALLERY, CHINESE_GALLERY], ids=["english", "chinese"])
-def test_every_recipe_of_the_gallery_has_a_command_and_its_output(page):
-    for section in sections(page):
-        assert f" {section.recipe}" in section.command and section.command.startswith("./launch.sh ")
+        assert section.command.startswith("./launch.sh ") and f" {section.recipe}" in section.command
         assert section.output and section.moves
 
 
-def test_every_topic_of_training_is_found_by_its_name_in_pytorch():
-    text = chapter(GALLERY, "Coming from PyTorch")
-    rows = dict(tables_of(text))
-    for usual in (
-        *("DistributedDataParallel", "nn.DataParallel", "FullyShardedDataParallel", "ZeRO", "DTensor", "Megatron"),
-        *("pipelining", "gradient accumulation", "checkpoint.checkpoint", "DistributedSampler", "torchmetrics"),
-        *("SyncBatchNorm", "manual_seed", "distributed.checkpoint", "parameter server", "asynchronous SGD", "ring"),
-    ):
-        assert any(usual in topic for topic in rows), usual
-    recipes = {slug(section.title): section.recipe for section in sections(GALLERY)}
-    linked = {recipes[anchor] for anchor in re.findall(r"\(#([^)]+)\)", text)}
-    assert {*CASES, *WITHOUT_CASE} - set(ONE_LAYER) <= linked
+@pytest.mark.parametrize("name", [name for name in CASES if name not in EVERY_PAIR])
+def test_gallery_says_where_nothing_moves(name):
+    [section] = [section for section in sections(GALLERY) if section.recipe == name]
+    case = CASES[name](4)
+    assert (section.moves == "nothing") == (not (case.moves or case.sends)), section.moves
 
 
-CODE = re.compile(r"`[^`]*`|²|\w+\.py|[@=→]|\*\*\d|\d(?:[\d.]*\d)?(?!-D)")  # 2-D is a word in Chinese
+# What does not change in a translation. 2-D is a word in Chinese.
+CODE = re.compile(r"`[^`]*`|²|\w+\.py|[@=→]|\*\*\d|\d(?:[\d.]*\d)?(?!-D)|\b[BP]\b")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAIRS)
-def test_both_languages_agree(page):
-    one_page, other_page = PAIRS[page]
-    for language in ("bash", "sh", "text", "python"):
-        assert blocks(one_page, language) == blocks(other_page, language)
-    english, chinese = tables(one_page), tables(other_page)
-    assert [len(row) for row in english] == [len(row) for row in chinese]
-    for one, other in zip(english, chinese):
-        for cell, translated in zip(one, other):
-            found, theirs = (sorted(CODE.findall(without_targets(text))) for text in (cell, translated))
-            assert found == theirs, (cell, translated)  # word order differs
-    one_text, other_text = one_page.read_text(), other_page.read_text()
-    assert one_text.count("\n## ") == other_text.count("\n## ")
-    assert one_text.count("\n### ") == other_text.count("\n### ")
+def codes(page):
+    """The code and numbers of each section of a page; of a guide, in whose prose 1.3 billion is 13 亿, of each row."""
+    sections = re.split("^##+ ", page.read_text(), flags=re.MULTILINE)
+    if page not in (ENGLISH, CHINESE, GALLERY, CHINESE_GALLERY):
+        sections = [f"{len(sections)} sections", *map(" | ".join, tables(page))]
+    return [sorted(CODE.findall(without_targets(section))) for section in sections]  # in any order of words
 
 
-def test_both_languages_of_a_recipe_have_the_same_numbers_and_code():
-    english, chinese = sections(GALLERY), sections(CHINESE_GALLERY)
-    assert [section.path for section in english] == [section.path for section in chinese]
-    code = re.compile(rf"{CODE.pattern}|\b[BP]\b")
-    for one, other in zip(english, chinese):
-        found, theirs = (sorted(code.findall(without_targets(section.text))) for section in (one, other))
-        assert found == theirs, one.title
-    for one, other in zip(chapters(GALLERY), chapters(CHINESE_GALLERY)):
-        found, theirs = (sorted(code.findall(without_targets(text))) for text in (one, other))
-        assert found == theirs, one.strip().split("\n")[0]
+@pytest.mark.parametrize("chinese", ENGLISH_OF, ids=lambda page: str(page.relative_to(ROOT)))
+def test_both_languages_have_the_same_code_and_numbers(chinese):
+    english = ENGLISH_OF[chinese]
+    assert FENCE.findall(chinese.read_text()) == FENCE.findall(english.read_text())
+    assert codes(chinese) == codes(english)
+    assert [section.path for section in sections(chinese)] == [section.path for section in sections(english)]
 
 
-def links_of(path):
-    """Those to files here, and to the web; not those to pages of the repository's host, such as its badges."""
-    return [link for link in re.findall(r"]\(([^)]+)\)", path.read_text()) if "/actions/" not in link]
-
-
-def destination(path, link):
-    """What a link leads to: an address, or a page, the English one of two, and the number of its heading."""
-    if link.startswith("https://"):
-        return link
-    name, _, anchor = link.partition("#")
-    there = (path.parent / name).resolve() if name else path
-    number = list(map(slug, headings(there))).index(anchor) if anchor else None
-    return ENGLISH_OF.get(there, there), number
-
-
-@pytest.mark.parametrize("page", PAIRS)
-def test_both_languages_link_to_the_same(page):
-    """In the same order, but for the links to each other."""
-    each_other = (PAIRS[page][0], None)
-    english, chinese = ([destination(path, link) for link in links_of(path)] for path in PAIRS[page])
-    assert [link for link in english if link != each_other] == [link for link in chinese if link != each_other]
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
-def test_page_links_back_and_on(path):
-    top = path.read_text().split("\n")[2]
-    home = "(../README.zh-CN.md)" if path in ENGLISH_OF else "(../README.md)"
-    pages = "(README.zh-CN.md)" if path in ENGLISH_OF else "(README.md)"
-    assert home in top and (pages in top or path.name.startswith("README")), top
-    for name in re.findall(r"(?:^| · )\[中文]\(([^)]+)\)", top):
-        assert ENGLISH_OF[(DOCS / name).resolve()] == path, "not this page in Chinese"
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path):
-    for target in links_of(path):
-        if target.startswith("https://"):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"]\(([^)]+)\)", page.read_text()):
+        if target.startswith("https://") or "/actions/" in target:  # of the web, or of the repository's host
             continue
         name, _, anchor = target.partition("#")
-        there = path.parent / name if name else path
-        assert there.exists(), target
-        assert not anchor or anchor in map(slug, headings(there)), target
-
-
-def test_headings_of_the_gallery_are_different_links():
-    """GitHub adds -1 to the second of two that are alike."""
-    for page in (GALLERY, CHINESE_GALLERY):
-        slugs = list(map(slug, headings(page)))
-        assert len(slugs) == len(set(slugs))
-
-
-@pytest.mark.parametrize(
-    "page", [CHINESE, CHINESE_GALLERY, DOCS / "README.zh-CN.md"], ids=["README", "recipes", "pages"]
-)
-def test_pages_that_are_english_only_say_so_in_chinese(page):
-    links = re.findall(r"\[[^][]+]\(([^)#:]+\.md)[^)]*\)(（英文）)?", page.read_text())
-    for target, mark in links:
-        there = (page.parent / target).resolve()
-        is_english = (
-            there not in ENGLISH_OF and there != ENGLISH_OF[page]
-        )  # the link at the top is to the page in English
-        assert bool(mark) == is_english, target
+        destination = page.parent / name if name else page
+        assert destination.exists(), target
+        assert not anchor or list(map(slug, headings(destination))).count(anchor) == 1, target

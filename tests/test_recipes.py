@@ -7,7 +7,7 @@ import pytest
 
 from harness.start.recipe import all_paths, path_of
 from tests.cases import CASES, LONG, WITHOUT_CASE, is_default, modes, proven_on, run_id, runs, sizes_of
-from tests.cases.gpt import PROOFS  # with that of gpt.py, which has no case
+from tests.cases.gpt_meshes import PROOFS  # with that of gpt.py, which has no case
 from tests.cases.ladder import MAIN, OBSERVE, Checks, check_recipe, runs_of
 
 RUNS = [pytest.param(run, id=run_id(run), marks=() if is_default(run) else pytest.mark.slow) for run in runs()]
@@ -21,7 +21,7 @@ MODES = [
 
 @pytest.fixture(scope="module")
 def seen():
-    """What the ladder saw of each run, so that no other test has to run it again."""
+    """What each run recorded, so that no other test has to run it again."""
     return {}
 
 
@@ -37,8 +37,8 @@ def test_graph_equals_eager_bit_by_bit(pools, seen, run):
     arguments = sizes_of(name, n)[sizes]
     for mode in (False, True):
         if (name, n, mode, sizes) not in seen:
-            for _, of_recipe in runs_of({"graph": mode, **arguments}):  # the last one counts
-                seen[name, n, mode, sizes] = pools(n).call(OBSERVE, path=str(path_of(name)), **of_recipe)
+            for _, recipe_arguments in runs_of({"graph": mode, **arguments}):  # the last run counts
+                seen[name, n, mode, sizes] = pools(n).call(OBSERVE, path=str(path_of(name)), **recipe_arguments)
     eager, graph = (seen[name, n, mode, sizes] for mode in (False, True))
     eager_case, case = (CASES[name](n, mode, **arguments) for mode in (False, True))
     eager_case.draw(eager[0]["tensors"])
@@ -47,10 +47,11 @@ def test_graph_equals_eager_bit_by_bit(pools, seen, run):
         for tensor in case.layout:
             if tensor in graph[rank]["in_graph"] and tensor not in graph[rank]["tensors"]:  # it has no value there
                 continue
-            apart = value_of(graph[rank], tensor) - value_of(eager[rank], tensor)
-            told = case.values[tensor].exact - eager_case.values[tensor].exact  # 0 unless the tensor tells the mode
+            difference = value_of(graph[rank], tensor) - value_of(eager[rank], tensor)
+            expected = case.values[tensor].exact - eager_case.values[tensor].exact  # 0 unless it depends on the mode
             allowed = 2 * case.values[tensor].bound if tensor in case.summed else 0
-            Checks.that((np.abs(apart - np.nan_to_num(told)) <= allowed).all(), rank, tensor, "differ by", apart)
+            off = np.abs(difference - np.nan_to_num(expected))
+            Checks.that((off <= allowed).all(), rank, tensor, "differ by", difference)
 
 
 def value_of(result, name):
@@ -71,7 +72,7 @@ def test_number_that_does_not_work_is_refused_in_one_line(pools, line):
 
 
 @pytest.mark.parametrize("name, graph", MODES)
-def test_main_of_a_copy_says_that_it_is_right(pools, name, graph, tmp_path):
+def test_main_of_a_copy_passes(pools, name, graph, tmp_path):
     path = shutil.copy(path_of(name), tmp_path)
     arguments = ["--graph"] * (graph and len(modes(name)) == 2)
     pool = pools(proven_on(name)[0])
@@ -85,7 +86,7 @@ WITH_MATMULS = [name for name in CASES if CASES[name](proven_on(name)[0]).matmul
 
 
 @pytest.mark.parametrize("name", WITH_MATMULS)
-def test_main_sees_a_wrong_product(pools, name):
+def test_main_notices_a_wrong_product(pools, name):
     """With each matmul scaled, what main compares with numpy must not be equal."""
     pool, path = pools(proven_on(name)[0]), str(path_of(name))
     results = pool.call(MAIN, path=path, arguments=[], matmul_scale=1.01)

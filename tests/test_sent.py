@@ -7,15 +7,15 @@ from harness.measure.sent import between_ranks, connections, growth
 
 
 def test_bytes_written_to_another_process_are_counted(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         open_files, before = os.listdir("/proc/self/fd"), connections()
-        one.sendall(bytes(1234))  # it waits in the server's queue: it need not be acknowledged
+        sender.sendall(bytes(1234))  # it waits in the server's queue: it need not be acknowledged
         (tmp_path / "file").write_bytes(bytes(99))
-        assert (one.getsockname(), one.getpeername()) in before and growth(before, connections()) == 1234
+        assert (sender.getsockname(), sender.getpeername()) in before and growth(before, connections()) == 1234
         assert os.listdir("/proc/self/fd") == open_files
-        other, _ = server.accept()  # now this process has both ends
-        with other:
-            ends = one.getsockname(), other.getsockname()
+        receiver, _ = server.accept()  # now this process has both ends
+        with receiver:
+            ends = sender.getsockname(), receiver.getsockname()
             assert not {ends, ends[::-1]} & set(connections())
 
 

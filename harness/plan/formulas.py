@@ -181,7 +181,7 @@ def saved_in_16_bit(model):
 
 
 def saved_in_gpt_py(_):
-    """{name: Saved} of a layer of gpt.py, eager, float32, fitted to measurements: see tests/slow/test_plan.py."""
+    """{name: Saved} of a layer of gpt.py, eager, float32, as tests/slow/test_plan_measured.py measures."""
     return {
         "norms": Saved("hidden_size", 4 * 2.5, "sequence"),
         "inputs of qkv and up": Saved("hidden_size", 4 * 2.5, "gathered"),

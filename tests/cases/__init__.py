@@ -1,4 +1,4 @@
-"""What each recipe must do, as data: a file for each chapter. Benchmarks know it too.
+"""What each recipe must do, as data: a file for each chapter. Benchmarks import it too.
 
 `reference.py` has the values in plain numpy, `ladder.py` what is asserted of a run.
 """
@@ -6,8 +6,8 @@
 from functools import lru_cache
 
 from harness.start.recipe import RECIPES, entry, path_of, world_sizes
-from tests.cases import byhand, data, forward, memory, starting, state, training, transformer, your_model  # noqa: F401
-from tests.cases.case import CASES, GRAPH_ONLY, PROOFS, SIZES
+from tests.cases import byhand, data, forward, memory, starting, state, train, transformer, your_model  # noqa: F401
+from tests.cases.recipe_case import CASES, GRAPH_ONLY, PROOFS, SIZES
 
 ROOT = RECIPES.parent
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
@@ -27,7 +27,7 @@ def proven_on(name):
 
 @lru_cache(maxsize=None)
 def modes(name):
-    """Whether a recipe runs in a graph: (False, True) if it has an option for it, else the one mode that it has."""
+    """The values of `graph` with which a recipe runs: (False, True) if it has the option, else the only mode it has."""
     if "graph" in entry(path_of(name)):
         return (False, True)
     return (name in GRAPH_ONLY,)
@@ -38,8 +38,8 @@ def sizes_of(name, n):
     sizes = SIZES[name](n)
     if PROOFS[name].every_size or name in (*ONE_LAYER, *YOUR_MODEL) or n == proven_on(name)[0]:
         return sizes
-    which = list(sizes)[:2][-1]  # elsewhere the uneven ones
-    return {which: sizes[which]}
+    uneven = list(sizes)[:2][-1]  # or the even ones, where there are no others
+    return {uneven: sizes[uneven]}
 
 
 def runs():
@@ -52,15 +52,15 @@ def runs():
 
 
 def is_default(run):
-    """Whether a run is in the default suite: on the first world size the even and the uneven sizes, then the uneven.
+    """Whether a run is in the default suite: the even and the uneven sizes on the first world size, else the uneven.
 
-    Those in LONG are in it on the first world size alone.
+    Recipes in LONG are in it on the first world size only.
     """
-    name, n, _, which = run
+    name, n, _, sizes = run
     even, *uneven = list(SIZES[name](n))[:2]
     if n == proven_on(name)[0]:
-        return which in (even, *uneven)
-    return name not in LONG and which in (uneven or [even])
+        return sizes in (even, *uneven)
+    return name not in LONG and sizes in (uneven or [even])
 
 
 def run_id(run):

@@ -1,11 +1,11 @@
-"""The chapter of what OneFlow does by itself, done by hand: the ring, the server, stale gradients."""
+"""The chapter of communication by hand: a ring, a parameter server, stale gradients."""
 
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.case import Case, all_reduce, case_of_recipe, in_steps, weights_of
+from tests.cases.recipe_case import Case, all_reduce, case_of_recipe, in_steps, weights_of
 from tests.cases.reference import Value, mlp, mse, total
-from tests.cases.training import UNEVEN
+from tests.cases.train import UNEVEN
 
 
 @case_of_recipe({"uneven": {"in_features": 7, "out_features": 5, "seed": 1}})
@@ -13,7 +13,8 @@ def ring_all_reduce(n, graph=False, seed=0, in_features=8, out_features=4):
     ranks = list(range(n))
     own = [reference.drawn(np.random.default_rng([seed, rank]), in_features, out_features) for rank in ranks]
     chunks = [in_features * (i + 1) // n - in_features * i // n for i in ranks]  # rows of each
-    kept_back = [chunks[(rank + 1) % n] + chunks[(rank + 2) % n] for rank in ranks]  # those it gets, and never sends
+    # in the first half of the ring a rank sends all chunks but one, in the second all but another
+    not_sent = [chunks[(rank + 1) % n] + chunks[(rank + 2) % n] for rank in ranks]
     layout = {"own": ("local", []), "summed": ("local", []), "partial": ("P", ranks), "reduced": ("B", ranks)}
     return Case(
         layout,
@@ -21,7 +22,7 @@ def ring_all_reduce(n, graph=False, seed=0, in_features=8, out_features=4):
         moves=[(("local", []), ("P", ranks)), all_reduce(ranks)],
         parts={"partial": own, "own": own},
         reads=[],
-        sends=[(2 * in_features - rows) * out_features for rows in kept_back],
+        sends=[(2 * in_features - rows) * out_features for rows in not_sent],
     )
 
 
@@ -32,12 +33,12 @@ def worker_rows(values, n):
 
 
 def on_server(values):
-    """The layout: of worker k xk and yk, of rank 0 all else."""
+    """The layout: worker k has xk and yk, rank 0 has all else."""
     return {name: ("B", [int(name[1:]) if name[0] in "xy" else 0]) for name in values}
 
 
 def on_workers(values, n):
-    """The two matmuls of each worker, with weights that are not those of rank 0."""
+    """The two matmuls of each worker, with the weights that it has fetched."""
     matmuls, [inner, hidden], [_, outer] = [], values["w0"].exact.shape, values["w1"].exact.shape
     for k in range(n):
         rows = len(values[f"x{k}"].exact)
@@ -65,17 +66,16 @@ def parameter_server(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
 
 def with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes):
     """x0, y0, ..., weights before and after, losses, and how old the weights of each worker were in each step."""
-    start = reference.trained("sgd", steps=0, **sizes)  # what was drawn
-    values = {**worker_rows(start, n), "w0": start["w0"], "w1": start["w1"]}
-    update, weights, losses = reference.Optimizer(), {"w0": values["w0"], "w1": values["w1"]}, []
+    x, y, weights = reference.mlp_inputs(**sizes)
+    values, optimizer, losses = {**worker_rows({"x": x, "y": y}, n), **weights}, reference.Optimizer(), []
     for step in range(steps):
         if step % sync_every == 0:
             old = weights
         loss, fetched = 0, [weights] * (n - 1) + [old]
         for k in range(n):
-            x, y = values[f"x{k}"], values[f"y{k}"]
-            part = mse(mlp(x, fetched[k], matmul_scale), y) * (y.exact.size / start["y"].exact.size)
-            weights = update.step(weights, reference.gradients(part, fetched[k]))
+            own_x, own_y = values[f"x{k}"], values[f"y{k}"]
+            part = mse(mlp(own_x, fetched[k], matmul_scale), own_y) * (own_y.exact.size / y.exact.size)
+            weights = optimizer.step(weights, reference.gradients(part, fetched[k]))
             loss += part.exact.item()
         losses.append(loss)
     values.update({f"new {name}": w for name, w in weights.items()})
@@ -85,6 +85,7 @@ def with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes):
 
 @case_of_recipe(
     {"uneven": {**UNEVEN, "steps": 4, "sync_every": 3}, "always synchronised": {"sync_every": 1}},
+    own_steps=True,
     refused={"--sync-every 0": "1 or more"},
 )
 def async_update(n, graph=False, steps=4, sync_every=2, matmul_scale=1.0, **sizes):

@@ -1,11 +1,11 @@
-"""The chapter of data: how it is loaded, measured, normalised and drawn at random when the ranks share it."""
+"""The chapter of data: loading, metrics, batch norm and random numbers on tensors that are split over ranks."""
 
 from itertools import combinations
 
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.case import Case, all_reduce, case_of_recipe, in_steps, placed, reduced
+from tests.cases.recipe_case import Case, all_reduce, case_of_recipe, in_steps, placed, reduced
 from tests.cases.reference import Value, drawn, mse, rows_of, unknown
 
 UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}
@@ -22,19 +22,19 @@ def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
     rows = n * (per_rank - begin)
     data = drawn(np.random.default_rng(seed), samples, features)
 
-    def once(order):
+    def covers_all_samples(order):
         """Every sample once, then the first ones again."""
         first = order[:samples]
         return sorted(first) == list(range(samples)) and (order == np.resize(first, order.size)).all()
 
     def claims(seen):
-        loaded = [rank["loaded"][:, :, 0] for rank in seen]  # a row for each epoch
-        # as the sampler deals: one to each rank in turn
+        loaded = [rank["loaded"][:, :, 0] for rank in seen]  # numbers of samples, a row for each epoch
+        # the order of the sampler, which gives one sample to each rank in turn
         orders = [np.stack([own[epoch] for own in loaded], axis=1).ravel() for epoch in (0, 1)]
         last = [(rank["numbers"]["shard"][:, 0], own[1][begin:]) for rank, own in zip(seen, loaded)]
         numbered = [data.exact[rank["numbers"]["value"][:, 0].astype(int)] for rank in seen]
         return {
-            "an epoch loads every sample": all(once(order) for order in orders),
+            "an epoch loads every sample": all(map(covers_all_samples, orders)),
             "a rank's shard is what it loaded": all(np.array_equal(shard, own) for shard, own in last),
             "x has the samples": all((rank["x"]["value"] == x).all() for rank, x in zip(seen, numbered)),
             "another epoch has another order": (orders[0] != orders[1]).any(),
@@ -60,11 +60,10 @@ def metrics(n, graph=False, seed=0, batch=25, in_features=5, classes=3, matmul_s
     assert (best[:, -1] - best[:, -2] > 1e-4).all(), "rounding must not choose the class"
     correct = out.exact.argmax(axis=1) == y.exact.argmax(axis=1)
     samples = Value(np.column_stack([((out - y).exact ** 2).sum(axis=1), correct]), rounded=True)
-    layout = {"x": "S(0)", "y": "S(0)", "w": "B", "out": "S(0)", "samples": "S(0)", "sums": "P", "means": "B"}
-    layout = placed(layout, ranks, **layout)
+    sbps = {"x": "S(0)", "y": "S(0)", "w": "B", "out": "S(0)", "samples": "S(0)", "sums": "P", "means": "B"}
     sums, means = samples.sum(0), samples.mean(0)
     return Case(
-        {**layout, "by_hand": ("local", [])},
+        {**placed(sbps, ranks, **sbps), "by_hand": ("local", [])},
         {"x": x, "y": y, "w": w, "out": out, "samples": samples, "sums": sums, "means": means, "by_hand": means[0]},
         [("x", "w", "out")],
         [all_reduce(ranks)],
@@ -104,7 +103,7 @@ def batch_norm(n, graph=False, seed=0, steps=3, batch=8, in_features=4, out_feat
 
 
 def normalised(h):
-    """Each column of h minus its mean, by its standard deviation; the mean; the variance."""
+    """(Each column of h minus its mean, divided by its standard deviation; the mean; the variance)."""
     mean = h.mean(0)
     var = ((h - mean) ** 2).mean(0)
     return (h - mean) / (var + 1e-5) ** 0.5, mean, var
@@ -126,22 +125,21 @@ def random_numbers(n, graph=False, seed=0, batch=16, features=8, dim=0):
     split, values = (f"S({dim})", ranks), {"x": x, "weight": unknown(features, features)}
     values.update(dict.fromkeys(("repeated", "mask", "out"), unknown(batch, features)))
 
-    def applied(tensor):
-        """Whether it is x, scaled, where it is not 0."""
-        wanted = x.exact * (tensor["value"] != 0) / keep
-        return (np.abs(tensor["value"] - wanted) <= reference.ROUNDING * np.abs(wanted)).all()
+    def is_scaled_x(tensor):
+        """Where it is not 0."""
+        expected = x.exact * (tensor["value"] != 0) / keep
+        return (np.abs(tensor["value"] - expected) <= reference.ROUNDING * np.abs(expected)).all()
 
-    def kept(seen, name):
-        """The places of each rank's shard that are not 0."""
+    def masks_of_shards(seen, name):
         return [rank[name]["shard"] != 0 for rank in seen]
 
     def claims(seen):
         masks = [rank["mask"]["value"] for rank in seen if "mask" in rank]  # in a graph it has no value
         return {
-            "nn.Dropout drops the same places of every shard": alike(kept(seen, "repeated")),
-            "each shard of the mask is drawn by itself": all_differ(kept(seen, "out")),
-            "nn.Dropout scales what it keeps": all(applied(rank["repeated"]) for rank in seen),
-            "out is x by the mask": all(applied(rank["out"]) for rank in seen),
+            "nn.Dropout drops the same places of every shard": all_equal(masks_of_shards(seen, "repeated")),
+            "each shard of the mask is drawn by itself": all_differ(masks_of_shards(seen, "out")),
+            "nn.Dropout scales what it keeps": all(is_scaled_x(rank["repeated"]) for rank in seen),
+            "out is x by the mask": all(is_scaled_x(rank["out"]) for rank in seen),
             "the mask is 1 where out is kept": all((mask == (seen[0]["out"]["value"] != 0)).all() for mask in masks),
         }
 
@@ -151,13 +149,14 @@ def random_numbers(n, graph=False, seed=0, batch=16, features=8, dim=0):
 
 def beginnings(blocks):
     """The first elements of each block, as many as the smallest has: blocks of an uneven split can be compared."""
-    return [block.ravel()[: min(one.size for one in blocks)] for block in blocks]
+    smallest = min(block.size for block in blocks)
+    return [block.ravel()[:smallest] for block in blocks]
 
 
-def alike(blocks):
+def all_equal(blocks):
     first, *others = beginnings(blocks)
     return all((other == first).all() for other in others)
 
 
 def all_differ(blocks):
-    return all((one != other).any() for one, other in combinations(beginnings(blocks), 2))
+    return all((block != other).any() for block, other in combinations(beginnings(blocks), 2))

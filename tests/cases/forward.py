@@ -1,10 +1,10 @@
-"""The chapter of single layers: what each recipe must show of one forward pass."""
+"""The chapters of single layers and of layouts: the forward pass of each recipe."""
 
 import numpy as np
 
 from harness.measure.sbp import NAMES as SBPS
 from tests.cases import reference
-from tests.cases.case import Case, all_reduce, case_of_recipe, placed, through_stages
+from tests.cases.recipe_case import Case, all_reduce, case_of_recipe, placed, through_stages
 from tests.cases.reference import Value
 
 UNEVEN_LAYERS = {"batch": 7, "in_features": 6, "hidden_size": 10, "out_features": 9, "seed": 1}
@@ -64,9 +64,11 @@ def pipeline_parallel(n, graph=False, **sizes):
 @case_of_recipe({"uneven": UNEVEN_LAYERS})
 def hybrid_parallel(n, graph=False, **sizes):
     first, second, values = ("S(0)", [0, 1]), ("B", [2, 3]), reference.layers(2, **sizes)
-    moved = (first[0], second[1]) if graph else first  # set_stage moves it before the second stage sees it
-    layout = {"x0": first, "w0": ("B", [0, 1]), "out0": moved}
-    layout.update({"x1": second, "w1": ("S(1)", [2, 3]), "out1": ("S(1)", [2, 3])})
+    out0 = ("S(0)", [2, 3]) if graph else first  # set_stage moves it before the second stage sees it
+    layout = {
+        **{"x0": first, "w0": ("B", [0, 1]), "out0": out0},
+        **{"x1": second, "w1": ("S(1)", [2, 3]), "out1": ("S(1)", [2, 3])},
+    }
     to_first_stage = [(first, first)] * graph
     return Case(
         layout,
@@ -88,8 +90,8 @@ def sbp_conversions(n, graph=False, ranks=None, **sizes):
     return case
 
 
-def placements(n):
-    """Besides the two halves."""
+def placement_sizes(n):
+    """Pairs of placements besides the two halves of the ranks."""
     others = {
         2: {"growing": ([0], [0, 1]), "shrinking": ([0, 1], [0])},
         3: {"overlapping": ([0, 1], [1, 2]), "two to one": ([0, 1], [2])},
@@ -99,11 +101,11 @@ def placements(n):
             "overlapping": ([0, 1, 2], [1, 2, 3]),
         },
     }
-    pairs = {which: {"source": source, "target": target} for which, (source, target) in others[n].items()}
-    return {"uneven": UNEVEN_TENSOR, **pairs}
+    sizes = {name: {"source": source, "target": target} for name, (source, target) in others[n].items()}
+    return {"uneven": UNEVEN_TENSOR, **sizes}
 
 
-@case_of_recipe(placements, shares_moves=True)
+@case_of_recipe(placement_sizes, shares_moves=True)
 def cross_placement(n, graph=False, source=(), target=(), **sizes):
     source, target = list(source or range(n // 2)), list(target or range(n // 2, n))
     [x], parts, *_ = reference.conversions(source, world_size=n, **sizes)
@@ -114,7 +116,8 @@ def cross_placement(n, graph=False, source=(), target=(), **sizes):
     return Case(layout, dict.fromkeys(layout, x), moves=moves, parts={"P": parts}, reads=[])
 
 
-# x, w -> out in equal sizes, and where x is three times larger or w: what OneFlow moves depends on it.
+# The SBP of out: a row for each SBP of x, a column for each of w. It depends on the sizes, as OneFlow moves what is
+# smaller; "large" is three times as large.
 SIGNATURES = {
     "equal": [["B", "S(1)", "S(1)", "P"], ["S(0)"] * 4, ["S(0)", "P", "S(1)", "P"], ["P", "P", "S(1)", "P"]],
     "large x": [["B", "S(1)", "S(1)", "P"], ["S(0)"] * 4, ["S(0)", "P", "P", "P"], ["P", "P", "P", "P"]],
@@ -167,11 +170,11 @@ def global_and_local(n, graph=False, batch=4, in_features=3):
     layout = {"local": ("local", []), **{name: (sbp, ranks) for name, sbp in sbps.items()}}
     values = {"rows": np.concatenate(own), "columns": np.concatenate(own, axis=1), "total": own.sum(axis=0)}
     values.update({"value": values["total"], **dict.fromkeys(("local", "first", "sliced", "block"), own[0])})
-    made = [(("local", []), (sbps[name], ranks)) for name in ("rows", "columns", "total", "first")]
+    to_global = [(("local", []), (sbps[name], ranks)) for name in ("rows", "columns", "total", "first")]
     return Case(
         {**layout, "block": ("local", []), "value": ("local", [])},
         {name: Value(exact) for name, exact in values.items()},
-        moves=[*made, (("B", ranks), ("S(0)", ranks))],
-        parts=dict.fromkeys(("local", "block", "total"), [Value(one) for one in own]),
+        moves=[*to_global, (("B", ranks), ("S(0)", ranks))],
+        parts=dict.fromkeys(("local", "block", "total"), [Value(tensor) for tensor in own]),
         reads=[("P", ranks)],
     )

@@ -1,4 +1,4 @@
-"""The proof ladder: what is asserted of one run of a recipe on all its ranks, each rung against numpy."""
+"""The proof ladder: what is asserted of a run of a recipe on all its ranks, each rung against numpy."""
 
 import tempfile
 
@@ -23,8 +23,8 @@ class Checks:
             raise AssertionError(" ".join(str(part) for part in what))
 
     @classmethod
-    def equal(cls, found, wanted, *what):
-        cls.that(found == wanted, *what, "is", found, "and must be", wanted)
+    def equal(cls, actual, expected, *what):
+        cls.that(actual == expected, *what, "is", actual, "and must be", expected)
 
 
 def shard_of(value, sbp, ranks, rank, parts):
@@ -40,16 +40,16 @@ def shard_of(value, sbp, ranks, rank, parts):
     axes = sbp.split(", ")
     if "P" in axes or (parts and set(axes) == {"B"}):
         value = parts and parts[where[0][axes.index("P") if "P" in axes else 0]]
-    for one, position, n in zip(axes, where[0], np.shape(ranks)):
-        if one.startswith("S"):
-            value = value[reference.split(value.exact.shape, int(one[2:-1]), position, n)]
+    for axis_sbp, position, n in zip(axes, where[0], np.shape(ranks)):
+        if axis_sbp.startswith("S"):
+            value = value[reference.split(value.exact.shape, int(axis_sbp[2:-1]), position, n)]
     return value
 
 
-def assert_close(found, wanted, *what):
-    """Within the rounding that float32 is allowed: nothing at all for inputs."""
-    Checks.equal(found.shape, wanted.exact.shape, *what, "shape")
-    excess = np.abs(found.astype(np.float64) - wanted.exact) - wanted.bound
+def assert_close(actual, expected, *what):
+    """An array is a Value, within the rounding that float32 is allowed: nothing at all for inputs."""
+    Checks.equal(actual.shape, expected.exact.shape, *what, "shape")
+    excess = np.abs(actual.astype(np.float64) - expected.exact) - expected.bound
     Checks.that((excess <= 0).all(), *what, "differs from numpy by", excess.max(), "more than rounding allows")
 
 
@@ -63,14 +63,17 @@ def check_recipe(pool, path, name, graph, sizes, **facts):
     n = pool.world_size
     arguments = sizes_of(name, n)[sizes]
     mode = {"graph": graph} if len(modes(name)) == 2 else {}
-    for of_case, of_recipe in runs_of({**mode, **arguments}):
-        case = CASES[name](n, **{"graph": graph, **of_case}, **facts)
-        seen = pool.call(OBSERVE, path=str(path), names=list(case.layout), **of_recipe)
+    for case_arguments, recipe_arguments in runs_of({**mode, **arguments}):
+        case = CASES[name](n, **{"graph": graph, **case_arguments}, **facts)
+        seen = pool.call(OBSERVE, path=str(path), names=list(case.layout), **recipe_arguments)
         case.draw(seen[0]["tensors"])
         check_tensors(case, seen)
         check_operations(case, graph, seen)
-    if case.matmuls and (n, sizes) == (proven_on(name)[0], "even"):  # what depends on a matmul does not depend on sizes
-        if name in TRAINED:  # one, as rounding grows with the scale in each
+    if case.matmuls and (n, sizes) == (
+        proven_on(name)[0],
+        "even",
+    ):  # once: what depends on a matmul is no matter of sizes
+        if name in TRAINED:  # one step, as rounding grows with the scale in each
             arguments = {**arguments, "steps": 1}
         case = CASES[name](n, graph, matmul_scale=SCALE, **arguments)
         names = list(case.layout)
@@ -81,9 +84,9 @@ def check_recipe(pool, path, name, graph, sizes, **facts):
 
 
 def runs_of(arguments):
-    """Yields (arguments of its case, arguments of the recipe) for each run: one, or two.
+    """Yields (arguments of the case, arguments of the recipe) for each run: one, or two.
 
-    With "before" in the arguments the first run has those in it as well, and the second resumes from its checkpoint.
+    With "before" in the arguments there is an earlier run with these, from whose checkpoint the other one resumes.
     """
     if "before" not in arguments:
         yield arguments, arguments
@@ -100,41 +103,51 @@ def runs_of(arguments):
 def check_tensors(case, seen):
     """Names, shapes, dtypes, SBP, placements, shards and values on every rank, and the claims of the case."""
     for rank, result in enumerate(seen):
-        for tensor, (sbp, ranks) in case.layout.items():
-            is_number = sbp == "local" or tensor in case.numbers or tensor.endswith("losses")
-            if is_number and tensor in result["arrays"] and tensor not in result["tensors"]:
-                wanted = case.parts[tensor][rank] if tensor in case.parts else case.values[tensor]
-                assert_close(result["arrays"][tensor], wanted, f"rank {rank}: {tensor}: value")
-                continue
-            if tensor in result["in_graph"] and tensor not in result["tensors"]:
-                look = (sbp, ranks, case.values[tensor].exact.shape)
-                Checks.equal(result["in_graph"][tensor], look, f"rank {rank}: {tensor}: SBP, ranks and shape")
-                continue
-            Checks.that(tensor in result["tensors"], f"rank {rank}: there is no tensor {tensor}")
-            found, what = result["tensors"][tensor], (f"rank {rank}: {tensor}:",)
-            wanted, parts = case.values[tensor], case.parts.get(tensor)
-            if sbp == "local" and parts:
-                wanted = parts[rank]
-            Checks.equal(found["shape"], wanted.exact.shape, *what, "global shape")
-            Checks.equal(found["dtype"], wanted.dtype, *what, "dtype")
-            Checks.equal(found["sbp"], sbp, *what, "SBP")
-            Checks.equal((found["device"], found["ranks"]), ("cpu", ranks), *what, "placement")
-            if np.isnan(wanted.exact).all():  # drawn by OneFlow: the ranks must agree, but each may have its own local
-                drawn = (result if sbp == "local" else seen[0])["tensors"][tensor]["value"]
-                wanted = Value(drawn, dtype=wanted.dtype)
-            shard = shard_of(wanted, sbp, ranks, rank, parts)
-            holds = sbp == "local" or rank in np.array(ranks)
-            Checks.equal(found["shard"] is not None, holds, *what, "holds something")
-            if shard is not None:
-                Checks.equal(found["shard"].dtype, np.dtype(wanted.dtype), *what, "dtype of the shard")
-                assert_close(found["shard"], shard, *what, "shard")
-            elif found["shard"] is not None:
-                own = [one["tensors"][tensor]["shard"].astype(np.float64) for one in seen[min(ranks) : max(ranks) + 1]]
-                assert_close(sum(own), wanted, *what, "sum of the shards")
-            differs = sbp == "local" or (parts and set(sbp.split(", ")) == {"B"})
-            assert_close(found["value"], shard if differs else wanted, *what, "value")
-    for words, holds in case.claims([{**result["arrays"], **result["tensors"]} for result in seen]).items():
-        Checks.that(holds, words)
+        for tensor in case.layout:
+            what = f"rank {rank}: {tensor}:"
+            if tensor in result["tensors"]:
+                check_tensor(case, seen, rank, tensor, what)
+            elif tensor in result["arrays"] and is_array(case, tensor):
+                by_rank = case.parts.get(tensor)
+                assert_close(result["arrays"][tensor], by_rank[rank] if by_rank else case.values[tensor], what, "value")
+            elif tensor in result["in_graph"]:  # where it has no value
+                expected = (*case.layout[tensor], case.values[tensor].exact.shape)
+                Checks.equal(result["in_graph"][tensor], expected, what, "SBP, ranks and shape")
+            else:
+                Checks.that(False, f"rank {rank}: there is no tensor {tensor}")
+    for sentence, is_true in case.claims([{**result["arrays"], **result["tensors"]} for result in seen]).items():
+        Checks.that(is_true, sentence)
+
+
+def is_array(case, tensor):
+    """Whether a recipe may keep it as a list or an array of numbers."""
+    return case.layout[tensor][0] == "local" or tensor in case.numbers or tensor.endswith("losses")
+
+
+def check_tensor(case, seen, rank, tensor, what):
+    """A tensor on a rank: what is global of it, the rank's shard, and the value."""
+    actual, (sbp, ranks) = seen[rank]["tensors"][tensor], case.layout[tensor]
+    expected, parts = case.values[tensor], case.parts.get(tensor)
+    if sbp == "local" and parts:
+        expected = parts[rank]
+    Checks.equal(actual["shape"], expected.exact.shape, what, "global shape")
+    Checks.equal(actual["dtype"], expected.dtype, what, "dtype")
+    Checks.equal(actual["sbp"], sbp, what, "SBP")
+    Checks.equal((actual["device"], actual["ranks"]), ("cpu", ranks), what, "placement")
+    if np.isnan(expected.exact).all():  # drawn by OneFlow: the ranks must agree, but each may have its own local tensor
+        drawn = seen[rank if sbp == "local" else 0]["tensors"][tensor]["value"]
+        expected = Value(drawn, dtype=expected.dtype)
+    shard = shard_of(expected, sbp, ranks, rank, parts)
+    Checks.equal(actual["shard"] is not None, sbp == "local" or rank in np.array(ranks), what, "holds something")
+    if shard is not None:
+        Checks.equal(actual["shard"].dtype, np.dtype(expected.dtype), what, "dtype of the shard")
+        assert_close(actual["shard"], shard, what, "shard")
+    elif actual["shard"] is not None:  # of a P of which only the sum is known
+        on_ranks = seen[min(ranks) : max(ranks) + 1]
+        shards = [result["tensors"][tensor]["shard"].astype(np.float64) for result in on_ranks]
+        assert_close(sum(shards), expected, what, "sum of the shards")
+    differs_by_rank = sbp == "local" or (parts and set(sbp.split(", ")) == {"B"})
+    assert_close(actual["value"], shard if differs_by_rank else expected, what, "value")
 
 
 def check_operations(case, graph, seen):

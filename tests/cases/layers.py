@@ -1,4 +1,4 @@
-"""Layers of oneflow.nn in plain numpy and float64: what they return. Their gradients are central differences."""
+"""Layers of oneflow.nn in plain numpy and float64. Their gradients are central differences."""
 
 import math
 
@@ -78,7 +78,7 @@ FUNCTIONS = {
 
 
 def expected(kind, arrays, clipped):
-    """{"out" and the gradients: value} from what on_rank_layers.py returned as "arrays"."""
+    """The value of "out" and of each gradient, for the "arrays" that on_rank_layers.py returned."""
     names = [name[: -len(GRADIENT)] for name in arrays if name.endswith(GRADIENT)]
     inputs = {name: arrays[name].astype(np.float64) for name in names}
     parameters = [name for name in names if name != "x"]

@@ -1,14 +1,15 @@
-"""The chapter of memory: the same network, with less of it on each rank."""
+"""The chapter of memory: the MLP of training, with less of it on each rank."""
 
 from tests.cases import reference
-from tests.cases.case import Case, case_of_recipe, in_steps, placed, reduced, weights_of
-from tests.cases.training import UNEVEN, two_matmuls
+from tests.cases.recipe_case import Case, case_of_recipe, in_steps, placed, reduced, weights_of
+from tests.cases.train import UNEVEN, two_matmuls
 
 
 @case_of_recipe({"uneven": UNEVEN})
 def fully_sharded(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     ranks = list(range(n))
-    values = reference.trained("adam", graph=graph, steps=steps, matmul_scale=matmul_scale, **sizes)
+    adam = reference.Optimizer("adam", graph=graph)
+    values, _ = reference.train_mlp(reference.mlp_inputs(**sizes), adam, steps, matmul_scale)
     whole = [("B", ranks, values[name].exact.shape) for name in ("w0", "w1")]
     gather = (("S(0)", ranks), ("B", ranks), "S(0)")
     return Case(
@@ -32,7 +33,8 @@ SMALL_SHARDS = {"in_features": 6, "hidden_size": 12, "out_features": 5, "shard_m
 )
 def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, matmul_scale=1.0, **sizes):
     ranks = list(range(n))
-    values = reference.trained("adam", graph=graph, steps=steps, matmul_scale=matmul_scale, **sizes)
+    adam = reference.Optimizer("adam", graph=graph)
+    values, _ = reference.train_mlp(reference.mlp_inputs(**sizes), adam, steps, matmul_scale)
     layout = placed(values, ranks, x="S(0)", y="S(0)", grad="P")
     for name in ("w0", "w1"):
         rows, columns = values[name].exact.shape
@@ -47,19 +49,16 @@ def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, matmul_scale=1.0, *
     )
 
 
-BLOCKS = {"w0": "w_up0", "w1": "w_down0", "w2": "w_up1", "w3": "w_down1"}
-
-
 @case_of_recipe({"uneven": UNEVEN, "off": {"checkpointing": False}})
 def activation_checkpointing(
-    n, graph=False, steps=3, checkpointing=True, batch=8, in_features=4, hidden_size=8, out_features=4, **more
-):
-    """block(block(x)), where block(x) = relu(x @ w_up) @ w_down."""
+    n, graph=False, steps=3, checkpointing=True, batch=8, in_features=4, hidden_size=8, out_features=4, seed=0,
+    matmul_scale=1.0,
+):  # fmt: skip
+    """block(block(x)), block(x) = relu(x @ w_up) @ w_down: an MLP of four layers, without relu behind the second."""
     ranks, widths = list(range(n)), [in_features, hidden_size, in_features, hidden_size, out_features]
-    trained = reference.trained(
-        "sgd", batch=batch, widths=widths, linear=(1,), weights_divided_by=4, steps=steps, **more
-    )
-    values = {" ".join(BLOCKS.get(word, word) for word in name.split()): value for name, value in trained.items()}
+    x, y, weights = reference.inputs_of_widths(widths, seed, batch, weights_divided_by=4)
+    weights = dict(zip(("w_up0", "w_down0", "w_up1", "w_down1"), weights.values()))
+    values, _ = reference.train_mlp((x, y, weights), reference.Optimizer("sgd"), steps, matmul_scale, linear=(1,))
     a0 = a2 = ("S(0)", ranks, (batch, hidden_size))
     a1, out = [("S(0)", ranks, values[name].exact.shape) for name in ("x", "y")]
     first, second = [("x", "w_up0", a0), (a0, "w_down0", a1)], [(a1, "w_up1", a2), (a2, "w_down1", out)]

@@ -12,8 +12,8 @@ LEARNING_RATE = 0.1  # of most recipes
 class Value:
     """An array in float64, how far a float32 computation of it may be off, and the dtype that the recipe returns.
 
-    sources: what it was computed from, each with a function from the gradient of this Value to its own. A Value without
-    sources is an input, which float32 holds exactly, unless it is told to be `rounded`.
+    sources: the Values it was computed from, each with a function from the gradient of this Value to theirs. A Value
+    without sources is an input, which float32 holds exactly; `rounded` says that it is a result all the same.
     """
 
     __array_ufunc__ = None  # numpy leaves `array * value` to us
@@ -99,24 +99,28 @@ def value_of(number):
 
 
 def gradients(loss, weights):
-    """The gradient of a number, by name of the Values from which it was computed."""
-    order, found = {}, {id(loss): np.ones_like(loss.exact)}
+    """The gradient of a number with respect to each of the weights from which it was computed, by name."""
+    in_order, gradient_of = {}, {id(loss): np.ones_like(loss.exact)}  # by id of a Value; sources come first
 
     def visit(value):
-        if id(value) not in order:
+        if id(value) not in in_order:
             for source, _ in value.sources:
                 visit(source)
-            order[id(value)] = value
+            in_order[id(value)] = value
 
     visit(loss)
-    for value in reversed(list(order.values())):
+    for value in reversed(list(in_order.values())):
         for source, back in value.sources:
-            gradient, shape = back(found[id(value)]), source.exact.shape
-            added = gradient.ndim - len(shape)
-            stretched = [added + i for i, size in enumerate(shape) if size == 1 != gradient.shape[added + i]]
-            gradient = gradient.sum((*range(added), *stretched), keepdims=True).reshape(shape)
-            found[id(source)] = found.get(id(source), 0) + gradient
-    return {name: Value(found[id(weight)], rounded=True) for name, weight in weights.items()}
+            gradient = unbroadcast(back(gradient_of[id(value)]), source.exact.shape)
+            gradient_of[id(source)] = gradient_of.get(id(source), 0) + gradient
+    return {name: Value(gradient_of[id(weight)], rounded=True) for name, weight in weights.items()}
+
+
+def unbroadcast(gradient, shape):
+    """The gradient of an array of this shape that numpy has stretched to the shape of `gradient`."""
+    added = gradient.ndim - len(shape)
+    stretched = [added + i for i, size in enumerate(shape) if size == 1 != gradient.shape[added + i]]
+    return gradient.sum((*range(added), *stretched), keepdims=True).reshape(shape)
 
 
 def split(shape, dim, position, parts):
@@ -167,7 +171,10 @@ def layers(stages, seed=0, batch=4, in_features=5, hidden_size=8, out_features=3
 
 
 def conversions(source, seed=0, rows=4, columns=6, world_size=None):
-    """x, the parts whose sum it is, one for each of the ranks `source`, and what a P made of a split x holds there."""
+    """x, and what each of the ranks `source` holds of a P whose sum it is, by what that P was made of.
+
+    Returns ([x], of local tensors: parts that are drawn, of S(0), of S(1): own block and zeros, of B: rank 0 has all).
+    """
     rng = np.random.default_rng(seed)
     parts = rng.integers(-9, 10, (world_size, rows, columns)).astype(np.float64)[list(source)]
     x, padded = parts.sum(axis=0), np.zeros((2, *parts.shape))
@@ -216,24 +223,25 @@ class Optimizer:
         return self.moment(name, float(held), (1 - float(held)) * new) / (1 - float(power))
 
 
-def descend(weights, forward, steps, update=None, rows=0, parts=0):
-    """Train; forward: (weights, slice of the rows) -> (tensors by name, loss).
+def descend(weights, forward, steps, optimizer=None, rows=0, parts=0):
+    """Train; forward: (weights, slice of the rows) -> (tensors by name, loss). rows: how many there are.
 
     Returns by name the tensors and gradients of the last step, the optimizer's state, the new weights and the losses;
-    and what each of `parts` of the rows adds to the last gradients.
+    and {"w grad": what each of `parts` of the rows adds to the last gradient of w}.
     """
-    update, losses, made, last, before = update or Optimizer(), [], {}, {}, weights
+    optimizer, losses = optimizer or Optimizer(), []
+    tensors, last_gradients, last_weights = {}, {}, weights
     for _ in range(steps):
-        before, (made, loss) = weights, forward(weights, slice(rows))
-        last = gradients(loss, weights)
-        weights = update.step(weights, last)
+        last_weights, (tensors, loss) = weights, forward(weights, slice(rows))
+        last_gradients = gradients(loss, weights)
+        weights = optimizer.step(weights, last_gradients)
         losses.append(loss.exact.item())
-    added = {f"{name} grad": [] for name in last}
+    added = {f"{name} grad": [] for name in last_gradients}
     for part in rows_of(rows, parts):
-        share = forward(before, part)[1] * ((part.stop - part.start) / rows)
-        for name, gradient in gradients(share, before).items():
+        share = forward(last_weights, part)[1] * ((part.stop - part.start) / rows)
+        for name, gradient in gradients(share, last_weights).items():
             added[f"{name} grad"].append(gradient)
-    values = {**made, **{f"{name} grad": gradient for name, gradient in last.items()}, **update.state}
+    values = {**tensors, **{f"{name} grad": gradient for name, gradient in last_gradients.items()}, **optimizer.state}
     values.update({f"new {name}": w for name, w in weights.items()})
     return {**values, "losses": Value(losses, rounded=True)}, added
 
@@ -250,28 +258,35 @@ def mse(out, y):
     return ((out - y) ** 2).mean()
 
 
-def mlp_inputs(
-    seed=0, batch=8, in_features=4, hidden_size=8, out_features=4, layers=2, widths=None, weights_divided_by=1
-):
-    """x, y and {"w0", "w1", ...: weight} of an mlp. widths: of all layers, in place of the four sizes above."""
-    widths = widths or [in_features, *[hidden_size] * (layers - 1), out_features]
+def mlp_inputs(seed=0, batch=8, in_features=4, hidden_size=8, out_features=4, layers=2, weights_divided_by=1):
+    """x, y and {"w0", "w1", ...: weight} of an MLP."""
+    widths = [in_features, *[hidden_size] * (layers - 1), out_features]
+    return inputs_of_widths(widths, seed, batch, weights_divided_by)
+
+
+def inputs_of_widths(widths, seed=0, batch=8, weights_divided_by=1):
+    """The same, with the number of features before the first layer and behind each one."""
     rng = np.random.default_rng(seed)
     x, y = drawn(rng, batch, widths[0]), drawn(rng, batch, widths[-1])
     shapes = zip(widths, widths[1:])
     return x, y, {f"w{i}": drawn(rng, *shape, by=weights_divided_by) for i, shape in enumerate(shapes)}
 
 
-def network(optimizer="momentum", steps=3, matmul_scale=1.0, linear=(), parts=0, graph=False, **inputs):
-    """x, y, w0, w1, ..., and what `descend` returns of an mlp on the mean squared error; inputs: of `mlp_inputs`."""
-    x, y, weights = mlp_inputs(**inputs)
+def train_mlp(inputs, optimizer, steps=3, matmul_scale=1.0, linear=(), parts=0):
+    """Train an MLP on the mean squared error. inputs: as `mlp_inputs` returns them; linear: see `mlp`.
+
+    Returns x, y, the initial weights and what `descend` returns, by name; and what each of `parts` adds to gradients.
+    """
+    x, y, weights = inputs
 
     def forward(w, rows):
         return {}, mse(mlp(x[rows], w, matmul_scale, linear), y[rows])
 
-    values, added = descend(weights, forward, steps, Optimizer(optimizer, graph=graph), len(x.exact), parts)
+    values, added = descend(weights, forward, steps, optimizer, len(x.exact), parts)
     return {"x": x, "y": y, **weights, **values}, added
 
 
-def trained(*arguments, **named):
-    """The values alone."""
-    return network(*arguments, **named)[0]
+def trained(optimizer="momentum", steps=3, matmul_scale=1.0, **sizes):
+    """The values by name of an MLP of these sizes, trained on one device."""
+    values, _ = train_mlp(mlp_inputs(**sizes), Optimizer(optimizer), steps, matmul_scale)
+    return values

@@ -1,4 +1,4 @@
-"""What the chapter on your own model must give: an Embedding, blocks of LayerNorm, Linear and GELU, a Linear head."""
+"""The values of the chapter on your own model: an Embedding, blocks of LayerNorm, Linear and GELU, a Linear head."""
 
 import math
 
@@ -14,22 +14,18 @@ erf = np.vectorize(math.erf)
 
 def shapes(hidden_size=8, num_layers=2):
     """{name of a parameter: shape}, as nn.Module.named_parameters orders them."""
-    found = {"embedding.weight": (VOCAB_SIZE, hidden_size)}
+    by_name = {"embedding.weight": (VOCAB_SIZE, hidden_size)}
     for i in range(num_layers):
-        found.update({f"blocks.{i}.norm.{name}": (hidden_size,) for name in ("weight", "bias")})
-        found[f"blocks.{i}.up.weight"], found[f"blocks.{i}.up.bias"] = (
-            (4 * hidden_size, hidden_size),
-            (4 * hidden_size,),
-        )
-        found[f"blocks.{i}.down.weight"], found[f"blocks.{i}.down.bias"] = (
-            (hidden_size, 4 * hidden_size),
-            (hidden_size,),
-        )
-    return {**found, "head.weight": (NUM_CLASSES, hidden_size), "head.bias": (NUM_CLASSES,)}
+        by_name.update({f"blocks.{i}.norm.weight": (hidden_size,), f"blocks.{i}.norm.bias": (hidden_size,)})
+        by_name.update({f"blocks.{i}.up.weight": (4 * hidden_size, hidden_size)})
+        by_name.update({f"blocks.{i}.up.bias": (4 * hidden_size,)})
+        by_name.update({f"blocks.{i}.down.weight": (hidden_size, 4 * hidden_size)})
+        by_name.update({f"blocks.{i}.down.bias": (hidden_size,)})
+    return {**by_name, "head.weight": (NUM_CLASSES, hidden_size), "head.bias": (NUM_CLASSES,)}
 
 
 def gelu(x):
-    """x times the share of the normal distribution below x: D. Hendrycks and K. Gimpel, arXiv:1606.08415."""
+    """x times the probability that a normal number is below x: D. Hendrycks and K. Gimpel, arXiv:1606.08415."""
     below = (1 + erf(x.exact / math.sqrt(2))) / 2
     density = np.exp(-(x.exact**2) / 2) / math.sqrt(2 * math.pi)
     return Value(x.exact * below, (x, lambda g: g * (below + x.exact * density)))
@@ -64,11 +60,11 @@ def trained(arrays, optimizer, graph, seed, steps, batch, matmul_scale, parts=0)
     def forward(w, rows):
         return {}, cross_entropy(logits_of(w, ids[rows], matmul_scale), targets[rows])
 
-    update = reference.Optimizer(optimizer, rate, graph)
-    values, added = reference.descend(weights, forward, steps, update, batch, parts)
+    optimizer = reference.Optimizer(optimizer, rate, graph)
+    values, added = reference.descend(weights, forward, steps, optimizer, batch, parts)
     # Adam divides a gradient by its own size: where that is near 0, its rounding is seen in full. In 20 steps through
     # four layers gradients were off by 36 times what others are.
-    more = 20 + steps if optimizer == "adam" else 2 * steps + 2
+    more = 20 + steps if optimizer.name == "adam" else 2 * steps + 2
     for value in [*values.values(), *(value for each in added.values() for value in each)]:
         value.bound *= more
     values["losses"].bound = 2 * reference.ROUNDING * values["losses"].exact.max()

@@ -1,4 +1,4 @@
-"""What the transformer recipes must give: see reference.py."""
+"""The values of the transformer recipes in plain numpy: see reference.py."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from tests.cases.reference import Value, drawn, mse
 
 
 def norm(x):
-    """Of each row minus its mean, by its standard deviation."""
+    """Each row minus its mean, divided by its standard deviation."""
     centered = x - x.mean(-1)
     return centered / ((centered**2).mean(-1) + 1e-5) ** 0.5
 
@@ -29,7 +29,7 @@ def causal(seq_len):
 
 
 def attention(q, k, v, matmul_scale):
-    """Of (..., seq_len, head_size); returns the scores, their softmax, and what they make of v."""
+    """q, k, v: (..., seq_len, head_size); returns the scores, their softmax, and its product with v."""
     scores = matmul_scale * (q @ k.T) * q.exact.shape[-1] ** -0.5
     probs = softmax(scores + causal(q.exact.shape[-2]))
     return scores, probs, matmul_scale * (probs @ v)
@@ -50,9 +50,9 @@ def block(x, w, batch, num_heads, matmul_scale, sequence_first=False):
     residual = x + matmul_scale * (context @ w["w_out"])
     mlp_in = norm(residual) * w["mlp_norm.weight"] + w["mlp_norm.bias"]
     hidden = (matmul_scale * (mlp_in @ w["w_up"])).relu()
-    made = {"attention_in": attention_in, "qkv": qkv, "scores": scores, "probs": probs, "context": context}
-    made.update({"residual": residual, "mlp_in": mlp_in, "hidden": hidden})
-    return {**made, "out": residual + matmul_scale * (hidden @ w["w_down"])}
+    tensors = {"attention_in": attention_in, "qkv": qkv, "scores": scores, "probs": probs, "context": context}
+    tensors.update({"residual": residual, "mlp_in": mlp_in, "hidden": hidden})
+    return {**tensors, "out": residual + matmul_scale * (hidden @ w["w_down"])}
 
 
 def trained_block(seed, steps, batch, seq_len, num_heads, head_size, parts=0, matmul_scale=1.0, sequence_first=False):
@@ -67,8 +67,8 @@ def trained_block(seed, steps, batch, seq_len, num_heads, head_size, parts=0, ma
 
     def forward(w, part):
         rows = x[part]
-        made = block(rows, w, batch * len(rows.exact) // len(x.exact), num_heads, matmul_scale, sequence_first)
-        return made, mse(made["out"], y[part])
+        tensors = block(rows, w, batch * len(rows.exact) // len(x.exact), num_heads, matmul_scale, sequence_first)
+        return tensors, mse(tensors["out"], y[part])
 
     trained, added = reference.descend(w, forward, steps, rows=batch * seq_len, parts=parts)
     return {"x": x, "y": y, "mask": causal(seq_len), **w, **trained}, added
@@ -110,7 +110,7 @@ def context_parallel(seed=0, steps=1, seq_len=8, num_heads=4, head_size=4, matmu
 def mixture_of_experts(
     n, seed=0, steps=1, group_size=8, hidden_size=4, ffn_size=8, capacity=3, matmul_scale=1.0, router_scale=1.0
 ):
-    """Steps of SGD on mean((out - y)^2), of n experts and as many groups of tokens; and how many tokens are dropped."""
+    """Steps of SGD on mean((out - y)^2), with n experts and n groups of tokens; and how many tokens each step drops."""
     rng = np.random.default_rng(seed)
     x, y = (drawn(rng, n * group_size, hidden_size) for _ in range(2))
     shapes = {"router": (hidden_size, n), "w_up": (n, hidden_size, ffn_size), "w_down": (n, ffn_size, hidden_size)}
@@ -128,9 +128,9 @@ def mixture_of_experts(
         dispatch_mask = np.zeros((n, group_size, n, capacity))
         for group, token in np.ndindex(n, group_size):
             own = expert[group * group_size : (group + 1) * group_size]
-            place = (own[:token] == own[token]).sum()
-            if place < capacity:
-                dispatch_mask[group, token, own[token], place] = 1
+            slot = (own[:token] == own[token]).sum()  # earlier tokens of the group that chose the same expert
+            if slot < capacity:
+                dispatch_mask[group, token, own[token], slot] = 1
         dropped.append(n * group_size - dispatch_mask.sum())
         slots, tokens = Value(dispatch_mask.reshape(n, group_size, -1)), tokens.reshape(n, group_size, hidden_size)
         sent = (matmul_scale * (slots.T @ tokens)).reshape(n, n, capacity, hidden_size)
@@ -139,9 +139,9 @@ def mixture_of_experts(
         expert_out = (matmul_scale * (hidden @ w["w_down"])).reshape(n, n, capacity, hidden_size).permute(1, 0, 2, 3)
         combined = matmul_scale * (slots @ expert_out.reshape(n, n * capacity, hidden_size))
         out = x + probs[rows, expert].reshape(-1, 1) * combined.reshape(n * group_size, hidden_size)
-        made = {"tokens": tokens, "probs": probs.reshape(n, group_size, n), "dispatch_mask": slots, "sent": sent}
-        made.update({"arrived": sent, "hidden": hidden, "expert_out": expert_out, "combined": combined, "out": out})
-        return made, mse(out, y)
+        tensors = {"tokens": tokens, "probs": probs.reshape(n, group_size, n), "dispatch_mask": slots, "sent": sent}
+        tensors.update({"arrived": sent, "hidden": hidden, "expert_out": expert_out, "combined": combined, "out": out})
+        return tensors, mse(out, y)
 
     trained = reference.descend(w, forward, steps)[0]
     return {"x": x, "y": y, **w, **trained, "dropped": Value(dropped)}

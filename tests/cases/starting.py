@@ -1,18 +1,18 @@
-"""The chapter of starting: who is where, how ranks find each other, and how a job goes on after a death."""
+"""The chapter of starting: how ranks are started and find each other, and how a job goes on when one dies."""
 
 import ipaddress
 
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.case import UNEVEN, Case, all_reduce, case_of_recipe, placed, reduced
+from tests.cases.recipe_case import UNEVEN, Case, all_reduce, case_of_recipe, placed, reduced
 from tests.cases.reference import Value
 
 
 @case_of_recipe(
     {},
     whole_job=True,
-    tests=["tests/test_cures.py", "-k", "shard_of_another"],
+    tests=["tests/test_rare_failures.py", "-k", "shard_of_another"],
 )
 def hello_ranks(n, graph=False, nodes=1):
     """A row of (rank, local rank, address as a number) from each; each node has as many ranks."""
@@ -30,7 +30,7 @@ def hello_ranks(n, graph=False, nodes=1):
 @case_of_recipe(
     {},
     whole_job=True,
-    tests=["tests/test_cures.py", "tests/slow/test_starting.py", "-k", "gets_its_name or launcher_meet"],
+    tests=["tests/test_rare_failures.py", "tests/slow/test_starting.py", "-k", "ranks_meet_gets or launcher_meet"],
 )
 def rendezvous(n, graph=False):
     ranks = list(range(n))
@@ -49,7 +49,7 @@ def rendezvous(n, graph=False):
     whole_job=True,
     refused=dict.fromkeys(("--ranks 0", "--ranks 5"), "1 to 4, a row of x for each rank"),
     tests=[
-        *("tests/test_spawn.py", "tests/test_cures.py", "tests/test_recipes.py", "tests/slow/test_starting.py"),
+        *("tests/test_spawn.py", "tests/test_recipes.py", "tests/slow/test_starting.py"),
         *("-k", "spawned or does_not_work and spawn"),
     ],
     equivalent={
@@ -59,7 +59,7 @@ def rendezvous(n, graph=False):
     },
 )
 def spawn(n, graph=False, ranks=2, **sizes):
-    """All in the program that starts the ranks, as arrays; tests/test_spawn.py has what the ranks do."""
+    """The arrays of the program that starts the ranks; tests/test_spawn.py checks what the ranks do."""
     values = reference.one_layer(**sizes)
     return Case(placed(values, [], "local"), values, reads=[], graph_calls=0)
 
@@ -70,23 +70,23 @@ def spawn(n, graph=False, ranks=2, **sizes):
     own_steps=True,
     refused={"--steps 0": "1 or more", "--save-every 0": "1 or more"},
     tests=[
-        *("tests/test_cures.py", "tests/slow/test_starting.py"),
-        *("-k", "on_disk or resumes or death or do_not_see"),
+        *("tests/test_rare_failures.py", "tests/slow/test_starting.py"),
+        *("-k", "checkpoint_is_on_disk or resumes or death or do_not_see"),
     ],
     equivalent={r" - 1 -> True$": "the job ends when one rank dies, and when all do"},
 )
 def elastic_training(n, graph=False, seed=0, steps=4, batch=8, features=64, matmul_scale=1.0, ranks=None):
-    """Data parallel on a batch of its own in each step, drawn from the seed and the step's number."""
+    """Data parallel; each step draws its own batch, from the seed and the number of the step."""
     ranks, w = ranks or list(range(n)), reference.drawn(np.random.default_rng(seed), features, features)
-    weights, losses, update = {"w": w}, [], reference.Optimizer("momentum", 0.01)
+    weights, losses, optimizer = {"w": w}, [], reference.Optimizer("momentum", 0.01)
     for step in range(1, steps + 1):
         rng = np.random.default_rng([seed, step])
         x, y = (reference.drawn(rng, batch, features) for _ in "xy")
         loss = reference.mse(reference.mlp(x, weights, matmul_scale), y)
         last = reference.gradients(loss, weights)
-        weights = update.step(weights, last)
+        weights = optimizer.step(weights, last)
         losses.append(loss.exact.item())
-    values = {"x": x, "y": y, "w": w, "w grad": last["w"], **update.state, "new w": weights["w"]}
+    values = {"x": x, "y": y, "w": w, "w grad": last["w"], **optimizer.state, "new w": weights["w"]}
     values["losses"] = Value(losses, rounded=True)
     return Case(
         placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),

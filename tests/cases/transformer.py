@@ -1,4 +1,4 @@
-"""The chapter of transformers: a block and its parts, each with one way of splitting it."""
+"""The chapter of transformers: a block and its parts, each split in a different way."""
 
 import itertools
 import re
@@ -6,16 +6,19 @@ import re
 import numpy as np
 
 from tests.cases import reference_transformer as reference
-from tests.cases.case import Case, case_of_recipe, in_steps, placed, reduced
+from tests.cases.recipe_case import Case, case_of_recipe, in_steps, placed, reduced
 from tests.cases.reference import Value, rows_of
 
 IN_BLOCK = ("attention_in", "scores", "probs", "context", "residual", "mlp_in", "hidden")
 
 
-def unnamed(names, layout, values, matmuls):
-    """The layout without these names, and the matmuls with what they stand for: a local may have any name."""
+def without_names(names, layout, values, matmuls):
+    """The layout without these tensors, and the matmuls with layouts and shapes in place of their names.
+
+    So a recipe may give its local variables any name.
+    """
     operands = {name: (*layout[name], values[name].exact.shape) for name in names}
-    layout = {name: where for name, where in layout.items() if name not in names}
+    layout = {name: sbp_and_ranks for name, sbp_and_ranks in layout.items() if name not in names}
     return layout, [tuple(operands.get(str(operand), operand) for operand in matmul) for matmul in matmuls]
 
 
@@ -38,14 +41,14 @@ def transformer_block(
     if graph:
         layout.update({name: (f"P, {layout[name][0].split(', ')[1]}", mesh) for name in parts})
     x, heads = ("S(0), B", mesh, (tokens, hidden_size)), ("S(0), S(1)", mesh, (batch, num_heads, seq_len, head_size))
-    summed, turned = ("S(0), P", mesh, x[2]), (*heads[:2], (batch, num_heads, head_size, seq_len))
-    f, g = (x[:2], x[:2], "S(0), B"), (summed[:2], x[:2])
+    summed, transposed = ("S(0), P", mesh, x[2]), (*heads[:2], (batch, num_heads, head_size, seq_len))
+    f, g = (x[:2], x[:2], "S(0), B"), (summed[:2], x[:2])  # Megatron-LM's names: what begins and ends a split part
     norms = [(("local", []), ("B, B", mesh))] * 4  # weight and bias of two
     weights = sum(values[name].exact.size for name in sbps if name.startswith("w_"))
-    activations = reduced(tensor, tokens * hidden_size / data)
-    matmuls = [("attention_in", "w_qkv", "qkv"), (heads, turned, "scores"), ("probs", heads, heads)]
+    activations = reduced(tensor, tokens * hidden_size / data)  # in g forward and in f backward, of two parts
+    matmuls = [("attention_in", "w_qkv", "qkv"), (heads, transposed, "scores"), ("probs", heads, heads)]
     matmuls += [("context", "w_out", summed), ("mlp_in", "w_up", "hidden"), ("hidden", "w_down", summed)]
-    layout, matmuls = unnamed(IN_BLOCK, layout, values, matmuls)
+    layout, matmuls = without_names(IN_BLOCK, layout, values, matmuls)
     return Case(
         layout,
         values,
@@ -70,14 +73,14 @@ def sequence_parallel(n, graph=False, steps=3, batch=2, seq_len=4, num_heads=4, 
     norms = [f"{norm}.{name}" for norm in ("attention_norm", "mlp_norm") for name in ("weight", "bias")]
     if graph:
         layout.update({f"{name} grad": ("P", ranks) for name in norms})
-    heads, turned = (
+    heads, transposed = (
         ("S(1)", ranks, (batch, num_heads, *shape)) for shape in ((seq_len, head_size), (head_size, seq_len))
     )
     x, whole, summed = layout["x"], ("B", ranks), ("P", ranks, (tokens, hidden_size))
     gather, scatter = (x, whole, "S(0)"), (summed[:2], x, "B")
-    matmuls = [("attention_in", "w_qkv", "qkv"), (heads, turned, "scores"), ("probs", heads, heads)]
+    matmuls = [("attention_in", "w_qkv", "qkv"), (heads, transposed, "scores"), ("probs", heads, heads)]
     matmuls += [("context", "w_out", summed), ("mlp_in", "w_up", "hidden"), ("hidden", "w_down", summed)]
-    layout, matmuls = unnamed(("qkv", "scores", "probs", "context", "hidden"), layout, values, matmuls)
+    layout, matmuls = without_names(("qkv", "scores", "probs", "context", "hidden"), layout, values, matmuls)
     return Case(
         layout,
         values,
@@ -160,7 +163,7 @@ def ulysses(n, graph=False, steps=3, seq_len=8, num_heads=8, head_size=4, matmul
 
 @case_of_recipe({"uneven": UNEVEN_ATTENTION}, measured_at=MEASURED_ATTENTION)
 def ring_attention(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, matmul_scale=1.0, seed=0):
-    """The reference has the whole tensors; q0 and so on are the rows of a rank."""
+    """q0, k0, ... are the rows of rank 0; the reference has the whole tensors."""
     whole = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
     rows = rows_of(seq_len, n)
     values, layout = {"losses": whole["losses"]}, {"losses": ("B", [0])}
@@ -180,7 +183,8 @@ def ring_attention(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4,
             matmuls += [(q, k, scores), (scores, k, q)]
             moves += [(("B", [rank - 1]), here)] * (2 if step else 0)
     moves += [(("B", [rank]), ("B", [0])) for rank in range(n)]
-    # a graph sends each block straight from its owner to each rank that wants it
+    # How many (k, v) of a block a rank sends, and gradients of them. In eager mode it passes what it has to the next
+    # rank, and gradients to the one before; a graph sends blocks from their owner to all later ranks, gradients back.
     pairs = [n - 1 if graph else (rank < n - 1) * (rank + 1) + rank for rank in range(n)]
     return Case(
         layout,
@@ -188,7 +192,7 @@ def ring_attention(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4,
         in_steps(graph, steps, matmuls),
         in_steps(graph, steps, moves),
         reads=[("B", [0])] * steps,
-        sends=[2 * whole["q"].exact.size / n * count for count in pairs],
+        sends=[2 * whole["q"].exact.size / n * pair for pair in pairs],
     )
 
 
@@ -216,16 +220,17 @@ def mixture_of_experts(
     matmuls = [("tokens", "router", scores), (dispatched, "tokens", by_expert), (by_expert, "w_up", "hidden")]
     matmuls += [("hidden", "w_down", by_expert), ("dispatch_mask", by_expert, "combined")]
     inner = ("tokens", "probs", "dispatch_mask", "hidden", "expert_out", "combined")
-    layout, matmuls = unnamed(inner, layout, values, matmuls)
-    there, back = (("S(0)", ranks), ("S(1)", ranks), "S(0)"), (("S(1)", ranks), ("S(0)", ranks), "S(1)")
-    moved = (n - 1) * capacity * hidden_size  # of each rank, in an all-to-all
-    for_cumsum = 2 * (n - 1) * group_size
+    layout, matmuls = without_names(inner, layout, values, matmuls)
+    to_experts = (("S(0)", ranks), ("S(1)", ranks), "S(0)")
+    back = (("S(1)", ranks), ("S(0)", ranks), "S(1)")
+    all_to_all = (n - 1) * capacity * hidden_size  # elements that each rank sends
+    for_cumsum = 2 * (n - 1) * group_size  # two all-to-alls of a number for each token and expert
     return Case(
         layout,
         values,
         in_steps(graph, steps, matmuls),
-        [(("local", []), ("B", ranks))] * 2 + in_steps(graph, steps, [there, back]),  # weight and bias of the norm
+        [(("local", []), ("B", ranks))] * 2 + in_steps(graph, steps, [to_experts, back]),  # weight and bias of the norm
         reads=[("P", ranks)] * 2 * steps,
         numbers=("dropped",),
-        sends=[4 * moved + for_cumsum + reduced(n, (n + 2) * hidden_size)] * n,
+        sends=[4 * all_to_all + for_cumsum + reduced(n, (n + 2) * hidden_size)] * n,
     )

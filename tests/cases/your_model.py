@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.cases import reference_module
-from tests.cases.case import Case, case_of_recipe, in_steps, reduced
+from tests.cases.recipe_case import Case, case_of_recipe, in_steps, reduced
 from tests.cases.reference import unknown
 from tests.cases.reference_module import NUM_CLASSES, SEQ_LEN
 
@@ -12,48 +12,61 @@ REPLACED = {  # what `mutate` changes and has no effect
     r"^nn\.Linear\([\w *]+, [\w *]*hidden_size\) -> type\(": "the layout replaces the layer's class and its forward",
 }
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buf",)}
+TENSOR_PARALLEL = {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}  # the other parameters are B
 LOCAL = ("local", [])
 LAYERS = 2
 FEW_STEPS = {"batch": 6, "hidden_size": 12, "steps": 3, "seed": 1}
 
 
-def layouts(shapes, optimizer, where, rows, out, gradients=None):
-    """{name: (SBP, ranks)} of all tensors. where: of a parameter by its name; rows: of ids; out: of the targets;
-    gradients: where they are not laid out as the parameter."""
-    found = {"ids": rows, "targets": out}
+def layouts(shapes, optimizer, of_parameter, ids, targets, of_gradient=None):
+    """{name: (SBP, ranks)} of all tensors. of_parameter, of_gradient: functions of the name of a parameter."""
+    layout = {"ids": ids, "targets": targets}
     for name in shapes:
-        found.update({key: where(name) for key in (name, f"new {name}")})
-        found.update({f"{name} {moment}": where(name) for moment in MOMENTS[optimizer]})
-        found[f"{name} grad"] = (gradients or where)(name)
-    return {**found, "losses": out}
+        layout.update({name: of_parameter(name), f"new {name}": of_parameter(name)})
+        layout.update({f"{name} {moment}": of_parameter(name) for moment in MOMENTS[optimizer]})
+        layout[f"{name} grad"] = (of_gradient or of_parameter)(name)
+    return {**layout, "losses": targets}
 
 
-def case_of(layout, shapes, optimizer, graph, seed, steps, batch, matmul_scale, parts=0, **facts):
-    """The Case of a training whose initial weights OneFlow draws: its values are known when those are."""
+def tensor_parallel_sbp(name):
+    return next((sbp for end, sbp in TENSOR_PARALLEL.items() if name.endswith(end)), "B")
+
+
+def case_of(layout, shapes, training, parts=0, **facts):
+    """The Case of a training whose initial weights OneFlow draws: its values are known when those are.
+
+    training: arguments of `reference_module.trained`; parts: how many parts of the rows have gradients that are added.
+    """
+    batch, steps = training["batch"], training["steps"]
     sizes = {"ids": (batch, SEQ_LEN), "targets": (batch,), "losses": (steps,), "logits": (batch, NUM_CLASSES)}
 
     def values_of(arrays):
         drawn = {name: arrays[name] for name in shapes}
-        values, added = reference_module.trained(drawn, optimizer, graph, seed, steps, batch, matmul_scale, parts)
+        values, added = reference_module.trained(drawn, parts=parts, **training)
         return values, added if parts else {}
 
-    values = {name: unknown(*(shapes.get(name.replace("new ", "").split(" ")[0]) or sizes[name])) for name in layout}
+    def shape_of(name):
+        return shapes.get(name.replace("new ", "").split(" ")[0]) or sizes[name]
+
+    values = {name: unknown(*shape_of(name)) for name in layout}
     return Case(layout, values, values_of=values_of, **facts)
 
 
-def three_matmuls(batch, hidden_size, x, weights, inner, summed, out):
-    """Of each block, and of the head. weights: the layouts of up, down and head."""
+def matmuls_of(batch, hidden_size, x, weights, inner, summed, out, layers=LAYERS):
+    """The matmuls of a forward pass: two in each block, one in the head.
+
+    Layouts: of x, of the weights of up, down and head, between up and down, of down's product, of the head's.
+    """
     tokens, wide = (batch, SEQ_LEN, hidden_size), (batch, SEQ_LEN, 4 * hidden_size)
-    up, down, head = weights
-    found = []
-    for _ in range(LAYERS):
-        found.append(((*x, tokens), (*up, (4 * hidden_size, hidden_size)), (*inner, wide)))
-        found.append(((*inner, wide), (*down, (hidden_size, 4 * hidden_size)), (*summed, tokens)))
-    return [*found, ((*x, (batch, hidden_size)), (*head, (NUM_CLASSES, hidden_size)), (*out, (batch, NUM_CLASSES)))]
+    w_up, w_down, w_head = weights
+    up = ((*x, tokens), (*w_up, (4 * hidden_size, hidden_size)), (*inner, wide))
+    down = ((*inner, wide), (*w_down, (hidden_size, 4 * hidden_size)), (*summed, tokens))
+    head = ((*x, (batch, hidden_size)), (*w_head, (NUM_CLASSES, hidden_size)), (*out, (batch, NUM_CLASSES)))
+    return [*[up, down] * layers, head]
 
 
-def numbers_in(shapes, *ends):
-    """How many numbers the parameters have whose names end so."""
+def elements_of(shapes, *ends):
+    """How many elements the parameters have whose names end so."""
     return sum(int(np.prod(shape)) for name, shape in shapes.items() if not ends or name.endswith(ends))
 
 
@@ -78,44 +91,34 @@ def tensor_parallel_module(
     tensor = n // data
     mesh = np.arange(n).reshape(data, tensor).tolist()
     shapes = reference_module.shapes(hidden_size, LAYERS)
-    split = {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}
-
-    def sbp_of(name):
-        return next((sbp for end, sbp in split.items() if name.endswith(end)), "B")
-
     x, summed, loss = ("S(0), B", mesh), ("S(0), P", mesh), ("P, B", mesh)
-    over = "P" if graph else "B"
+    along_data = "P" if graph else "B"  # of gradients
     layout = layouts(
         shapes,
         optimizer,
-        lambda name: (f"B, {sbp_of(name)}", mesh),
-        x,
-        x,
-        lambda name: (f"{over}, {sbp_of(name)}", mesh),
+        of_parameter=lambda name: (f"B, {tensor_parallel_sbp(name)}", mesh),
+        of_gradient=lambda name: (f"{along_data}, {tensor_parallel_sbp(name)}", mesh),
+        ids=x,
+        targets=x,
     )
     weights = [("B, S(0)", mesh), ("B, S(1)", mesh), ("B, B", mesh)]
     pinned, all_reduce = (x, x, "S(0), B"), (summed, x)
     splits = [(("B, B", mesh), (f"B, {sbp}", mesh)) for sbp in ("S(0)", "S(0)") * LAYERS + ("S(1)", "B") * LAYERS]
-    split_numbers = numbers_in(shapes, *split)
-    kept = numbers_in(shapes) - split_numbers + split_numbers / tensor
+    split_elements = elements_of(shapes, *TENSOR_PARALLEL)
+    per_rank = elements_of(shapes) - split_elements + split_elements / tensor
     return case_of(
         layout,
         shapes,
-        optimizer,
-        graph,
-        seed,
-        steps,
-        batch,
-        matmul_scale,
+        dict(optimizer=optimizer, graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
         parts=data if graph else 0,
-        matmuls=in_steps(graph, steps, three_matmuls(batch, hidden_size, x, weights, ("S(0), S(2)", mesh), summed, x)),
+        matmuls=in_steps(graph, steps, matmuls_of(batch, hidden_size, x, weights, ("S(0), S(2)", mesh), summed, x)),
         moves=[
             *[(LOCAL, ("B, B", mesh))] * len(shapes),
             *splits,
             *in_steps(graph, steps, [pinned, all_reduce] * LAYERS),
         ],
         reads=[loss if graph or data > 1 else ("B, B", mesh)] * steps,
-        sends=[2 * LAYERS * reduced(tensor, batch / data * SEQ_LEN * hidden_size) + reduced(data, kept)] * n,
+        sends=[2 * LAYERS * reduced(tensor, batch / data * SEQ_LEN * hidden_size) + reduced(data, per_rank)] * n,
     )
 
 
@@ -124,49 +127,44 @@ def pipeline_module(
     n, graph=False, seed=0, steps=20, optimizer="momentum", micro_batches=2, batch=8, hidden_size=8, matmul_scale=1.0
 ):
     shapes = reference_module.shapes(hidden_size, LAYERS)
-    parts = ["embedding", *(f"blocks.{i}" for i in range(LAYERS)), "head"]
-    stage_of = {part: k * n // len(parts) for k, part in enumerate(parts)}
-
-    def where(name):
-        return ("B", [next(stage for part, stage in stage_of.items() if name.startswith(f"{part}."))])
-
-    layout = layouts(shapes, optimizer, where, ("B", [0]), ("B", [n - 1]))
-    if graph:
-        layout = {name: place for name, place in layout.items() if not name.endswith(" grad")}
-    rows, matmuls = batch // micro_batches, []
-    for i in range(LAYERS):
-        own = where(f"blocks.{i}.")
-        matmuls += three_matmuls(rows, hidden_size, own, [own] * 3, own, own, own)[:2]
-    head = where("head.")
-    matmuls += three_matmuls(rows, hidden_size, head, [head] * 3, head, head, head)[-1:]
+    names = ["embedding", *(f"blocks.{i}" for i in range(LAYERS)), "head"]  # of the parts of the model
+    stage_of = {name: k * n // len(names) for k, name in enumerate(names)}
     stages = list(stage_of.values())
+
+    def layout_of(parameter):
+        return ("B", [next(stage for name, stage in stage_of.items() if parameter.startswith(f"{name}."))])
+
+    layout = layouts(shapes, optimizer, layout_of, ids=("B", [0]), targets=("B", [n - 1]))
+    if graph:
+        layout = {name: where for name, where in layout.items() if not name.endswith(" grad")}
+    matmuls, rows = [], batch // micro_batches
+    for i in range(LAYERS):
+        own = layout_of(f"blocks.{i}.")
+        matmuls += matmuls_of(rows, hidden_size, own, [own] * 3, own, own, own, layers=1)[:-1]
+    own = layout_of("head.")
+    matmuls += matmuls_of(rows, hidden_size, own, [own] * 3, own, own, own, layers=0)
     edges = list(zip([0, *stages], stages))  # the stages that the input of each part comes from, and goes to
     moves = [(("B", [before]), ("B", [after])) for before, after in edges]
     if graph:  # set_stage moves it, then the part's own to_global
-        moves = [pair for old, new in moves for pair in ((old, new), (new, new))]
-    boundary = {k: 0 for k in range(n)}
-    for part, (before, after) in zip(parts[1:], edges[1:]):
-        if before != after:
-            numbers = batch * hidden_size * (1 if part == "head" else SEQ_LEN)
-            boundary[before] += numbers
-            boundary[after] += numbers
+        moves = [move for old, new in moves for move in ((old, new), (new, new))]
+    sends = [0] * n
+    for name, (before, after) in zip(names[1:], edges[1:]):
+        if before != after:  # activations go forward, as many gradients come back
+            elements = batch * hidden_size * (1 if name == "head" else SEQ_LEN)
+            sends[before] += elements
+            sends[after] += elements
     return case_of(
         layout,
         shapes,
-        optimizer,
-        graph,
-        seed,
-        steps,
-        batch,
-        matmul_scale,
+        dict(optimizer=optimizer, graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
         matmuls=in_steps(graph, steps, matmuls, passes=micro_batches),
         moves=[
-            *[(LOCAL, where(name)) for name in shapes],
+            *[(LOCAL, layout_of(name)) for name in shapes],
             *in_steps(graph, steps, moves, passes=micro_batches),
         ],
         reads=[("B", [n - 1])] * steps,
         stages=[(k, [k]) for k in stages],
-        sends=list(boundary.values()),
+        sends=sends,
     )
 
 
@@ -181,59 +179,51 @@ def fully_sharded_module(
 ):
     ranks = list(range(n))
     shapes = reference_module.shapes(hidden_size, num_layers)
-    rows, whole = ("S(0)", ranks), ("B", ranks)
-    held = {name: rows if shape[0] >= n else whole for name, shape in shapes.items()}
-    made = sorted(shapes, key=lambda name: name.startswith("blocks."))  # the blocks after all else
-    layout = layouts(shapes, optimizer, held.get, rows, rows)
-    matmuls = three_matmuls(batch, hidden_size, rows, [whole] * 3, rows, rows, rows)
-    matmuls = [*matmuls[: 2 * num_layers], matmuls[-1]]
+    rows, replicated = ("S(0)", ranks), ("B", ranks)
+    sharded = {name: rows if shape[0] >= n else replicated for name, shape in shapes.items()}
+    in_order = sorted(shapes, key=lambda name: name.startswith("blocks."))  # blocks are made after all else
+    layout = layouts(shapes, optimizer, sharded.get, ids=rows, targets=rows)
+    matmuls = matmuls_of(batch, hidden_size, rows, [replicated] * 3, rows, rows, rows, num_layers)
     return case_of(
         layout,
         shapes,
-        optimizer,
-        graph,
-        seed,
-        steps,
-        batch,
-        matmul_scale,
+        dict(optimizer=optimizer, graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
         matmuls=in_steps(graph, steps, matmuls),
         moves=[
-            *[move for name in made for move in ((LOCAL, whole), (whole, held[name]))],
-            *in_steps(graph, steps, [(own, whole, own[0]) for own in held.values()]),
+            *[move for name in in_order for move in ((LOCAL, replicated), (replicated, sharded[name]))],
+            *in_steps(graph, steps, [(own, replicated, own[0]) for own in sharded.values()]),
         ],
         reads=[("P", ranks)] * steps,
-        sends=[reduced(n, numbers_in(shapes))] * n,
+        sends=[reduced(n, elements_of(shapes))] * n,
     )
 
 
-@case_of_recipe({"other": {"batch": 6, "steps": 2, "seed": 1}}, tests=["tests/test_your_model.py"], equivalent=REPLACED)
+@case_of_recipe(
+    {"other": {"batch": 6, "steps": 2, "seed": 1}},
+    tests=["tests/test_your_model.py", "tests/test_rare_failures.py", "-k", "your_model or safetensors"],
+    equivalent=REPLACED,
+)
 def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):
     ranks, hidden_size = list(range(n)), 8
     shapes = reference_module.shapes(hidden_size, LAYERS)
-    split = {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}
 
-    def where(name):
-        return next((sbp for end, sbp in split.items() if name.endswith(end)), "B"), ranks
+    def layout_of(parameter):
+        return tensor_parallel_sbp(parameter), ranks
 
-    whole, summed = ("B", ranks), ("P", ranks)
-    layout = {**layouts(shapes, "momentum", where, whole, whole), "logits": LOCAL}
-    matmuls = three_matmuls(
-        batch, hidden_size, whole, [("S(0)", ranks), ("S(1)", ranks), whole], ("S(2)", ranks), summed, whole
-    )
-    in_block = [(whole, whole, "B"), (summed, whole)] * LAYERS
+    replicated, summed = ("B", ranks), ("P", ranks)
+    weights, inner = [("S(0)", ranks), ("S(1)", ranks), replicated], ("S(2)", ranks)
+    layout = {**layouts(shapes, "momentum", layout_of, ids=replicated, targets=replicated), "logits": LOCAL}
+    matmuls = matmuls_of(batch, hidden_size, replicated, weights, inner, summed, replicated)
+    in_training = in_steps(graph, steps, matmuls)
+    in_forward = [(replicated, replicated, "B"), (summed, replicated)] * LAYERS
     return case_of(
         layout,
         shapes,
-        "momentum",
-        graph,
-        seed,
-        steps,
-        batch,
-        matmul_scale,
-        matmuls=[*matmuls, *in_steps(graph, steps, matmuls)],
-        lazy=[False] * len(matmuls) + [graph] * len(in_steps(graph, steps, matmuls)),
-        moves=[*[(LOCAL, where(name)) for name in shapes], *in_block, *in_steps(graph, steps, in_block)],
-        reads=[whole] * (steps + 1),
+        dict(optimizer="momentum", graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
+        matmuls=[*matmuls, *in_training],  # first those of the logits, in eager mode
+        lazy=[False] * len(matmuls) + [graph] * len(in_training),
+        moves=[*[(LOCAL, layout_of(name)) for name in shapes], *in_forward, *in_steps(graph, steps, in_forward)],
+        reads=[replicated] * (steps + 1),
         numbers=("logits",),
         sends=[2 * LAYERS * reduced(n, batch * SEQ_LEN * hidden_size)] * n,
     )

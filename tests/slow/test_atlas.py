@@ -9,17 +9,17 @@ from harness.measure.sbp import NAMES
 from harness.measure.steps import Move, tensors_and_moves
 from harness.report import atlas, atlas_page, runs
 from harness.start.recipe import path_of
-from tests.background import step_call
 from tests.cases import CASES, GRAPH_ONLY, PROOFS, TRAINED, proven_on
 from tests.cases.forward import SIGNATURES
 from tests.cases.ladder import Checks
+from tests.pools import step_call
 
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
 RUNS = [(name, mode) for name in CASES for mode in runs.measured_modes(path_of(name))]
 
 
 def background_calls(item):
-    """What a test needs: see background.py."""
+    """What a test needs: see pools.py."""
     wanted = runs_of(**item.callspec.params) if item.originalname == "test_bytes_of_every_recipe" else []
     calls = {}
     if "atlas_tables" in item.fixturenames:

@@ -6,7 +6,7 @@ from harness.start.recipe import path_of
 from tests.cases import CASES, ROOT
 from tests.cases.ladder import OBSERVE, Checks
 from tests.cases.reference import trained
-from tests.hanging import assert_hangs
+from tests.pools import assert_hangs
 
 ON_RANK = str(ROOT / "tests" / "on_rank_byhand.py")
 

@@ -9,11 +9,10 @@ import pytest
 
 from tests.cases import ROOT
 from tests.clusters import Cluster, install
-from tests.jobs import EQUAL, MET, SLEEPS, ended, launch
-from tests.linters import linter
+from tests.environments import linter
+from tests.jobs import EQUAL, MET, SLEEPS, Run, ended, launch, wait_until
 from tests.markdown import CLUSTERS as PAGE
 from tests.markdown import blocks
-from tests.run import Run, wait_until
 
 # Files that the page gives in full: name -> text.
 FILES = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))

@@ -16,12 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.cases import ROOT
-from tests.environments import apt_install
+from tests.environments import apt_install, linter
 from tests.hosts import NO_HOSTS
-from tests.jobs import EQUAL, MET, PLAIN, SLEEPS, ended
-from tests.linters import linter
+from tests.jobs import EQUAL, MARK, MET, PLAIN, SLEEPS, Run, ended
 from tests.markdown import blocks
-from tests.run import MARK, Run
 
 PAGE = ROOT / "docs" / "containers.md"
 FILES = dict(re.findall(r"`([\w.]+)`[^`\n]*:\n\n```\w+\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))

@@ -32,8 +32,8 @@ import pytest
 
 from harness.pool import Pool, pool_cache
 from tests.cases import ROOT
+from tests.jobs import LAUNCH, NO_LIBIBVERBS, Run, free_port, wait_until
 from tests.markdown import slug
-from tests.run import LAUNCH, NO_LIBIBVERBS, Run, free_port, wait_until
 
 INDEX = ROOT / "docs" / "diagnosing.md"
 NAMES = ("errors-start", "errors-hangs", "errors-tensors", "errors-launcher", "silently-wrong")

@@ -14,8 +14,7 @@ from textwrap import indent
 import pytest
 
 from tests.hosts import NO_HOSTS
-from tests.jobs import ELASTIC, PLAIN, SLEEPS, changed, ended, saved, start, train, undisturbed
-from tests.run import LAUNCH, Run, wait_until
+from tests.jobs import ELASTIC, LAUNCH, PLAIN, SLEEPS, Run, changed, ended, saved, start, train, undisturbed, wait_until
 
 STEPS = ("--steps", 6)  # checkpoints after steps 2, 4 and 6; only the last one stays
 BEGIN_OF_STEP = "        rng = np.random.default_rng([seed, step])"

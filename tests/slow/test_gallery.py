@@ -8,8 +8,8 @@ import pytest
 from harness.start import options
 from tests.cases import PROOFS
 from tests.cases.ladder import MAIN
+from tests.jobs import LAUNCH, Run
 from tests.markdown import GALLERY, sections
-from tests.run import LAUNCH, Run
 
 SECTIONS = {section.recipe: section for section in sections(GALLERY)}
 WHOLE_JOBS = [name for name, proof in PROOFS.items() if proof.whole_job]
@@ -27,7 +27,7 @@ def early_jobs(tmp_path_factory):
 
 
 def background_calls(item):
-    """What a test needs: see background.py."""
+    """What a test needs: see pools.py."""
     name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
     if name is None or name in WHOLE_JOBS:
         return {}

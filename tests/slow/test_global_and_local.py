@@ -3,9 +3,9 @@
 import pytest
 
 from tests.cases import ROOT
-from tests.hanging import assert_hangs
+from tests.pools import assert_hangs
 
-ON_RANK = str(ROOT / "tests" / "on_rank.py")
+ON_RANK = str(ROOT / "tests" / "on_rank_global_and_local.py")
 
 
 @pytest.mark.parametrize("n", [2, 3])

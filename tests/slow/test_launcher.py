@@ -13,9 +13,8 @@ import pytest
 from harness.start.cores import available
 from harness.start.ranks import cores_of
 from harness.start.recipe import RECIPES, path_of
-from tests.jobs import MET, PLAIN, SLEEPS, ended, launch
+from tests.jobs import LAUNCH, MET, PLAIN, SLEEPS, Run, ended, free_port, launch, wait_until
 from tests.markdown import GALLERY, sections
-from tests.run import LAUNCH, Run, free_port, wait_until
 
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.01)"  # the test makes the file
 

@@ -176,7 +176,7 @@ def measured_graph(pool):
 
 
 def background_calls(item):
-    """What a test needs: see background.py."""
+    """What a test needs: see pools.py."""
     calls = {2: {("layers", 2): (2, measured_eager), ("layers in a graph", 2): (2, measured_graph)}}
     calls[4] = {("layers", 4): (4, measured_eager)}
     return calls.get(item.callspec.params.get("ranks"), {}) if hasattr(item, "callspec") else {}

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from tests.cases import ROOT
-from tests.linters import linter
+from tests.environments import linter
 
 COMMANDS = (
     "ruff check .",

@@ -10,9 +10,8 @@ import pytest
 
 from harness.start.peer import Peer
 from tests.hosts import NO_HOSTS
-from tests.jobs import EQUAL, MET, PLAIN, SLEEPS, ended, start
+from tests.jobs import EQUAL, LAUNCH, MET, PLAIN, SLEEPS, Run, ended, free_port, start, wait_until
 from tests.markdown import BY_HAND
-from tests.run import LAUNCH, Run, free_port, wait_until
 
 NOWHERE = ("--master_addr", "nowhere.invalid", "--master_port", 29500)
 

@@ -4,9 +4,8 @@ import sys
 
 import pytest
 
-from tests.jobs import official
+from tests.jobs import Run, official
 from tests.markdown import ENGLISH, blocks
-from tests.run import Run
 
 
 def early_jobs(tmp_path_factory):

@@ -87,7 +87,7 @@ def test_partial_sums_add_up_to_the_product():
 
 
 def background_calls(item):
-    """What a test needs: see background.py."""
+    """What a test needs: see pools.py."""
     test = item.originalname
     if test == "test_conversions_send_what_is_claimed":
         return {("atlas", 2): (2, atlas.measured_on)}

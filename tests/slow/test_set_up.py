@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from harness.start import packages
 from tests.cases import ROOT
-from tests.run import Run, wait_until
+from tests.jobs import Run, wait_until
 
 NO_NAMESPACE = 77  # exit code
 PYTHON = Path(sys._base_executable).resolve()  # as uv does not count the Python of an environment

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.cases import ROOT
+from tests.jobs import CLEAN, LONG, MARK, marked, piped, wait_until
 from tests.markdown import blocks_of
-from tests.run import CLEAN, LONG, MARK, marked, wait_until
-from tests.terminal import piped
 
 TEXT = (ROOT / "docs" / "shell.md").read_text()
 PROMPT = re.compile(r"^(?:>>> |\.\.\.(?: |$))", flags=re.MULTILINE)
@@ -43,7 +42,7 @@ def sessions():
 
 
 def background_calls(item):
-    """The programs of this page mostly wait: see background.py."""
+    """The programs of this page mostly wait: see pools.py."""
     if item.originalname == "test_session_shows_what_the_page_says":
         arguments, shown = (item.callspec.params[name] for name in ("arguments", "shown"))
         return {("session", *arguments): (0, lambda _: session(arguments, shown))}

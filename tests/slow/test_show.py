@@ -12,8 +12,7 @@ import pytest
 from harness.measure.theory import matmul_boxings
 from harness.report import show as program
 from tests.cases import ROOT
-from tests.jobs import SLEEPS, ended, launch
-from tests.run import LAUNCH, Run, wait_until
+from tests.jobs import LAUNCH, SLEEPS, Run, ended, launch, wait_until
 
 PLAIN = """
 import oneflow as flow

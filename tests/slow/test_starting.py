@@ -9,9 +9,8 @@ import pytest
 
 from tests.cases import ROOT
 from tests.hosts import NO_HOSTS
-from tests.jobs import ELASTIC, changed, ended, saved, train, undisturbed
+from tests.jobs import ELASTIC, LAUNCH, Run, changed, ended, free_port, saved, train, undisturbed, wait_until
 from tests.markdown import BY_HAND, CLUSTERS, blocks
-from tests.run import LAUNCH, Run, free_port, wait_until
 
 HELLO, RENDEZVOUS, SPAWN = (f"recipes/starting/{name}.py" for name in ("hello_ranks", "rendezvous", "spawn"))
 BARE = {name: None for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")}

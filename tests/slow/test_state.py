@@ -8,7 +8,7 @@ from harness.pool import PoolError
 from harness.start.recipe import path_of
 from tests.cases import ROOT, reference
 from tests.cases.ladder import MAIN, OBSERVE, Checks, assert_close
-from tests.hanging import assert_hangs
+from tests.pools import assert_hangs
 
 HERE = str(ROOT / "tests" / "on_rank_state.py")
 CHECKPOINT = str(path_of("checkpoint"))

@@ -4,9 +4,9 @@ import pytest
 
 from harness.report import runs
 from harness.start.recipe import path_of
-from tests.background import step_call
 from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, TRAINED, proven_on
 from tests.cases.ladder import OBSERVE, Checks
+from tests.pools import step_call
 
 ON_RANK = str(ROOT / "tests" / "on_rank_training.py")
 
@@ -26,7 +26,7 @@ def run_id(run):
 
 
 def background_calls(item):
-    """What a test needs: see background.py."""
+    """What a test needs: see pools.py."""
     if item.originalname != "test_bytes_of_a_step":
         return {}
     name, n, mode, more = item.callspec.params["run"]

@@ -11,8 +11,8 @@ import pytest
 from harness.start.recipe import load, path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
+from tests.jobs import LAUNCH, Run
 from tests.markdown import blocks_of
-from tests.run import LAUNCH, Run
 
 PAGE = ROOT / "docs" / "your-model.md"
 SECTIONS = dict(part.split("\n", 1) for part in PAGE.read_text().split("\n## ")[1:])

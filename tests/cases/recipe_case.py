@@ -1,4 +1,4 @@
-"""The form in which a chapter says what a recipe must do, and what its rows share."""
+"""What a case is, and what the cases share."""
 
 from dataclasses import dataclass, field
 from typing import Callable
@@ -20,13 +20,13 @@ class Proof:
     variants: list = field(default_factory=list)
     # "--option number" with which the recipe would fail on the way, abort or hang -> what its main says of it
     refused: dict = field(default_factory=dict)
-    # whether its output in the guide depends on how its processes start, or on what ran in them before
+    # whether its output in the guide needs a job of its own: it depends on how processes start, or on what ran in them
     whole_job: bool = False
     # whether its result stays the same when each product is scaled, so that its main cannot see that
     normalised: bool = False
     # whether in its graph one move serves several, so that it sends less than all of them
     shares_moves: bool = False
-    # whether its case takes the steps of training itself, and not by `reference.descend`
+    # whether its case trains in a loop of its own, not with `reference.descend`
     own_steps: bool = False
     # pytest's arguments for the tests that `mutate` also runs: of fixes that do not show in values
     tests: list = field(default_factory=list)
@@ -50,23 +50,23 @@ class Case:
     parts: dict = field(default_factory=dict)
     # (number, ranks) that the graph sets
     stages: list = field(default_factory=list)
-    # type of op -> how many of it the graph computes again in backward, as activation checkpointing does
+    # type of op -> how many of them the graph computes again in backward, as activation checkpointing does
     recomputed: dict = field(default_factory=dict)
     # tensors behind an all-reduce, in training all: eager and graph mode need not add in the same order
     summed: tuple = ()
     # elements that each rank sends in one step of training, by the formula
     sends: list = None
-    # {name: array} of the weights that OneFlow draws -> (values, parts), where it draws them
+    # {name: array} of the weights that OneFlow has drawn -> (values, parts); for recipes where it draws them
     values_of: Callable = None
     # whether each matmul runs in a graph; by default all do that or none
     lazy: list = None
-    # the tensors and arrays of each rank -> what else must be true of them: words -> whether it is so
+    # the tensors and arrays of each rank -> what else must be true of them: {sentence: whether it is true}
     claims: Callable = lambda seen: {}
 
     # (SBP, ranks) of each global tensor whose value is read, in order: in training the loss of each step
     reads: list = field(default_factory=list)
 
-    # names, besides losses, of numbers of the script's own in a list or an array: they have a value, but no layout
+    # names, besides losses, of lists and arrays of numbers: they have a value, but no layout
     numbers: tuple = ()
     graph_calls: int = None  # one for each step of training, else one
 
@@ -100,11 +100,16 @@ def case_of_recipe(sizes=None, graph_only=False, **proof):
     return register
 
 
-def placed(names, ranks, otherwise="B", **where):
-    """name -> (SBP, ranks): of "new w0" what `where` says of new or of w0, or `otherwise`, on `ranks` if not told."""
-    words = {name: [word for word in name.split() if word in where] for name in names}
-    found = {name: where[known[0]] if known else otherwise for name, known in words.items()}
-    return {name: (place, ranks) if isinstance(place, str) else place for name, place in found.items()}
+def placed(names, ranks, otherwise="B", **sbps):
+    """name -> (SBP, ranks). sbps: SBP, or (SBP, ranks), by a word of names: that of w0 is also for "new w0".
+
+    otherwise: the SBP of names of which no word is in `sbps`.
+    """
+    layout = {}
+    for name in names:
+        sbp = next((sbps[word] for word in name.split() if word in sbps), otherwise)
+        layout[name] = (sbp, ranks) if isinstance(sbp, str) else sbp
+    return layout
 
 
 def all_reduce(ranks):
@@ -132,5 +137,7 @@ def through_stages(graph, moves):
     """In a graph set_stage moves a stage's input to the stage's ranks, and then comes the module's own to_global."""
     if not graph:
         return moves
-    between = [((sbp, ranks), (sbp, there), (new, there)) for (sbp, ranks), (new, there) in moves]
-    return [pair for one, two, three in between for pair in ((one, two), (two, three))]
+    in_graph = []
+    for (sbp, ranks), (new_sbp, new_ranks) in moves:
+        in_graph += [((sbp, ranks), (sbp, new_ranks)), ((sbp, new_ranks), (new_sbp, new_ranks))]
+    return in_graph

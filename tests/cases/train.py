@@ -1,9 +1,18 @@
-"""The chapter of training: a two-layer network under each strategy."""
+"""The chapter of training: an MLP of two layers under each strategy."""
 
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.case import Case, all_reduce, case_of_recipe, in_steps, placed, reduced, through_stages, weights_of
+from tests.cases.recipe_case import (
+    Case,
+    all_reduce,
+    case_of_recipe,
+    in_steps,
+    placed,
+    reduced,
+    through_stages,
+    weights_of,
+)
 from tests.cases.reference import Value
 
 UNEVEN = {"batch": 7, "in_features": 6, "hidden_size": 10, "out_features": 5, "steps": 1}
@@ -11,7 +20,7 @@ MICRO = {**UNEVEN, "batch": 36, "micro_batches": 3}
 
 
 def two_matmuls(values, ranks, first="w0", second="w1", x="x"):
-    """Those of data parallel: x is split by rows, the weights are whole."""
+    """Those of data parallel: x is split by rows, the weights are replicated."""
     shapes = [(values["x"].exact.shape[0], values[w].exact.shape[1]) for w in ("w0", "w1")]
     hidden, out = (("S(0)", ranks, shape) for shape in shapes)
     return [(x, first, hidden), (hidden, second, out)]
@@ -20,7 +29,8 @@ def two_matmuls(values, ranks, first="w0", second="w1", x="x"):
 @case_of_recipe({"uneven": UNEVEN, **{name: {"optimizer": name} for name in ("adamw", "momentum", "sgd")}})
 def train_data_parallel(n, graph=False, steps=3, optimizer="adam", matmul_scale=1.0, **sizes):
     ranks = list(range(n))
-    values, parts = reference.network(optimizer, graph=graph, steps=steps, matmul_scale=matmul_scale, parts=n, **sizes)
+    optimizer = reference.Optimizer(optimizer, graph=graph)
+    values, parts = reference.train_mlp(reference.mlp_inputs(**sizes), optimizer, steps, matmul_scale, parts=n)
     return Case(
         placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
@@ -99,7 +109,8 @@ def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, *
     variants=[{"hidden_size": 8}],  # little weight: what is left runs along axis 1
 )
 def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
-    values, parts = reference.network(steps=steps, matmul_scale=matmul_scale, parts=2, **sizes)
+    momentum = reference.Optimizer("momentum")
+    values, parts = reference.train_mlp(reference.mlp_inputs(**sizes), momentum, steps, matmul_scale, parts=2)
     mesh, shape, rows = [[0, 1], [2, 3]], values["y"].exact.shape, "S(0), B"
     layout = placed(values, mesh, "B, B", x=rows, y=rows, w0="B, S(1)", w1="B, S(0)")
     if graph:
@@ -119,7 +130,8 @@ def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
 
 @case_of_recipe({"uneven": UNEVEN})
 def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
-    values, parts = reference.network(steps=steps, matmul_scale=matmul_scale, parts=2, **sizes)
+    momentum = reference.Optimizer("momentum")
+    values, parts = reference.train_mlp(reference.mlp_inputs(**sizes), momentum, steps, matmul_scale, parts=2)
     batch, hidden = values["x"].exact.shape[0], values["w0"].exact.shape[1]
     first, last = [0, 1], [2, 3]
     layout = placed(values, last, x=("S(0)", first), y="S(0)", w0=("B", first))
@@ -140,18 +152,17 @@ def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
 @case_of_recipe({"uneven": {**UNEVEN, "steps": 2, "seed": 1}}, refused={"--batch 0": "1 or more"})
 def ddp(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0, **sizes):
     """Each rank draws weights of its own; those of rank 0 are trained on the whole batch."""
-    start = reference.trained("sgd", seed=seed, steps=0, batch=batch, **sizes)  # what all ranks draw
-    x, y = start["x"], start["y"]
+    x, y, weights = reference.mlp_inputs(seed, batch, **sizes)
     rngs = [np.random.default_rng([seed, rank]) for rank in range(n)]
-    own = [{name: reference.drawn(rng, *start[name].exact.shape) for name in ("w0", "w1")} for rng in rngs]
+    own = [{name: reference.drawn(rng, *w.exact.shape) for name, w in weights.items()} for rng in rngs]
     trained, _ = reference.descend(
         own[0], lambda w, _: ({}, reference.mse(reference.mlp(x, w, matmul_scale), y)), steps
     )
     parts = {f"own_{name}": [weights[name] for weights in own] for name in own[0]}
-    for name, whole in (("x", x), ("y", y)):
-        parts[name] = [whole[rows] for rows in reference.rows_of(len(whole.exact), n)]
-    first = {name: each[0] for name, each in parts.items()}
-    values = {"x": first["x"], "y": first["y"], **own[0], **trained, **first}
+    for name, batch_of_all in (("x", x), ("y", y)):
+        parts[name] = [batch_of_all[rows] for rows in reference.rows_of(batch, n)]
+    of_rank_0 = {name: by_rank[0] for name, by_rank in parts.items()}
+    values = {"x": of_rank_0["x"], "y": of_rank_0["y"], **own[0], **trained, **of_rank_0}
     (inner, hidden), (_, outer) = shapes = [values[w].exact.shape for w in ("w0", "w1")]
     rows = [len(part.exact) for part in parts["x"]]
     x, between, out = (("local", [], [(count, width) for count in rows]) for width in (inner, hidden, outer))

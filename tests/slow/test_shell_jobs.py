@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run import CLEAN, LAUNCH, LONG, MARK, marked, wait_until
-from tests.terminal import Terminal, piped
+from tests.jobs import CLEAN, LAUNCH, LONG, MARK, Terminal, marked, piped, wait_until
 
 BEGIN = """import os, signal, time, oneflow as flow
 ranks, rank = flow.placement.all("cpu"), flow.env.get_rank()

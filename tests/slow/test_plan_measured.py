@@ -6,7 +6,8 @@ from harness.plan import formulas
 from harness.plan.model import Model
 from harness.pool import Pool
 from harness.start.recipe import path_of
-from tests.cases import ROOT, gpt
+from tests.cases import ROOT
+from tests.cases import gpt_meshes as gpt
 from tests.cases.ladder import Checks
 
 GPT, ON_RANK = str(path_of("gpt")), str(ROOT / "tests" / "on_rank_gpt.py")

@@ -1,4 +1,4 @@
-"""recipes/transformer/gpt.py on all meshes: the runs of docs/gpt.md, and what is asserted of any run."""
+"""The case of recipes/transformer/gpt.py: what is asserted of a run on any mesh, and the runs of docs/gpt.md."""
 
 from functools import lru_cache
 
@@ -9,12 +9,12 @@ from harness.plan import formulas as plan
 from harness.plan.model import Model
 from harness.start.recipe import path_of
 from tests.cases import ROOT, reference_gpt
-from tests.cases.case import PROOFS, Case, Proof, in_steps
 from tests.cases.ladder import Checks, check_operations, check_tensors, shard_of
+from tests.cases.recipe_case import PROOFS, Case, Proof, in_steps
 from tests.cases.reference import Value
 
 TRAINED = f"{ROOT / 'tests' / 'on_rank_gpt.py'}:trained"
-FOUND = ROOT / "docs" / "gpt.json"  # what `./launch.sh meshes` has found
+FOUND = ROOT / "docs" / "gpt.json"  # the figures of the runs of `./launch.sh meshes`
 MESHES = [
     (data, tensor, pipeline)
     for data in (1, 2, 4)
@@ -48,7 +48,7 @@ PROOFS["gpt"] = Proof(
         "--micro-batches -1": "1 or more",
     },
     tests=[
-        *("tests/test_gpt.py", "tests/slow/test_gpt.py", "tests/test_cures.py"),
+        *("tests/test_gpt.py", "tests/slow/test_gpt_page.py", "tests/test_rare_failures.py"),
         *("-k", "gpt and not of_the_page and not with_all and not trains_as and not learns"),
     ],
     equivalent={
@@ -77,12 +77,12 @@ def stages_of(mesh):
 
 
 def prove(pool, path, mesh, num_layers=SMALL["num_layers"], **more):
-    """Two small steps of the recipe, or of a changed one, on a mesh."""
+    """Train the recipe, or a changed copy, for two small steps on a mesh, and check it."""
     prove_run(pool, path, mesh, {"steps": 2, "sums": 9, **more}, {**SMALL, "num_layers": num_layers})
 
 
 def prove_run(pool, path, mesh, options, sizes, *what):
-    """Train on a mesh and check it; returns what all ranks saw, and what numpy found."""
+    """Train on a mesh and check it; returns what each rank recorded, and the values of numpy."""
     seen = pool.call(TRAINED, path=str(path), **mesh_of(mesh), **options, **sizes)
     exact = known(**{name: options[name] for name in ("steps", "sums", "clip_grad") if name in options}, **sizes)
     check(seen, exact, mesh, options, sizes, *what)
@@ -90,34 +90,34 @@ def prove_run(pool, path, mesh, options, sizes, *what):
 
 
 def row_run(pool, mesh, layout, graph, **shorter):
-    """Make the run of a row on a pool, check it and return its figures, as data. shorter: other steps and sums."""
+    """Train a row of the page on a pool and check it; returns its figures. shorter: other steps and sums."""
     options = {**LAYOUTS[layout], **shorter, "graph": graph}
     seen, exact = prove_run(pool, path_of("gpt"), mesh, options, SIZES, mesh, layout)
     return {"mesh": mesh, "layout": layout, "graph": graph, **facts(seen, exact, mesh)}
 
 
-def by_row(found):
-    """{(mesh, layout): [what was found in eager mode, in a graph]}."""
+def by_row(figures):
+    """{(mesh, layout): [figures of eager mode, of a graph]}."""
     rows = {}
-    for run in found["runs"]:
+    for run in figures["runs"]:
         rows.setdefault((tuple(run["mesh"]), run["layout"]), []).append(run)
     return rows
 
 
 def facts(seen, exact, mesh):
-    """The figures of a run: how far it is from numpy, what moved along each axis in a step, what a rank keeps."""
+    """The figures of a run: its errors, the bytes along each axis in a step, what the fullest rank keeps."""
     first = seen[0]
     gradients = []
     for name, gradient in exact["first"].items():
-        found = first["tensors"][f"{name} exp_avg in step 1"]["value"] / 0.1
-        gradients.append(np.abs(found - gradient.exact).max() / np.abs(gradient.exact).max())
-    moved = dict.fromkeys((*plan.AXES, "others"), 0)
+        actual = first["tensors"][f"{name} exp_avg in step 1"]["value"] / 0.1
+        gradients.append(np.abs(actual - gradient.exact).max() / np.abs(gradient.exact).max())
+    sent = dict.fromkeys((*plan.AXES, "others"), 0)
     for ranks, count in sent_in_a_step(seen).items():
-        moved[axis_of(mesh, *ranks)] += count
-    most = max((result["kept"] for result in seen), key=lambda kept: sum(kept.values()))
+        sent[axis_of(mesh, *ranks)] += count
+    fullest = max((result["state_bytes"] for result in seen), key=lambda state: sum(state.values()))
     off = first["arrays"]["losses"].astype(np.float64) - exact["losses"]
-    moved = {axis: round(count) for axis, count in moved.items()}
-    return {"loss_errors": off.tolist(), "gradient_error": max(gradients), "sent": moved, "held": most}
+    sent = {axis: round(count) for axis, count in sent.items()}
+    return {"loss_errors": off.tolist(), "gradient_error": max(gradients), "sent": sent, "held": fullest}
 
 
 def sent_in_a_step(seen):
@@ -127,12 +127,12 @@ def sent_in_a_step(seen):
 
 
 def axis_of(mesh, *ranks):
-    """The axis along which two ranks differ: of several, the pipeline's, else none of them."""
+    """The axis along which two ranks differ: "pipeline" between stages, "others" along data and tensor at once."""
     data, tensor, pipeline = mesh
     here, there = (np.unravel_index(rank, (pipeline, data, tensor)) for rank in ranks)
     if here[0] != there[0]:
         return "pipeline"
-    axes = [axis for axis, one, other in zip(("data", "tensor"), here[1:], there[1:]) if one != other]
+    axes = [axis for axis, i, j in zip(("data", "tensor"), here[1:], there[1:]) if i != j]
     return axes[0] if len(axes) == 1 else "others"
 
 
@@ -143,10 +143,10 @@ MODEL = Model(
 
 
 def formulas(mesh, layout):
-    """(bytes by axis, bytes that are kept by the fullest rank) of a row, by those of `plan`."""
+    """(bytes by axis, bytes that the fullest rank keeps) of a row, by the formulas of `plan`."""
     options = [name for name in LAYOUTS[layout] if name not in ("steps", "sums")]
-    kept = plan.state(MODEL, mesh, shard_weights="shard_weights" in options)
-    return plan.moved(MODEL, mesh, SIZES["batch_size"], options), max(kept)
+    by_rank = plan.state(MODEL, mesh, shard_weights="shard_weights" in options)
+    return plan.moved(MODEL, mesh, SIZES["batch_size"], options), max(by_rank)
 
 
 def layout_of(name, mesh, num_layers, shard_weights):
@@ -158,13 +158,10 @@ def layout_of(name, mesh, num_layers, shard_weights):
 
 
 def check(seen, exact, mesh, options, sizes, *what):
-    """What all ranks saw of a run, on the ladder; where an axis has one rank, S and P along it may be called B.
-
-    And its answers, and the SBP of the logits in the cross-entropy, of which any gives the right values.
-    """
+    """Check a run on the ladder, its answers, and the SBP of the logits in the loss: any gives the right values."""
     case = case_of(mesh, exact, sizes, options)
     check_tensors(case, seen)
-    check_operations(case, options.get("graph", False), [renamed(result, mesh) for result in seen])
+    check_operations(case, options.get("graph", False), [with_plain_sbps(result, mesh) for result in seen])
     for rank, result in enumerate(seen):
         Checks.equal(result["lines"], exact["lines"].tolist(), *what, "rank", rank, "answers")
         logits = {plain(sbp, mesh) for (sbp,) in result["logits"]}
@@ -173,11 +170,11 @@ def check(seen, exact, mesh, options, sizes, *what):
 
 def plain(sbp, mesh):
     """An SBP with B along an axis of one rank: there OneFlow may call a split B, or a B split."""
-    return ", ".join("B" if n == 1 else one for one, n in zip(sbp.split(", "), mesh))
+    return ", ".join("B" if n == 1 else axis_sbp for axis_sbp, n in zip(sbp.split(", "), mesh))
 
 
-def renamed(result, mesh):
-    """What a rank saw, with plain SBPs."""
+def with_plain_sbps(result, mesh):
+    """What a rank recorded, with plain SBPs."""
     matmuls = [plain_layouts(operands, mesh) for operands in result["matmuls"]]
     moves = [plain_layouts(move, mesh) for move in result["moves"]]
     return {**result, "matmuls": matmuls, "moves": moves, "reads": plain_layouts(result["reads"], mesh)}
@@ -185,7 +182,9 @@ def renamed(result, mesh):
 
 def plain_layouts(layouts, mesh):
     """(SBP, ranks, ...) of each, or its SBP alone, with a plain SBP."""
-    return [plain(one, mesh) if isinstance(one, str) else (plain(one[0], mesh), *one[1:]) for one in layouts]
+    return [
+        plain(layout, mesh) if isinstance(layout, str) else (plain(layout[0], mesh), *layout[1:]) for layout in layouts
+    ]
 
 
 def case_of(mesh, exact, sizes, options):
@@ -198,10 +197,9 @@ def case_of(mesh, exact, sizes, options):
         new, moment = Value(exact["new"][name].exact), Value(0.1 * exact["first"][name].exact)  # of AdamW
         new.bound = 2e-3 * steps  # it scales tiny gradients up: their rounding may move a weight by the learning rate
         moment.bound = gradient_bound(name, moment.exact, sizes["num_heads"])
-        of_name = {name: exact["initial"][name], f"new {name}": new}
-        of_name[f"{name} exp_avg in step 1"] = moment
-        values.update(of_name)
-        layout.update(dict.fromkeys(of_name, where))
+        tensors = {name: exact["initial"][name], f"new {name}": new, f"{name} exp_avg in step 1": moment}
+        values.update(tensors)
+        layout.update(dict.fromkeys(tensors, where))
     losses = Value(exact["losses"])
     losses.bound = 1e-4
     passes = {"graph": graph, "steps": steps, "passes": options["micro_batches"]}
@@ -221,15 +219,15 @@ def case_of(mesh, exact, sizes, options):
 
 
 def mean_differences(ranks, values, layout, steps):
-    """The claim that each rank's shard and value of each new weight are right on the average."""
+    """The claims that on average each rank's shard and value of each new weight are right."""
     claims = {}
     for rank, tensors in enumerate(ranks):
         for name in (name for name in values if name.startswith("new ")):
-            value, found = values[name], tensors[name]
+            value, actual = values[name], tensors[name]
             shard = shard_of(value, *layout[name], rank, None)
-            off = np.abs(found["value"] - value.exact).mean()
+            off = np.abs(actual["value"] - value.exact).mean()
             if shard is not None:
-                off = max(off, np.abs(found["shard"] - shard.exact).mean())
+                off = max(off, np.abs(actual["shard"] - shard.exact).mean())
             claims[f"rank {rank}: {name} is off by {off} on the average"] = off <= 1e-7 * steps
     return claims
 
@@ -249,7 +247,7 @@ def stage_of_each(mesh, num_layers):
     return [0, *(i * pipeline // num_layers for i in range(num_layers)), pipeline - 1]
 
 
-RECOMPUTED = {  # type of op -> how many of it a block has, which `--recompute full` computes again
+RECOMPUTED = {  # type of op -> how many of them `--recompute full` computes again in each block
     **dict.fromkeys(("relu", "square", "softmax", "constant", "triu", "broadcast_add"), 1),
     **dict.fromkeys(("batch_matmul", "l2_normalize", "broadcast_mul", "add_n", "reshape", "transpose"), 2),
     **dict.fromkeys(("narrow", "scalar_mul"), 3),
@@ -258,7 +256,7 @@ RECOMPUTED = {  # type of op -> how many of it a block has, which `--recompute f
 
 
 def recomputed(num_layers, options):
-    """With sequence parallelism also a gather and a scatter of each block; sharded weights are gathered again."""
+    """The ops that are computed again; sequence parallelism and sharded weights add casts between SBPs."""
     if options.get("recompute") != "full":
         return {}
     casts = 2 * options["sequence_parallel"] + 4 * options["shard_weights"]

@@ -14,7 +14,18 @@ import pytest
 from harness.pool import Pool, PoolError
 from harness.start.recipe import path_of
 from tests.cases import ROOT, reference_gpt
-from tests.cases.gpt import FOUND, MESHES, ROWS, TRAINED, by_row, known, mesh_of, prove_run, row_run, sent_in_a_step
+from tests.cases.gpt_meshes import (
+    FOUND,
+    MESHES,
+    ROWS,
+    TRAINED,
+    by_row,
+    known,
+    mesh_of,
+    prove_run,
+    row_run,
+    sent_in_a_step,
+)
 from tests.cases.ladder import Checks
 from tests.jobs import changed
 
@@ -55,7 +66,7 @@ CONTROL = 30_000  # bytes of OneFlow's own messages in a step, at most
 
 
 def background_calls(item):
-    """The run of docs/gpt.md that a test needs: see background.py."""
+    """The run of docs/gpt.md that a test needs: see pools.py."""
     if item.originalname != "test_row_of_the_page_trains_as_numpy":
         return {}
     (mesh, layout), graph = item.callspec.params["row"], item.callspec.params["graph"]
