@@ -54,44 +54,97 @@ class Classifier(nn.Module):
         return self.head(x.mean(1))
 
 
-class Gathered:
-    """Stands for a layer in its own forward: it gathers each parameter on first access."""
-
-    def __init__(self, layer, sbps):
-        self.layer = layer
-        self.sbps = sbps
-
-    def __getattr__(self, name):  # called only for attributes that are not set yet
-        value = getattr(self.layer, name)
-        if name in self.sbps:
-            # without identity OneFlow 0.9.0 aborts a graph that gathers a parameter: "register.cpp:75 Check failed"
-            value = flow._C.identity(value).to_global(sbp=flow.sbp.broadcast, grad_sbp=self.sbps[name])
-            setattr(self, name, value)  # nn.Linear reads its bias twice
-        return value
-
-
 def shard(module, ranks):
-    """Split every parameter of a module by rows, with rank 0's values, and gather it where a forward reads it."""
-    for layer in module.modules():
-        sbps = {}
-        for name, parameter in list(layer.named_parameters(recurse=False)):
+    """Split each parameter of a module by rows, with rank 0's values, and gather it for the forward of its layer.
+
+    The Parameter objects stay, so an optimizer may hold them already, and frozen and tied weights stay so.
+    """
+    rows, whole = flow.sbp.split(0), flow.sbp.broadcast
+    for parameter in module.parameters():
+        if not parameter.is_global:  # a block of it may have been sharded before
             enough = parameter.shape[0] >= ranks.ranks.size
-            sbps[name] = flow.sbp.split(0) if enough else flow.sbp.broadcast
-            whole = parameter.to_global(placement=ranks, sbp=flow.sbp.broadcast)
-            setattr(layer, name, nn.Parameter(whole.to_global(sbp=sbps[name])))
-        if sbps:
-            gather_in_forward(layer, sbps)
+            copy = parameter.detach().to_global(placement=ranks, sbp=whole)
+            parameter.data = copy.to_global(sbp=rows if enough else whole)
+    for layer in module.modules():
+        for name, buffer in layer._buffers.items():
+            if buffer is not None and not buffer.is_global:
+                layer._buffers[name] = buffer.to_global(placement=ranks, sbp=whole)
+        if layer._parameters and not hasattr(layer, "gathers"):
+            gather_in_forward(layer)
+    prepare_for_graph(module)
     return module
 
 
-def gather_in_forward(layer, sbps):
-    """Make a layer gather its own parameters in forward: its new class is a subclass with a different forward."""
+def gather_in_forward(layer):
+    """Make the forward of a layer read whole parameters; their gradients become shards."""
     kind = type(layer)
 
-    def forward(self, *inputs):
-        return kind.forward(Gathered(self, sbps), *inputs)
+    def forward(self, *args, **kwargs):
+        shards = self._parameters
+        self._parameters = {name: w if w is None else gathered(w) for name, w in shards.items()}
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            self._parameters = shards
 
-    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "gathers": True})
+
+
+def gathered(parameter):
+    return parameter.to_global(sbp=flow.sbp.broadcast, grad_sbp=parameter.sbp)
+
+
+def prepare_for_graph(model):
+    """Make nn.Graph train a model as eager mode does, or refuse it."""
+    for layer in model.modules():
+        if type(layer).forward is not nn.Module.forward and not hasattr(layer, "forward_in_graph"):
+            prepare_layer(layer)
+
+
+def prepare_layer(layer):
+    """Give a layer a subclass of its own class: nn.Graph ignores a forward that is set on the layer itself."""
+    kind = type(layer)
+
+    def forward(self, *args, **kwargs):
+        if isinstance(self, nn.Module):
+            return kind.forward(self, *args, **kwargs)
+        return forward_in_graph(kind, self, args, kwargs)
+
+    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "forward_in_graph": True})
+
+
+def forward_in_graph(kind, proxy, args, kwargs):
+    """Call forward on the layer and not on the graph's proxy of it, with which super().forward fails."""
+    layer = proxy.to(nn.Module)
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        raise RuntimeError(f"{kind.__name__} has a forward hook, which nn.Graph does not call; train in eager mode")
+    for parameter in proxy.parameters():
+        builder = parameter.lazy_origin_builder()
+        if not isinstance(builder.method, ThroughIdentity):
+            builder.method = ThroughIdentity(builder.method)
+    tables = {}
+    for table in ("_parameters", "_buffers", "_modules"):
+        tables[table] = {name: getattr(proxy, name) for name in vars(layer)[table]}
+    before = {**vars(layer), **tables["_buffers"]}
+    vars(layer).update(tables)
+    try:
+        out = kind.forward(layer, *args, **kwargs)
+    finally:
+        vars(layer).update({table: before[table] for table in tables})
+    for name, value in {**vars(layer), **tables["_buffers"]}.items():
+        if before.get(name, before) is not value:  # forward runs once, when the graph is compiled
+            raise RuntimeError(f"{kind.__name__}.forward keeps {name} in self, which nn.Graph loses; return it instead")
+    return out
+
+
+class ThroughIdentity:
+    """Reads a parameter of a graph through identity: else micro-batches may read it while it is updated, silently."""
+
+    def __init__(self, read):
+        self.read = read
+
+    def __call__(self):
+        return flow._C.identity(self.read())
 
 
 def make_model(ranks, hidden_size, num_layers):

@@ -20,6 +20,7 @@ Source: Y. Huang et al., "GPipe", arXiv:1811.06965.
 """
 
 import argparse
+import dataclasses
 
 import numpy as np
 import oneflow as flow
@@ -56,53 +57,118 @@ class Classifier(nn.Module):
         return self.head(x.mean(1))
 
 
-class ThroughIdentity:
-    """Stands for a layer in its own forward: it reads each parameter through identity, and all else as it is."""
+def lay_out(model, parts, stages):
+    """Put the parts of a model, in the order of its forward, on stages; returns the number of each part's stage.
 
-    def __init__(self, layer, names):
-        self.layer = layer
-        self.names = names
+    The Parameter objects stay, so an optimizer may hold them already, and frozen and tied weights stay so.
+    """
+    if len(parts) < len(stages):
+        raise ValueError(f"{len(parts)} parts for {len(stages)} stages: each stage needs a part")
+    stage_of = [k * len(stages) // len(parts) for k in range(len(parts))]
+    check_parts(model, parts, stage_of)
+    for part, k in zip(parts, stage_of):
+        for parameter in part.parameters():
+            if not parameter.is_global:  # a tied one may be there already
+                parameter.data = parameter.detach().to_global(placement=stages[k], sbp=flow.sbp.broadcast)
+        for layer in part.modules():
+            for name, buffer in layer._buffers.items():
+                if buffer is not None and not buffer.is_global:
+                    layer._buffers[name] = buffer.to_global(placement=stages[k], sbp=flow.sbp.broadcast)
+        move_inputs(part, stages[k])
+    prepare_for_graph(model)
+    return stage_of
 
-    def __getattr__(self, name):
-        value = getattr(self.layer, name)
-        return flow._C.identity(value) if name in self.names else value
+
+def check_parts(model, parts, stage_of):
+    """Raises ValueError if a parameter or a buffer has no stage, or two, before anything is changed."""
+    placed = {}
+    for part, k in zip(parts, stage_of):
+        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+            if placed.setdefault(id(tensor), k) != k:
+                raise ValueError(
+                    f"{name} of {type(part).__name__} is tied to a weight of stage {placed[id(tensor)]}, but is on stage {k}: "
+                    "put both parts on one stage, or pass the weight along with the activations"
+                )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) not in placed:
+            raise ValueError(f"{name} is in none of the parts")
 
 
-def read_through_identity(layer):
-    """Make a layer read its own parameters through identity."""
-    kind = type(layer)
-    names = [name for name, _ in layer.named_parameters(recurse=False)]
-
-    def forward(self, *inputs):
-        return kind.forward(ThroughIdentity(self, names), *inputs)
-
-    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward})
-
-
-def move_input(part, ranks):
-    """Make a part of a model move its input to its ranks."""
+def move_inputs(part, ranks):
+    """Make a part of a model move all tensors that it is called with to its ranks."""
     kind = type(part)
 
-    def forward(self, x):
-        return kind.forward(self, x.to_global(placement=ranks))
+    def forward(self, *args, **kwargs):
+        return kind.forward(self, *moved(args, ranks), **moved(kwargs, ranks))
 
     part.__class__ = type(kind.__name__, (kind,), {"forward": forward})
 
 
-def lay_out(model, parts, stages):
-    """Put the parts of a model, in the order of its forward, on stages; returns the number of each part's stage."""
-    placed = {id(parameter) for part in parts for parameter in part.parameters()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in placed:
-            raise ValueError(f"{name} is in none of the parts")
-    stage_of = [k * len(stages) // len(parts) for k in range(len(parts))]
-    for part, k in zip(parts, stage_of):
-        part.to_global(placement=stages[k], sbp=flow.sbp.broadcast)
-        for layer in part.modules():
-            if list(layer.parameters(recurse=False)):
-                read_through_identity(layer)
-        move_input(part, stages[k])
-    return stage_of
+def moved(value, ranks):
+    """A value with all its tensors on other ranks: a tensor, or a list, tuple, dict or dataclass of such values."""
+    if isinstance(value, flow.Tensor):
+        return value.to_global(placement=ranks)
+    if isinstance(value, dict):
+        return {key: moved(item, ranks) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [moved(item, ranks) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **moved(vars(value), ranks))
+    return value
+
+
+def prepare_for_graph(model):
+    """Make nn.Graph train a model as eager mode does, or refuse it."""
+    for layer in model.modules():
+        if type(layer).forward is not nn.Module.forward and not hasattr(layer, "forward_in_graph"):
+            prepare_layer(layer)
+
+
+def prepare_layer(layer):
+    """Give a layer a subclass of its own class: nn.Graph ignores a forward that is set on the layer itself."""
+    kind = type(layer)
+
+    def forward(self, *args, **kwargs):
+        if isinstance(self, nn.Module):
+            return kind.forward(self, *args, **kwargs)
+        return forward_in_graph(kind, self, args, kwargs)
+
+    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "forward_in_graph": True})
+
+
+def forward_in_graph(kind, proxy, args, kwargs):
+    """Call forward on the layer and not on the graph's proxy of it, with which super().forward fails."""
+    layer = proxy.to(nn.Module)
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        raise RuntimeError(f"{kind.__name__} has a forward hook, which nn.Graph does not call; train in eager mode")
+    for parameter in proxy.parameters():
+        builder = parameter.lazy_origin_builder()
+        if not isinstance(builder.method, ThroughIdentity):
+            builder.method = ThroughIdentity(builder.method)
+    tables = {}
+    for table in ("_parameters", "_buffers", "_modules"):
+        tables[table] = {name: getattr(proxy, name) for name in vars(layer)[table]}
+    before = {**vars(layer), **tables["_buffers"]}
+    vars(layer).update(tables)
+    try:
+        out = kind.forward(layer, *args, **kwargs)
+    finally:
+        vars(layer).update({table: before[table] for table in tables})
+    for name, value in {**vars(layer), **tables["_buffers"]}.items():
+        if before.get(name, before) is not value:  # forward runs once, when the graph is compiled
+            raise RuntimeError(f"{kind.__name__}.forward keeps {name} in self, which nn.Graph loses; return it instead")
+    return out
+
+
+class ThroughIdentity:
+    """Reads a parameter of a graph through identity: else micro-batches may read it while it is updated, silently."""
+
+    def __init__(self, read):
+        self.read = read
+
+    def __call__(self):
+        return flow._C.identity(self.read())
 
 
 def parts_of(model):

@@ -29,7 +29,6 @@ from oneflow import nn
 
 WORLD_SIZES = (2, 1, 3, 4, 8)  # numbers of ranks; launch.sh refuses others
 B, S = flow.sbp.broadcast, flow.sbp.split
-identity = flow._C.identity  # for when you add micro-batches: a graph then trains wrongly without it, silently
 
 
 class Block(nn.Module):
@@ -67,8 +66,8 @@ class Column(nn.Linear):
 
     def forward(self, x):
         x = x.to_global(sbp=x.sbp, grad_sbp=x.sbp)  # one all-reduce of its gradient, here and nowhere else
-        out = flow.matmul(x, identity(self.weight), transpose_b=True)
-        return out if self.bias is None else out + identity(self.bias)
+        out = flow.matmul(x, self.weight, transpose_b=True)
+        return out if self.bias is None else out + self.bias
 
 
 class Row(nn.Linear):
@@ -77,26 +76,103 @@ class Row(nn.Linear):
     split = {"weight": S(1), "bias": B}
 
     def forward(self, x):
-        out = flow.matmul(x, identity(self.weight), transpose_b=True)
+        out = flow.matmul(x, self.weight, transpose_b=True)
         out = out.to_global(sbp=(*out.sbp[:-1], B))  # the all-reduce; then the bias is added once
-        return out if self.bias is None else out + identity(self.bias)
+        return out if self.bias is None else out + self.bias
 
 
 PLAN = {r"blocks\.\d+\.up": Column, r"blocks\.\d+\.down": Row}
 
 
 def lay_out(model, mesh, plan):
-    """Put a model on a data x tensor mesh, with rank 0's values, and split the layers whose names match the plan."""
-    model.to_global(placement=mesh, sbp=(B, B))
+    """Put a model on a data x tensor mesh, with rank 0's values, and split the layers whose names match the plan.
+
+    The Parameter objects stay, so an optimizer may hold them already, and frozen and tied weights stay so.
+    """
+    kinds = kinds_of(model, plan)
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().to_global(placement=mesh, sbp=(B, B))
+    for layer in model.modules():
+        for name, buffer in layer._buffers.items():
+            if buffer is not None:
+                layer._buffers[name] = buffer.to_global(placement=mesh, sbp=(B, B))
+    for layer, kind in kinds.items():
+        for name, parameter in layer.named_parameters(recurse=False):
+            parameter.data = parameter.detach().to_global(sbp=(B, kind.split.get(name, B)))
+        own = type(
+            layer
+        )  # a subclass of nn.Linear keeps its forward; its super().forward is then that of Column or Row
+        layer.__class__ = kind if own is nn.Linear else type(own.__name__, (own, kind), {})
+    prepare_for_graph(model)
+    return model
+
+
+def kinds_of(model, plan):
+    """{layer: Column or Row} by a plan. Raises ValueError before anything is changed."""
+    kinds = {}
     for pattern, kind in plan.items():
-        layers = [layer for name, layer in model.named_modules() if re.fullmatch(pattern, name)]
+        layers = {name: layer for name, layer in model.named_modules() if re.fullmatch(pattern, name)}
         if not layers:
             raise ValueError(f"no layer of the model is named {pattern}")
-        for layer in layers:
-            for name, parameter in list(layer.named_parameters(recurse=False)):
-                setattr(layer, name, nn.Parameter(parameter.to_global(sbp=(B, kind.split[name]))))
-            layer.__class__ = kind
-    return model
+        for name, layer in layers.items():
+            if not isinstance(layer, nn.Linear):
+                raise ValueError(f"{name} is {type(layer).__name__}: only nn.Linear can be {kind.__name__}")
+            if kinds.setdefault(layer, kind) is not kind:
+                raise ValueError(f"{name} is {kinds[layer].__name__} and {kind.__name__} in the plan")
+    return kinds
+
+
+def prepare_for_graph(model):
+    """Make nn.Graph train a model as eager mode does, or refuse it."""
+    for layer in model.modules():
+        if type(layer).forward is not nn.Module.forward and not hasattr(layer, "forward_in_graph"):
+            prepare_layer(layer)
+
+
+def prepare_layer(layer):
+    """Give a layer a subclass of its own class: nn.Graph ignores a forward that is set on the layer itself."""
+    kind = type(layer)
+
+    def forward(self, *args, **kwargs):
+        if isinstance(self, nn.Module):
+            return kind.forward(self, *args, **kwargs)
+        return forward_in_graph(kind, self, args, kwargs)
+
+    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "forward_in_graph": True})
+
+
+def forward_in_graph(kind, proxy, args, kwargs):
+    """Call forward on the layer and not on the graph's proxy of it, with which super().forward fails."""
+    layer = proxy.to(nn.Module)
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        raise RuntimeError(f"{kind.__name__} has a forward hook, which nn.Graph does not call; train in eager mode")
+    for parameter in proxy.parameters():
+        builder = parameter.lazy_origin_builder()
+        if not isinstance(builder.method, ThroughIdentity):
+            builder.method = ThroughIdentity(builder.method)
+    tables = {}
+    for table in ("_parameters", "_buffers", "_modules"):
+        tables[table] = {name: getattr(proxy, name) for name in vars(layer)[table]}
+    before = {**vars(layer), **tables["_buffers"]}
+    vars(layer).update(tables)
+    try:
+        out = kind.forward(layer, *args, **kwargs)
+    finally:
+        vars(layer).update({table: before[table] for table in tables})
+    for name, value in {**vars(layer), **tables["_buffers"]}.items():
+        if before.get(name, before) is not value:  # forward runs once, when the graph is compiled
+            raise RuntimeError(f"{kind.__name__}.forward keeps {name} in self, which nn.Graph loses; return it instead")
+    return out
+
+
+class ThroughIdentity:
+    """Reads a parameter of a graph through identity: else micro-batches may read it while it is updated, silently."""
+
+    def __init__(self, read):
+        self.read = read
+
+    def __call__(self):
+        return flow._C.identity(self.read())
 
 
 class TrainingGraph(nn.Graph):

@@ -1,0 +1,638 @@
+"""Models with one unusual trait each, trained under a layout and on one device by the same loop."""
+
+import dataclasses
+import re
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+import oneflow as flow
+from oneflow import nn
+
+from harness.start import recipe
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+VOCAB, HIDDEN, CLASSES, ROWS, LENGTH = 12, 8, 6, 8, 4
+
+
+class Block(nn.Module):
+    def __init__(self, up=None):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = up or nn.Linear(HIDDEN, 16)
+        self.down = nn.Linear(16, HIDDEN)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Plain(nn.Module):
+    """An embedding, two blocks and a head: the model that each trait changes in one place."""
+
+    def __init__(self, blocks=None, head=None):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        self.blocks = nn.ModuleList(blocks or [Block(), Block()])
+        self.head = head or nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+    def parts(self):
+        return [self.embedding, *self.blocks, self.head]
+
+
+TRAITS = {}
+
+
+def trait(make):
+    TRAITS[make.__name__.lower()] = make
+    return make
+
+
+@trait
+def plain():
+    return Plain()
+
+
+@trait
+def frozen():
+    model = Plain()
+    for parameter in [*model.embedding.parameters(), *model.blocks[0].up.parameters()]:
+        parameter.requires_grad = False
+    return model
+
+
+class Adapter(nn.Linear):
+    """LoRA: a low-rank part beside a frozen weight."""
+
+    def __init__(self, inputs, outputs, rank=2):
+        super().__init__(inputs, outputs)
+        self.weight.requires_grad = False
+        self.a = nn.Parameter(flow.randn(rank, inputs))
+        self.b = nn.Parameter(flow.randn(outputs, rank))
+
+    def forward(self, x):
+        return super().forward(x) + flow.matmul(flow.matmul(x, self.a, transpose_b=True), self.b, transpose_b=True)
+
+
+@trait
+def adapter():
+    return Plain([Block(Adapter(HIDDEN, 16)), Block(Adapter(HIDDEN, 16))])
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * 0.5, self.bias)
+
+
+@trait
+def linear_with_its_own_forward():
+    return Plain([Block(ScaledLinear(HIDDEN, 16)), Block()])
+
+
+@trait
+def no_bias():
+    model = Plain([Block(nn.Linear(HIDDEN, 16, bias=False)), Block()], nn.Linear(HIDDEN, CLASSES, bias=False))
+    model.blocks[1].down = nn.Linear(16, HIDDEN, bias=False)
+    return model
+
+
+class TiedStage(Plain):
+    """Two layers of one block share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.again = nn.Linear(HIDDEN, HIDDEN)
+            block.first = nn.Linear(HIDDEN, HIDDEN)
+            block.again.weight = block.first.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class TiedBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return super(TiedBlock, self.to(nn.Module) if not isinstance(self, nn.Module) else self).forward(x)
+
+
+class Pair(nn.Module):
+    """Two layers that share one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return x + self.second(flow.relu(self.first(x)))
+
+
+@trait
+def tied_on_one_stage():
+    return Plain([Pair(), Block()])
+
+
+class TiedEmbedding(Plain):
+    def __init__(self):
+        super().__init__(head=nn.Linear(HIDDEN, VOCAB, bias=False))
+        self.head.weight = self.embedding.weight
+
+
+@trait
+def tied_on_two_stages():
+    return TiedEmbedding()
+
+
+class CalledTwice(Plain):
+    def forward(self, ids):
+        x = self.blocks[0](self.blocks[0](self.embedding(ids)))
+        return self.head(self.blocks[1](x).mean(1))
+
+
+@trait
+def shared_module():
+    return CalledTwice()
+
+
+class Scaled(nn.Module):
+    def __init__(self, persistent):
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.register_buffer("scale", flow.arange(HIDDEN).float() / 4, persistent=persistent)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+@trait
+def buffer():
+    return Plain([Scaled(True), Scaled(False)])
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding from a table that is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(HIDDEN, HIDDEN)
+        angles = np.outer(np.arange(LENGTH), 0.5 ** np.arange(HIDDEN // 2))
+        self.register_buffer("cos", flow.tensor(np.cos(angles).astype(np.float32)))
+        self.register_buffer("sin", flow.tensor(np.sin(angles).astype(np.float32)))
+
+    def forward(self, x):
+        a, b = flow.chunk(self.proj(x), 2, dim=-1)
+        return flow.cat([a * self.cos - b * self.sin, a * self.sin + b * self.cos], dim=-1)
+
+
+@trait
+def rotary_table():
+    return Plain([Rotary(), Block()])
+
+
+class Mixer(nn.Module):
+    """Parameters of its own, which belong to no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(flow.ones(HIDDEN))
+        self.mix = nn.Parameter(flow.randn(HIDDEN, HIDDEN) * 0.3)
+
+    def forward(self, x):
+        return x + flow.matmul(x * self.gain, self.mix)
+
+
+@trait
+def own_parameters():
+    return Plain([Mixer(), Mixer()])
+
+
+class Positions(Plain):
+    """A parameter of the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(flow.randn(LENGTH, HIDDEN))
+
+    def forward(self, ids):
+        x = self.embedding(ids) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+@trait
+def root_parameter():
+    return Positions()
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(flow.randn(HIDDEN, HIDDEN) * 0.3) for _ in range(2)])
+
+    def forward(self, x):
+        return flow.matmul(flow.relu(flow.matmul(x, self.weights[0])), self.weights[1])
+
+
+@trait
+def parameter_list():
+    return Plain([Listed(), Block()])
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterDict({"a": nn.Parameter(flow.randn(HIDDEN, HIDDEN) * 0.3)})
+
+    def forward(self, x):
+        return flow.relu(flow.matmul(x, self.weights["a"]))
+
+
+@trait
+def parameter_dict():
+    return Plain([Named(), Block()])
+
+
+class Reader(nn.Module):
+    """Reads the weight of a layer without calling that layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.inner.weight) + self.inner.bias
+
+
+@trait
+def weight_of_another_layer():
+    return Plain([Reader(), Block()])
+
+
+class Masked(Block):
+    def forward(self, x, mask=None, scale=1.0):
+        out = self.down(nn.functional.gelu(self.up(self.norm(x)))) * scale
+        return x + (out if mask is None else out * mask)
+
+
+class WithKeywords(Plain):
+    def __init__(self):
+        super().__init__([Masked(), Masked()])
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        mask = (ids > 3).to(flow.float32).unsqueeze(-1)
+        x = self.blocks[0](x, mask=mask, scale=0.5)
+        return self.head(self.blocks[1](x, mask=None).mean(1))
+
+
+@trait
+def keywords_and_none():
+    return WithKeywords()
+
+
+class Splits(Block):
+    def forward(self, x):
+        return x, self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Joins(Block):
+    def forward(self, pair):
+        x, y = pair
+        return x + self.down(flow.relu(self.up(self.norm(y))))
+
+
+@trait
+def tuple_between_parts():
+    return Plain([Splits(), Joins()])
+
+
+class State(NamedTuple):
+    x: object
+    y: object
+
+
+@dataclasses.dataclass
+class Data:
+    x: object
+    y: object
+    name: str = "state"
+
+
+class SplitsInto(Splits):
+    kind = dict
+
+    def forward(self, x):
+        return type(self).kind(x=x, y=self.down(flow.relu(self.up(self.norm(x)))))
+
+
+class SplitsDict(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.kind = nn.Linear(HIDDEN, HIDDEN), kind
+
+    def forward(self, x):
+        return self.kind(x=x, y=self.inner(x))
+
+
+class JoinsDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, state):
+        x, y = (state["x"], state["y"]) if isinstance(state, dict) else (state.x, state.y)
+        return x + flow.relu(self.inner(y))
+
+
+@trait
+def dict_between_parts():
+    return Plain([SplitsDict(dict), JoinsDict()])
+
+
+@trait
+def named_tuple_between_parts():
+    return Plain([SplitsDict(State), JoinsDict()])
+
+
+@trait
+def dataclass_between_parts():
+    return Plain([SplitsDict(Data), JoinsDict()])
+
+
+class Keeps(Block):
+    """Keeps an auxiliary loss in self, which the model reads."""
+
+    def forward(self, x):
+        out = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        self.auxiliary = out.square().mean()
+        return x + out
+
+
+class WithAuxiliary(Plain):
+    def __init__(self):
+        super().__init__([Keeps(), Block()])
+
+    def loss(self, out, targets):
+        return nn.functional.cross_entropy(out, targets) + self.blocks[0].auxiliary.to_global(placement=out.placement)
+
+
+class WithKept(Plain):
+    def __init__(self):
+        super().__init__([Keeps(), Block()])
+
+
+@trait
+def value_kept_in_self():
+    return WithKept()
+
+
+class Counts(Block):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.down(flow.relu(self.up(self.norm(x)))) / self.calls
+
+
+@trait
+def counter_in_self():
+    return Plain([Counts(), Block()])
+
+
+@trait
+def forward_hook():
+    model = Plain()
+    model.blocks[0].register_forward_hook(lambda module, inputs, out: out * 0.5)
+    return model
+
+
+class SuperNorm(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x) * 0.5
+
+
+class SuperBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.norm = SuperNorm(HIDDEN)
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+@trait
+def super_forward():
+    return Plain([SuperBlock(), Block()])
+
+
+class Vision(nn.Module):
+    """Convolutions on the embedded words."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1)
+        self.norm = nn.GroupNorm(2, HIDDEN)
+
+    def forward(self, x):
+        return x + flow.relu(self.norm(self.conv(x.permute(0, 2, 1)))).permute(0, 2, 1)
+
+
+@trait
+def convolution():
+    return Plain([Vision(), Block()])
+
+
+@trait
+def padding_index():
+    model = Plain()
+    model.embedding = nn.Embedding(VOCAB, HIDDEN, padding_idx=0)
+    return model
+
+
+class Sliced(Plain):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, ids):
+        x = self.blocks[:1](self.embedding(ids))
+        return self.head(self.blocks[1:](x).mean(1))
+
+
+@trait
+def sliced_sequential():
+    return Sliced()
+
+
+class Normed(Plain):
+    """Methods of its own, a property, and train and eval."""
+
+    def pool(self, x):
+        return x.mean(1) * self.factor
+
+    @property
+    def factor(self):
+        return 2.0 if self.training else 1.0
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.pool(x))
+
+
+@trait
+def methods_and_train_mode():
+    return Normed()
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        state = x[:, 0]
+        for t in range(x.shape[1]):
+            state = flow.tanh(self.gate(flow.cat([x[:, t], state], dim=-1)))
+        return x + state.unsqueeze(1)
+
+
+@trait
+def loop_over_time():
+    return Plain([Recurrent(), Block()])
+
+
+class NoGrad(Block):
+    def forward(self, x):
+        with flow.no_grad():
+            target = self.norm(x)
+        return x + self.down(flow.relu(self.up(target)))
+
+
+@trait
+def no_grad_inside():
+    return Plain([NoGrad(), Block()])
+
+
+class Unused(Block):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(HIDDEN, HIDDEN)
+
+
+@trait
+def unused_parameters():
+    return Plain([Unused(), Block()])
+
+
+PLAN = {r"blocks\.\d+\.up": "Column", r"blocks\.\d+\.down": "Row"}
+
+
+def plan_of(model, module):
+    names = [name for name, _ in model.named_modules()]
+    return {k: getattr(module, kind) for k, kind in PLAN.items() if any(re.fullmatch(k, name) for name in names)}
+
+
+class TrainingGraph(nn.Graph):
+    def __init__(self, model, optimizer, micro_batches, stages=None, stage_of=None, parts=None):
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer)
+        self.config.set_gradient_accumulation_steps(micro_batches)
+        if stages:
+            for part, k in zip(parts(self.model), stage_of):
+                part.to(nn.graph.GraphModule).set_stage(k, stages[k])
+
+    def build(self, ids, targets):
+        loss = nn.functional.cross_entropy(self.model(ids), targets)
+        loss.backward()
+        return loss
+
+
+def optimizer_of(model):
+    return flow.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
+
+
+def laid_out(model, layout, paths):
+    """The model under a layout; returns where ids and targets go, and for a pipeline its stages."""
+    n = flow.env.get_world_size()
+    if layout == "fully sharded":
+        ranks = flow.placement.all("cpu")
+        recipe.load(paths["fully_sharded_module"]).shard(model, ranks)
+        return (ranks, S(0)), (ranks, S(0)), {}
+    if layout == "pipeline":
+        module = recipe.load(paths["pipeline_module"])
+        stages = module.placements("cpu", n)
+        stage_of = module.lay_out(model, model.parts(), stages)
+        more = {"stages": stages, "stage_of": stage_of}
+        return (stages[0], B), (stages[-1], B), more
+    module = recipe.load(paths["tensor_parallel_module"])
+    data = {"data": n, "tensor": 1, "data x tensor": 2}[layout]
+    mesh = module.placements("cpu", n, data)
+    module.lay_out(model, mesh, plan_of(model, module) if data < n else {})
+    return (mesh, (S(0), B)), (mesh, (S(0), B)), {}
+
+
+def parts_of_graph(model):
+    return [model.embedding, *model.blocks, model.head]
+
+
+def losses_and_weights(name, layout=None, graph=False, optimizer_first=False, paths=None, steps=3, micro_batches=2):
+    flow.manual_seed(0)
+    model = TRAITS[name]()
+    optimizer = optimizer_of(model) if optimizer_first else None
+    ids_at = targets_at = more = None
+    if layout:
+        ids_at, targets_at, more = laid_out(model, layout, paths)
+    optimizer = optimizer or optimizer_of(model)
+    rng = np.random.default_rng(1)
+    ids, targets = rng.integers(VOCAB, size=(ROWS, LENGTH)), rng.integers(CLASSES, size=ROWS)
+
+    def placed(array, at):
+        return flow.tensor(array, placement=at[0], sbp=at[1]) if at else flow.tensor(array)
+
+    ids, targets = placed(ids, ids_at), placed(targets, targets_at)
+    training = None
+    if graph:
+        training = TrainingGraph(model, optimizer, micro_batches, parts=parts_of_graph, **more)
+    losses = []
+    for _ in range(steps):
+        if graph:
+            loss = training(ids, targets).numpy().mean()
+        else:
+            loss = nn.functional.cross_entropy(model(ids), targets)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            loss = loss.numpy()
+        losses.append(loss)
+    return losses, {key: value.numpy() for key, value in model.state_dict().items()}
+
+
+def outcome(name, layout, graph, paths, optimizer_first=True):
+    """How far losses and weights are off those of the model on one device, or what was refused."""
+    alone, weights_alone = losses_and_weights(name)
+    try:
+        losses, weights = losses_and_weights(name, layout, graph, optimizer_first, paths)
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:150] if str(error).strip() else ''}"
+    off = max(
+        abs(np.array(losses) - alone).max(), *(abs(weights[key] - value).max() for key, value in weights_alone.items())
+    )
+    same = list(weights) == list(weights_alone)
+    return float(off) if same else f"names {list(weights)}"
