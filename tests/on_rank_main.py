@@ -139,6 +139,8 @@ class Rehearsal:
         delta = np.zeros_like(array)
         step = OFF * np.abs(array).max() if array.dtype.kind == "f" else 1
         delta.reshape(-1)[slice(-1, None) if where == "last" else slice(None)] = step
+        if where == "scaled":
+            delta = OFF * array
         if where == "zeros":  # of the second half: what was zero is not, and the other way round
             delta[len(array) // 2 :] = (array == 0)[len(array) // 2 :] - array[len(array) // 2 :]
         if not isinstance(value, flow.Tensor):
@@ -191,9 +193,14 @@ def parts(value, path=()):
         yield path, "last"
     elif isinstance(value, (flow.Tensor, np.ndarray, np.generic)):
         array = value.numpy() if isinstance(value, flow.Tensor) else np.asarray(value)
-        yield path, "last" if array.dtype.kind == "f" else "all"  # some integers are addresses
-        if array.ndim and array.dtype.kind == "f" and 0.2 < (array == 0).mean() < 0.8:
-            yield path, "zeros"
+        if array.dtype.kind != "f":
+            yield path, "all"  # the last one may be an address
+        elif array.ndim == 0:
+            yield path, "last"
+        else:
+            yield from ((path, "last"), (path, "scaled"))
+            if 0.2 < (array == 0).mean() < 0.8:
+                yield path, "zeros"
 
 
 def names_of_results(module):

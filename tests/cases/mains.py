@@ -97,7 +97,7 @@ def options_of(arguments):
     return {key: value for key, value in arguments.items() if not isinstance(value, (dict, list))}
 
 
-def check_comparisons(name, n, report):
+def check_comparisons(name, n, report, graph):
     """Main fails if a part of a result is off, and compares with the same code on a single device."""
     reasons = NOT_COMPARED.get(name, {})
     for number, part, how in report["unnoticed"]:
@@ -106,6 +106,9 @@ def check_comparisons(name, n, report):
         Checks.that(known and not is_noticed_otherwise, f"main does not notice that {part} of call {number} is off")
     calls = computing(report)
     Checks.that(calls, "main does not compute")
+    for number, call in enumerate(calls):
+        Checks.equal(call.get("graph", graph), graph, f"call {number} of main: graph")
+        Checks.equal(devices_of(call) - {None}, {"cpu"}, f"call {number} of main: device")
     of_all = next((call for call in calls if ranks_of(call) == set(range(n))), calls[0])
     if ranks_of(of_all):
         Checks.equal(ranks_of(of_all), set(range(n)), "the ranks of main's call")
@@ -173,10 +176,13 @@ def check_print(name, n, reports, arguments=()):
             alike = [other for other in reports if line in other["out"].splitlines()]
             Checks.that(OF_ALL.search(line) or len(alike) == 1, f"several ranks print {line!r}")
         graph = "--graph" in arguments or modes(name) == (True,)
+        closing = [line for line in lines if CLOSING.search(line)]
+        Checks.that(rank or closing, "rank 0 does not say that it is equal, but", *lines)
         for line in FIGURES.get(name, lambda *_: [])(n, rank, facts, graph, report):
             Checks.that(line in lines, f"rank {rank} does not print {line!r} but", *lines)
 
 
+CLOSING = re.compile(r"on a single device|in numpy|of a single rank|of a single device|once|that of rank 0")
 IN_PROGRAM = "returned"  # spawn.py's shards are arrays: FIGURES has their line
 SHAPE = r"(\([\d, ]*\))"
 OF_ALL = re.compile(  # what each rank prints of its own, and may be the same on several
@@ -310,6 +316,12 @@ FIGURES = {
     "async_update": only_rank_0(ages),
     "mixture_of_experts": only_rank_0(mixture),
     "fully_sharded_module": held,
+    "activation_checkpointing": lambda n, rank, facts, graph, report: (
+        [
+            "a step saves 2 tensors for backward, 11 without checkpointing"  # of each block its input
+        ]
+        * (not graph)
+    ),
     "pipeline_module": parts_held,
     "gpt": weights_of_gpt,
     "ring_all_reduce": ring_chunks,
@@ -365,7 +377,7 @@ def check_main(pools, path, name, graph=False, options=True):
     call = {"path": str(path), "arguments": arguments, "options": options, "values": VALUES.get(name)}
     reports = pools(n).call(f"{ON_RANK}:rehearse", **call)
     check_print(name, n, reports, arguments)
-    check_comparisons(name, n, reports[0])
+    check_comparisons(name, n, reports[0], graph)
     if "options" in reports[0]:
         check_options(name, reports[0])
         if name == "elastic_training":
