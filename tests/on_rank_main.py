@@ -263,6 +263,7 @@ def rehearse(path, arguments=(), values=None, options=True):
 
     values: {name of an option: values for it}; others are made from its kind. options: whether to try them.
     Returns what `report_of` says of the first run, and
+    changing: the lines that main prints the second time alone, with the same results;
     unnoticed: the parts that may be off without that main fails, as (number of the call, name, how it is changed);
     defaults: {option: what main takes without it}; helps: {option: its help};
     options: {option: [(value, exit code, its calls)]}.
@@ -282,6 +283,8 @@ def rehearse(path, arguments=(), values=None, options=True):
             if not failed and (again.hooked or not is_module):
                 unnoticed.append((number, ".".join(map(str, (names[part[0]], *part[1:]))), how))
     report["unnoticed"] = unnoticed
+    again = Rehearsal(module, list(arguments), first.results, True).run()
+    report["changing"] = sorted(set(again.out.splitlines()) - set(first.out.splitlines()))
     if options and first.options is not None:
         report.update(options_of(first, values or {}))
     return report

@@ -99,6 +99,8 @@ def options_of(arguments):
 
 def check_comparisons(name, n, report, graph):
     """Main fails if a part of a result is off, and compares with the same code on a single device."""
+    changing = [line for line in report["changing"] if "tensors for backward" not in line]  # of a call not made again
+    Checks.that(not changing, "main prints something else the second time:", *changing)
     reasons = NOT_COMPARED.get(name, {})
     for number, part, how in report["unnoticed"]:
         known = {part.split(".")[0], f"{number} {part.split('.')[0]}"} & set(reasons)
@@ -417,13 +419,13 @@ OTHER_OPTIONS = {
 
 
 def other_runs(name):
-    """(number of ranks, arguments) besides the first: in a graph the next one, then the largest up to 8."""
+    """(number of ranks, arguments) besides the first: 3 ranks or the next number, in a graph; the largest up to 8."""
     first, *others = proven_on(name)
     following = 3 if 3 in others else (others or [first])[0]
     largest = max(n for n in world_sizes(path_of(name)) if n <= 8)
-    if len(modes(name)) == 2:
-        yield following, ["--graph"]
-    if largest != first:
+    if following != first or len(modes(name)) == 2:
+        yield following, ["--graph"] * (len(modes(name)) == 2)
+    if largest not in (first, following):
         yield largest, []
     if name in OTHER_OPTIONS:
         yield following, OTHER_OPTIONS[name]
