@@ -20,6 +20,8 @@ from harness.start import recipe
 
 OFF = 2e-4  # of the largest number: just above what float32 needs, and below a tolerance that is 1,000 times too wide
 
+FEW = 3  # steps, where a main trains for 20
+
 
 class FakePlacement:
     """In place of flow.placement: takes GPUs that are not there, and remembers which device each placement was for."""
@@ -106,6 +108,9 @@ class Rehearsal:
 
     def recording(self, function, proceed):
         def call(*arguments, **keywords):
+            parameters = inspect.signature(function).parameters
+            if "steps" in parameters and parameters["steps"].default == 20:
+                keywords.setdefault("steps", FEW)
             bound = inspect.signature(function).bind(*arguments, **keywords)
             bound.apply_defaults()
             self.calls.append((function.__name__, {**bound.arguments}))
