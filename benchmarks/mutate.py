@@ -52,6 +52,7 @@ EQUIVALENT = {
     r"flow\.tensor\(\[state\S+\]\[::-1\]\.copy\(\)": "one number in reverse order is that number",
     r", sbp=flow.sbp.broadcast((?:, grad_sbp=\S+)?)\) -> [\w.()]+\.to_global\(placement=[\w.[\]]+\1\)$": SAME,
     r"to_global\(sbp=x.sbp, grad_sbp=x.sbp\) -> .*\.to_global\(grad_sbp=x.sbp\)$": "it keeps its SBP either way",
+    r"^flow\.tensor\((.*), device=device\) -> flow\.tensor\(\1\)$": "it shows on a GPU alone",
     r"os.close\(\w+\) -> pass$": "a few files stay open until the end",
     r"\.zero_grad\(set_to_none=True\) -> \w+\.zero_grad\(\)$": "set_to_none is faster, and the values are the same",
 }
