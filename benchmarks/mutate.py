@@ -2,11 +2,12 @@
 
     ./launch.sh mutate [recipe ...]
 
-Each SBP, placement, move, stage and matmul of a recipe is changed in every way listed in mutations.py, and each cure of
-a trap is taken out. A changed lesson is checked on the proof ladder, by a run of its main, and by the tests that its
-case names. A changed main is run on the ranks: it must fail, or print, multiply, move or read something else than the
-unchanged one.
-Prints a line for each change and then the survivors; exit code 1 if a survivor has no reason in EQUIVALENT or its case.
+Each SBP, placement, move, stage and matmul of a recipe is changed in every way listed in mutations.py, and so are each
+comparison, figure and default of its main; each cure of a trap, each refusal and each option that is handed on is left
+out. A changed lesson is checked on the proof ladder, by a run of its main, and by the tests that its
+case names. A changed main is judged as tests/test_mains.py does it: it must fail when a result is off, hand on its
+options, print what is so, and refuse what does not work.
+Prints a line for each change and then the survivors; exit code 1 if one has no reason in `EQUIVALENT` or in its case.
 With --count it only prints how many changes there are.
 """
 
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.mutations import BY_NUMPY, WORLD, mutants  # noqa: E402
 from harness.pool import Pool, PoolError, pool_cache  # noqa: E402
 from harness.start.recipe import path_of  # noqa: E402
-from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, WITHOUT_CASE, modes, proven_on, runs  # noqa: E402
+from tests.cases import CASES, GRAPH_ONLY, PROOFS, PROVEN, ROOT, WITHOUT_CASE, mains, modes, runs  # noqa: E402
 from tests.cases import gpt_meshes as gpt  # noqa: E402
 from tests.cases.ladder import check_recipe  # noqa: E402
 
@@ -52,6 +53,7 @@ EQUIVALENT = {
     r"flow\.tensor\(\[state\S+\]\[::-1\]\.copy\(\)": "one number in reverse order is that number",
     r", sbp=flow.sbp.broadcast((?:, grad_sbp=\S+)?)\) -> [\w.()]+\.to_global\(placement=[\w.[\]]+\1\)$": SAME,
     r"to_global\(sbp=x.sbp, grad_sbp=x.sbp\) -> .*\.to_global\(grad_sbp=x.sbp\)$": "it keeps its SBP either way",
+    r"^flow\.tensor\((.*), device=device\) -> flow\.tensor\(\1\)$": "it shows on a GPU alone",
     r"os.close\(\w+\) -> pass$": "a few files stay open until the end",
     r"\.zero_grad\(set_to_none=True\) -> \w+\.zero_grad\(\)$": "set_to_none is faster, and the values are the same",
 }
@@ -77,44 +79,21 @@ def first_red(pools, path, name):
     return None
 
 
-# Options with which main is run; gpt.py's would train for minutes.
-OPTIONS_OF_MAIN = {"gpt": ["--steps", "3", "--check"]}
-MAIN = f"{ROOT / 'harness' / 'measure' / 'main.py'}:recorded_main"
-
-
-def run_of_main(pools, path, name, graph):
-    """What main of the recipe at `path` printed, multiplied, moved and read, by rank; a string if it failed."""
-    arguments = OPTIONS_OF_MAIN.get(name, []) + ["--graph"] * (graph and len(modes(name)) == 2)
-    try:
-        seen = pools(proven_on(name)[0]).call(MAIN, path=str(path), arguments=arguments)
-    except PoolError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return f"{lines[0].split(':')[-1]} {lines[-1]}"
-    for rank, result in enumerate(seen):
-        if result["code"]:
-            return f"main fails on rank {rank}: {result['err'].strip()}"
-    return seen
-
-
-@lru_cache(maxsize=None)
-def main_as_it_stands(pools, name, graph):
-    """The results of main of an unchanged recipe, without those that differ between two runs, such as a time."""
-    first, second = (run_of_main(pools, path_of(name), name, graph) for _ in range(2))
-    assert not isinstance(first, str), first
-    return [{key: was[key] for key in was if was[key] == again[key]} for was, again in zip(first, second)]
-
-
 def first_red_of_main(pools, path, name):
-    """What main of the changed recipe prints or does differently, as a line, or None if nothing."""
-    for graph in modes(name):
-        expected, results = main_as_it_stands(pools, name, graph), run_of_main(pools, path, name, graph)
-        mode = "graph" if graph else "eager"
-        if isinstance(results, str):
-            return f"{mode}: {' '.join(results.split())}"
-        for rank, (was, now) in enumerate(zip(expected, results)):
-            differs = [key for key in was if was[key] != now[key]]
-            if differs:
-                return f"{mode}: main on rank {rank}: other {', '.join(differs)}"
+    """What is wrong with main, in one line, or None: on its first number of ranks, and on others and with options."""
+    checks = [partial(mains.check_main, pools, path, name, graph) for graph in modes(name)]
+    checks.append(partial(mains.check_refusals, pools, path, name))
+    for n, arguments in mains.other_runs(name):
+        if n in PROVEN:
+            checks.append(lambda n=n, arguments=arguments: mains.check_elsewhere(pools(n), path, name, arguments))
+    for check in checks:
+        try:
+            check()
+        except AssertionError as error:
+            return f"main: {' '.join(str(error).split())}"
+        except PoolError as error:
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            return f"main: {lines[0].split(':')[-1].strip()} {lines[-1].strip()}"
     return None
 
 
@@ -190,9 +169,10 @@ def main(arguments=None):
         count(names)
         return 0
     survivors, equivalent, number, begin = [], [], 0, time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, pool_cache(partial(Pool, timeout=30, repeat=True)) as pools:
+    with tempfile.TemporaryDirectory() as folder, pool_cache(partial(Pool, timeout=60, repeat=True)) as pools:
         for name in names:
-            red = first_red(pools, path_of(name), name) or red_test(path_of(name), name)
+            red = first_red(pools, path_of(name), name) or first_red_of_main(pools, path_of(name), name)
+            red = red or red_test(path_of(name), name)
             if red:
                 print(f"{name}.py is red as it stands, so its mutants would say nothing\n    {red}")
                 return 1

@@ -90,9 +90,50 @@ def test_placements_and_options_are_changed_in_main():
     changes = [mutant.change for mutant in mutants(PLANNED) if mutant.in_main]
     world = "flow.env.get_world_size()"
     assert changes == [
+        'train(flow.placement.all("cpu"), args.graph) -> train(flow.placement.all("cpu"))',
         *(f'flow.placement.all("cpu") -> flow.placement("cpu", [{rank}])' for rank in ("0", f"{world} - 1")),
         *(f"args.graph -> {value}" for value in (True, False)),
     ]
+
+
+MAIN = """
+def train(ranks, seed=0, steps=3):
+    sampler = Sampler(ranks, seed=seed, shuffle=True)
+    if steps < 1:
+        raise ValueError("steps: 1 or more")
+
+def main():
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--loss", choices=["each", "first"], default="each")
+    if args.steps < 1:
+        parser.error("--steps: 1 or more")
+    losses = train(ranks, steps=args.steps)
+    np.testing.assert_allclose(losses, alone, rtol=1e-5, err_msg="losses")
+    print(f"{(n - 1) / n:.0%}")
+"""
+MISTAKES = {  # that people make in a main, and in what a lesson refuses or hands on
+    'np.testing.assert_allclose(losses, alone, rtol=1e-5, err_msg="losses")': [
+        "pass",
+        'np.testing.assert_allclose(losses, losses, rtol=1e-5, err_msg="losses")',
+        'np.testing.assert_allclose(alone, alone, rtol=1e-5, err_msg="losses")',
+        'np.testing.assert_allclose(losses, alone, rtol=1000 * 1e-5, err_msg="losses")',
+    ],
+    "train(ranks, steps=args.steps)": ["train(ranks)"],
+    'parser.error("--steps: 1 or more")': ["pass"],
+    'raise ValueError("steps: 1 or more")': ["pass"],
+    "Sampler(ranks, seed=seed, shuffle=True)": ["Sampler(ranks, shuffle=True)"],
+    'parser.add_argument("--steps", type=int, default=3)': ['parser.add_argument("--steps", type=int, default=4)'],
+    'parser.add_argument("--loss", choices=["each", "first"], default="each")': [
+        'parser.add_argument("--loss", choices=["each", "first"], default=\'first\')'
+    ],
+    "(n - 1) / n": ["n - 1", "n"],
+    "n - 1": ["n", "1"],
+}
+
+
+def test_comparisons_tolerances_arguments_defaults_refusals_and_figures_are_changed():
+    changes = [mutant.change for mutant in mutants(MAIN)]
+    assert sorted(changes) == sorted(f"{old} -> {new}" for old, news in MISTAKES.items() for new in news)
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +156,12 @@ def test_red_and_green_are_distinguished(pools, tmp_path):
 @pytest.mark.parametrize(
     "old, new, words",
     [
-        ("flow.placement.all(args.device)", 'flow.placement("cpu", [0])', "out, matmuls, reads"),
-        ("flow.env.get_rank() == 0", "True", "main on rank 1: other out"),
-        ("x.numpy() @ w.numpy()", "x.numpy() @ -w.numpy()", "main fails on rank 0: Not equal to tolerance"),
+        ("flow.placement.all(args.device)", 'flow.placement("cpu", [0])', "the ranks of main's call is {0}"),
+        ("flow.env.get_rank() == 0", "True", "several ranks print 'out is"),
+        ("x.numpy() @ w.numpy()", "x.numpy() @ -w.numpy()", "Not equal to tolerance"),
+        ("x.numpy() @ w.numpy()", "out.numpy()", "main does not notice that x of call 0 is off"),
+        ("rtol=1e-5", "rtol=1e-2", "main does not notice that x of call 0 is off"),
+        (", args.graph)", ")", "--graph True: call 0 has False"),
     ],
 )
 def test_main_with_a_fault_is_red_and_one_that_does_the_same_is_green(pools, tmp_path, old, new, words):

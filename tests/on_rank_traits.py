@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np

@@ -85,7 +85,7 @@ def main():
         print("sum of the block on each rank, 0 for none: of x, then of its conversions on the other ranks")
         for name, by_rank in zip(tensors, sums.astype(int).T):
             print(f"{name:12}", *by_rank)
-    for name, tensor in conversions.items():
+    for name, tensor in tensors.items():
         np.testing.assert_array_equal(tensor.numpy(), x["B"].numpy(), err_msg=name)  # collective: on all ranks
     if flow.env.get_rank() == 0:
         print("each of the 16 equals x = sum(parts) on a single device")

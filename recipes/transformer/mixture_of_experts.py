@@ -144,8 +144,10 @@ def main():
     model, losses, dropped = train(flow.placement.all(args.device), args.graph, capacity=args.capacity)
     for name, w in model.named_parameters():
         print(f"{name} {tuple(w.to_local().shape)} of {tuple(w.shape)}")
-    _, alone, _ = train(flow.placement(args.device, [0]), args.graph, capacity=args.capacity)  # on a single device
+    one_device = flow.placement(args.device, [0])
+    _, alone, dropped_alone = train(one_device, args.graph, capacity=args.capacity)  # the same code on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
+    np.testing.assert_array_equal(dropped, dropped_alone)
     if flow.env.get_rank() == 0:
         print(f"with {args.capacity} slots for each group at each expert, {dropped[0]:.0f} tokens are dropped at first")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")

@@ -86,7 +86,7 @@ def check_parts(model, parts, stage_of):
         for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
             if placed.setdefault(id(tensor), k) != k:
                 raise ValueError(
-                    f"{name} of {type(part).__name__} is tied to a weight of stage {placed[id(tensor)]}, but is on stage {k}: "
+                    f"{name} of {type(part).__name__} is on stage {k}, and tied to a weight of stage {placed[id(tensor)]}: "
                     "put both parts on one stage, or pass the weight along with the activations"
                 )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

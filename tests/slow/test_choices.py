@@ -1,0 +1,161 @@
+"""What recipes pick, write and end with, read by other means than their own: orders, checkpoints, files, exit codes."""
+
+import json
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+from harness.start.recipe import path_of
+from tests.cases import mains
+from tests.run import Run
+
+PLAY = f"{mains.ON_RANK}:played"
+
+
+def drawn(path, seed):
+    """On a rank: what depends on a seed besides the inputs."""
+    import oneflow as flow
+
+    from harness.start.recipe import load
+
+    result = load(path).run(flow.placement.all("cpu"), seed=seed)
+    return [part if isinstance(part, list) else part.numpy() for part in result[1:] if not isinstance(part, np.ndarray)]
+
+
+@pytest.mark.parametrize("name", ["data_loading", "random_numbers"])
+def test_another_seed_gives_another_order_and_the_same_seed_the_same(pools, name):
+    """The samples of both epochs; the weight."""
+    zero, again, one = (
+        pools(2).call(f"{__file__}:drawn", path=str(path_of(name)), seed=seed)[0][0] for seed in (0, 0, 1)
+    )
+    assert np.array_equal(zero, again) and all((np.asarray(zero[i]) != np.asarray(one[i])).any() for i in (0, 1))
+
+
+def newest(path, checkpoint_dir):
+    """On a rank: the step from which a recipe would resume."""
+    import oneflow as flow
+
+    from harness.measure.calls import replaced
+    from harness.start.recipe import load
+
+    module = load(path)
+    for name in ("load_latest", "last_step", "newest_checkpoint"):
+        if hasattr(module, name):
+            with replaced({(flow, "load"): lambda *_, **__: None}):
+                step = getattr(module, name)(checkpoint_dir)
+            return step[0] if isinstance(step, tuple) else step
+    raise AttributeError(f"{path} has no function that finds its newest checkpoint")
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "elastic_training", "gpt"])
+def test_newest_checkpoint_has_the_largest_number(pools, tmp_path, name):
+    """Not the last name in the alphabet, and not the youngest folder."""
+    call = {"path": str(path_of(name)), "checkpoint_dir": str(tmp_path)}
+    assert pools(2).call(f"{__file__}:newest", **call) == [0, 0]
+    for step in ("100", "20", "9", "unfinished"):
+        (tmp_path / step).mkdir()
+    assert pools(2).call(f"{__file__}:newest", **call) == [100, 100]
+
+
+@pytest.mark.parametrize("graph", [[], ["--graph"]], ids=["eager", "graph"])
+def test_elastic_training_tells_the_steps_that_it_trains(pools, tmp_path, graph):
+    path, arguments = str(path_of("elastic_training")), [*graph, "--checkpoint-dir", str(tmp_path)]
+    first, _ = pools(2).call(PLAY, path=path, arguments=[*arguments, "--steps", "2"])
+    second, _ = pools(2).call(PLAY, path=path, arguments=[*arguments, "--steps", "4"])
+    assert (first["code"], second["code"]) == (0, 0), second["err"]
+    losses = second["facts"][0]["losses"]
+    assert losses[:2] == first["facts"][0]["losses"] and len(losses) == 4
+    assert "resumes after step 2, from its checkpoint" in second["out"].splitlines()
+    assert f"loss {losses[2]:.4f} in step 3 -> {losses[3]:.4f} in step 4" in second["out"].splitlines()
+
+
+def test_checkpoint_of_an_option_is_kept_and_resumed(pools, tmp_path):
+    """checkpoint.py: with --checkpoint-dir the second job trains the steps that are left."""
+    path, arguments = str(path_of("checkpoint")), ["--checkpoint-dir", str(tmp_path), "--save-every", "3"]
+    pools(2).call(PLAY, path=path, arguments=[*arguments, "--steps", "4"])
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["2", "3", "4"]
+    for report in pools(2).call(PLAY, path=path, arguments=[*arguments, "--steps", "6"]):
+        assert (report["code"], len(report["facts"][1]["losses"])) == (0, 6), report["err"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["2", "3", "4", "6"]
+
+
+def rates(path, checkpoint_dir, steps):
+    """On a rank: what gpt.py prints of each step, where every look at the clock is a second after the one before."""
+    import contextlib
+    import io
+    import time
+
+    from harness.measure.calls import replaced
+    from harness.start.recipe import load
+
+    module, seconds, out = load(path), iter(range(1000)), io.StringIO()
+    config = module.Config(batch_size=8, hidden_size=16, num_heads=2, num_layers=2)
+    clock = {(time, "monotonic"): lambda: next(seconds)}
+    with replaced(clock), contextlib.redirect_stdout(out):
+        module.train(module.placements("cpu", 2), config, steps=steps, checkpoint_dir=checkpoint_dir, log_interval=1)
+    return out.getvalue().splitlines()
+
+
+def test_gpt_counts_the_tokens_since_it_resumed(pools, tmp_path):
+    call = {"path": str(path_of("gpt")), "checkpoint_dir": str(tmp_path)}
+    pools(2).call(f"{__file__}:rates", steps=2, **call)
+    lines, nothing = pools(2).call(f"{__file__}:rates", steps=4, **call)
+    words = [line.split("  ") for line in lines]
+    assert [(word[0], word[-1]) for word in words] == [(f"step {step}", f"{8 * 8} tokens/s") for step in (3, 4)]
+    assert nothing == []
+
+
+def written(path, target):
+    """On a rank: save a model by pytorch_weights.py; its parameters as arrays."""
+    import oneflow as flow
+
+    from harness.start.recipe import load
+
+    module = load(path)
+    model, _, _ = module.train(flow.placement.all("cpu"), steps=1)
+    module.save_safetensors(model, target)
+    return {name: w.numpy() for name, w in model.named_parameters()}
+
+
+def test_file_of_pytorch_weights_is_in_the_format_of_safetensors(pools, tmp_path):
+    """Its header is parsed here: 8 bytes of length, JSON with the metadata that PyTorch wants, then numbers."""
+    target = tmp_path / "model.safetensors"
+    arrays, _ = pools(2).call(f"{__file__}:written", path=str(path_of("pytorch_weights")), target=str(target))
+    content = target.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    assert begin % 8 == 0 and content[8:9] == b"{" and list(header) == list(arrays)
+    end = 0
+    for name, array in arrays.items():
+        entry = header[name]
+        assert sorted(entry) == ["data_offsets", "dtype", "shape"]
+        assert (entry["dtype"], entry["shape"]) == ("F32", list(array.shape))
+        first, last = entry["data_offsets"]
+        assert (first, last) == (end, end + array.nbytes)
+        assert content[begin + first : begin + last] == array.astype("<f4").tobytes()
+        end = last
+    assert len(content) == begin + end
+
+
+def test_program_of_spawn_that_is_terminated_fails(tmp_path):
+    """With exit code 1 and not with 0, whatever its ranks do."""
+    multiplies = "    return out.to_local().detach().numpy()"
+    source = path_of("spawn").read_text()
+    assert source.count(multiplies) == 1
+    script = tmp_path / "spawn.py"
+    script.write_text(source.replace(multiplies, "    print('multiplied', flush=True)\n    time.sleep(1000)"))
+    run = Run(sys.executable, script, "--ranks", 1).until("multiplied").signal(signal.SIGTERM)
+    run.wait()
+    assert run.code == 1 and run.all_gone() and "Traceback" not in run.err
+
+
+def test_program_of_spawn_whose_rank_is_killed_fails_with_its_signal(tmp_path):
+    source = path_of("spawn").read_text()
+    script = tmp_path / "spawn.py"
+    script.write_text(source.replace("    x = flow.tensor(x, ", "    os.kill(os.getpid(), 9)\n    x = flow.tensor(x, "))
+    run = Run(sys.executable, script, "--ranks", 1)
+    run.wait()
+    assert run.code == 1 and "RuntimeError: rank 0 of 1 died: exit code -9" in run.err and run.all_gone()

@@ -1,0 +1,37 @@
+"""The main of every recipe can fail, hands on its options, prints what is so, and refuses what does not work."""
+
+import pytest
+
+from harness.start.recipe import path_of, world_sizes
+from tests.cases import mains
+
+QUICK = (  # of each chapter one, in the default suite
+    *("data_parallel", "train_pipeline", "gradient_accumulation", "parameter_server", "random_numbers"),
+    *("fully_sharded", "hello_ranks", "ring_attention"),
+)
+NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in mains.NAMES]
+RUNS = [(name, n, arguments) for name in mains.NAMES for n, arguments in mains.other_runs(name)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_main_fails_if_a_result_is_off_and_hands_on_its_options(pools, name):
+    mains.check_main(pools, path_of(name), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, n, arguments", RUNS, ids=[f"{run[0]}-{run[1]}-{' '.join(run[2])}" for run in RUNS])
+def test_main_prints_what_is_so_on_other_ranks_and_with_other_options(pools, name, n, arguments):
+    mains.check_elsewhere(pools(n), path_of(name), name, arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in mains.NAMES if mains.lines_that_refuse(name, path_of(name).read_text())]
+)
+def test_every_refusal_is_reached(pools, name):
+    mains.check_refusals(pools, path_of(name), name)
+
+
+@pytest.mark.parametrize("name", mains.NAMES)
+def test_recipe_takes_the_numbers_of_ranks_that_its_sizes_allow(name):
+    assert tuple(world_sizes(path_of(name))) == tuple(mains.WORLD_SIZES[name])

@@ -1,0 +1,87 @@
+"""Formulas and tables in the docstrings of recipes are those of their cases, which are measured."""
+
+import ast
+import re
+
+import pytest
+
+from harness.start.recipe import entry, path_of
+from tests.cases import CASES, gpt
+
+# Recipe -> what its docstring multiplies by, and the numbers of it on n ranks
+FACTORS = {
+    "activation_checkpointing": ("the bytes of the weights", 4 * 8 + 8 * 4 + 4 * 8 + 8 * 4),
+    "train_data_parallel": ("the bytes of the weights", 4 * 8 + 8 * 4),
+    "ddp": ("the bytes of the weights", 4 * 8 + 8 * 4),
+    "fully_sharded": ("the weights", 4 * 8 + 8 * 4),
+    "zero_optimizer": ("the weights", 4 * 8 + 8 * 4),
+    "elastic_training": ("its bytes", 64 * 64),
+    "gradient_accumulation": ("the weights", 4 * 8 + 8 * 4),
+    "all_gather_kv": ("q", 8 * 2 * 4),
+    "ulysses": ("q", 8 * 8 * 4),
+}
+FORMULA = r"(each )?(m x )?(\d+ )?\(n-1\)/n(\^2)? x {}(?: from|\.)"
+
+
+def docstring(name):
+    return " ".join(ast.get_docstring(ast.parse(path_of(name).read_text())).split())
+
+
+def stated(name, n, graph):
+    """The numbers that each rank sends in a step, by the docstring: in eager mode its first formula, else its last."""
+    what, size = FACTORS[name]
+    moves = docstring(name).partition("Moves: ")[2].partition(" Run: ")[0]
+    found = list(re.finditer(FORMULA.format(re.escape(what)), moves))
+    each, micro_batches, times, squared = found[-1 if graph else 0].groups()
+    times = int(times or 1) * (2 if each else 1)  # "an all-gather ..., a reduce-scatter ...: each"
+    if micro_batches:
+        times *= entry(path_of(name))["micro_batches"]
+    return times * (n - 1) / n ** (2 if squared else 1) * size
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", FACTORS)
+def test_formula_in_the_docstring_is_what_a_step_sends(name, graph):
+    for n in (2, 4):
+        case = CASES[name](n, graph=graph)
+        assert case.sends == pytest.approx([stated(name, n, graph)] * n)
+
+
+KINDS = {  # row of the table in gpt.py's docstring -> kinds of tensors
+    "ids": ["ids"],
+    "activation, residual": ["activation", "residual"],
+    "vocabulary": ["vocabulary"],
+    "column weight": ["column"],
+    "row weight": ["row"],
+    "norms, positions": ["replicated"],
+}
+
+
+def tables(source):
+    """The tables of layouts in gpt.py's code: {name: {kind of tensor: its SBPs}}."""
+    names = {"B": "B", "S": lambda dim: f"S({dim})"}
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
+    found = {getattr(node.targets[0], "id", ""): ast.get_source_segment(source, node.value) for node in nodes}
+    return [eval(found[name], names) for name in ("LAYOUT", "SEQUENCE_PARALLEL", "SHARDED")]
+
+
+def test_table_in_the_docstring_of_gpt_is_its_layout():
+    """And that of the weights is what test_gpt.py measures."""
+    source = path_of("gpt").read_text()
+    plain, sequence_parallel, sharded = tables(source)
+    rows = {}
+    for line in ast.get_docstring(ast.parse(source)).splitlines():
+        row = re.fullmatch(
+            r" +(\S.*?) +\(.*?\)(?:, \(.*\))? +(\S+) +(\S+?)(?: +--([\w-]+): (?:residual )?(\S+), (\S+))?", line
+        )
+        if row and row.group(1) != "kind of tensor":
+            rows[row.group(1)] = row.groups()[1:]
+    assert list(rows) == list(KINDS)
+    in_words = {"sequence-parallel": {}, "shard-weights": {}}
+    for row, (data, tensor, option, *changed) in rows.items():
+        assert [plain[kind] for kind in KINDS[row]] == [(data, tensor)] * len(KINDS[row])
+        if option:
+            in_words[option][KINDS[row][-1]] = tuple(changed)
+    assert in_words == {"sequence-parallel": sequence_parallel, "shard-weights": sharded}
+    assert all(gpt.SBPS[kind] == ", ".join(plain[kind]) for kind in gpt.SBPS)
+    assert all(gpt.SHARDED[kind] == ", ".join(sharded[kind]) for kind in sharded)
