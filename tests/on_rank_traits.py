@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -40,8 +41,9 @@ class Plain(nn.Module):
             x = block(x)
         return self.head(x.mean(1))
 
-    def parts(self):
-        return [self.embedding, *self.blocks, self.head]
+
+def parts_of(model):
+    return [model.embedding, *model.blocks, model.head]
 
 
 TRAITS = {}
@@ -98,33 +100,6 @@ def no_bias():
     model = Plain([Block(nn.Linear(HIDDEN, 16, bias=False)), Block()], nn.Linear(HIDDEN, CLASSES, bias=False))
     model.blocks[1].down = nn.Linear(16, HIDDEN, bias=False)
     return model
-
-
-class TiedStage(Plain):
-    """Two layers of one block share a weight."""
-
-    def __init__(self):
-        super().__init__()
-        for block in self.blocks:
-            block.again = nn.Linear(HIDDEN, HIDDEN)
-            block.first = nn.Linear(HIDDEN, HIDDEN)
-            block.again.weight = block.first.weight
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean(1))
-
-
-class TiedBlock(Block):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return super(TiedBlock, self.to(nn.Module) if not isinstance(self, nn.Module) else self).forward(x)
 
 
 class Pair(nn.Module):
@@ -331,13 +306,6 @@ class Data:
     name: str = "state"
 
 
-class SplitsInto(Splits):
-    kind = dict
-
-    def forward(self, x):
-        return type(self).kind(x=x, y=self.down(flow.relu(self.up(self.norm(x)))))
-
-
 class SplitsDict(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -379,14 +347,6 @@ class Keeps(Block):
         out = self.down(nn.functional.gelu(self.up(self.norm(x))))
         self.auxiliary = out.square().mean()
         return x + out
-
-
-class WithAuxiliary(Plain):
-    def __init__(self):
-        super().__init__([Keeps(), Block()])
-
-    def loss(self, out, targets):
-        return nn.functional.cross_entropy(out, targets) + self.blocks[0].auxiliary.to_global(placement=out.placement)
 
 
 class WithKept(Plain):
@@ -548,14 +508,13 @@ def plan_of(model, module):
 
 
 class TrainingGraph(nn.Graph):
-    def __init__(self, model, optimizer, micro_batches, stages=None, stage_of=None, parts=None):
+    def __init__(self, model, optimizer, micro_batches, stages=(), stage_of=()):
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
         self.config.set_gradient_accumulation_steps(micro_batches)
-        if stages:
-            for part, k in zip(parts(self.model), stage_of):
-                part.to(nn.graph.GraphModule).set_stage(k, stages[k])
+        for part, k in zip(parts_of(self.model), stage_of):
+            part.to(nn.graph.GraphModule).set_stage(k, stages[k])
 
     def build(self, ids, targets):
         loss = nn.functional.cross_entropy(self.model(ids), targets)
@@ -577,7 +536,7 @@ def laid_out(model, layout, paths):
     if layout == "pipeline":
         module = recipe.load(paths["pipeline_module"])
         stages = module.placements("cpu", n)
-        stage_of = module.lay_out(model, model.parts(), stages)
+        stage_of = module.lay_out(model, parts_of(model), stages)
         more = {"stages": stages, "stage_of": stage_of}
         return (stages[0], B), (stages[-1], B), more
     module = recipe.load(paths["tensor_parallel_module"])
@@ -587,18 +546,11 @@ def laid_out(model, layout, paths):
     return (mesh, (S(0), B)), (mesh, (S(0), B)), {}
 
 
-def parts_of_graph(model):
-    return [model.embedding, *model.blocks, model.head]
-
-
-def losses_and_weights(name, layout=None, graph=False, optimizer_first=False, paths=None, steps=3, micro_batches=2):
+def losses_and_weights(name, layout=None, graph=False, paths=None, steps=3, micro_batches=2):
     flow.manual_seed(0)
     model = TRAITS[name]()
-    optimizer = optimizer_of(model) if optimizer_first else None
-    ids_at = targets_at = more = None
-    if layout:
-        ids_at, targets_at, more = laid_out(model, layout, paths)
-    optimizer = optimizer or optimizer_of(model)
+    optimizer = optimizer_of(model)  # before the layout, as in a script that is not edited
+    ids_at, targets_at, more = laid_out(model, layout, paths) if layout else (None, None, {})
     rng = np.random.default_rng(1)
     ids, targets = rng.integers(VOCAB, size=(ROWS, LENGTH)), rng.integers(CLASSES, size=ROWS)
 
@@ -606,9 +558,7 @@ def losses_and_weights(name, layout=None, graph=False, optimizer_first=False, pa
         return flow.tensor(array, placement=at[0], sbp=at[1]) if at else flow.tensor(array)
 
     ids, targets = placed(ids, ids_at), placed(targets, targets_at)
-    training = None
-    if graph:
-        training = TrainingGraph(model, optimizer, micro_batches, parts=parts_of_graph, **more)
+    training = TrainingGraph(model, optimizer, micro_batches, **more) if graph else None
     losses = []
     for _ in range(steps):
         if graph:
@@ -623,15 +573,26 @@ def losses_and_weights(name, layout=None, graph=False, optimizer_first=False, pa
     return losses, {key: value.numpy() for key, value in model.state_dict().items()}
 
 
-def outcome(name, layout, graph, paths, optimizer_first=True):
-    """How far losses and weights are off those of the model on one device, or what was refused."""
-    alone, weights_alone = losses_and_weights(name)
+@lru_cache(maxsize=None)
+def on_one_device(name):
+    return losses_and_weights(name)
+
+
+def outcome(name, layout, graph, paths):
+    """How far losses and weights are off those of the model on one device; or what it is refused with, as a line."""
+    losses_alone, weights_alone = on_one_device(name)
     try:
-        losses, weights = losses_and_weights(name, layout, graph, optimizer_first, paths)
-    except Exception as error:  # noqa: BLE001
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:150] if str(error).strip() else ''}"
-    off = max(
-        abs(np.array(losses) - alone).max(), *(abs(weights[key] - value).max() for key, value in weights_alone.items())
-    )
-    same = list(weights) == list(weights_alone)
-    return float(off) if same else f"names {list(weights)}"
+        losses, weights = losses_and_weights(name, layout, graph, paths)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    assert list(weights) == list(weights_alone)  # the names of a checkpoint
+    off = [abs(weights[key] - array).max() for key, array in weights_alone.items()]
+    return float(max(abs(np.subtract(losses, losses_alone)).max(), *off))
+
+
+def outcomes(names, layout, graph, paths):
+    return {name: outcome(name, layout, graph, paths) for name in names}
+
+
+def names():
+    return list(TRAITS)

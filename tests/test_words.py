@@ -6,7 +6,8 @@ import re
 import pytest
 
 from harness.start.recipe import entry, path_of
-from tests.cases import CASES, gpt
+from tests.cases import CASES
+from tests.cases import gpt_meshes as gpt
 
 # Recipe -> what its docstring multiplies by, and the numbers of it on n ranks
 FACTORS = {

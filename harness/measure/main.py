@@ -39,12 +39,3 @@ def main_of(path, arguments, matmul_scale=1.0):
     finally:
         sys.argv = before
     return code, out.getvalue(), err.getvalue()
-
-
-def recorded_main(path, arguments):
-    """{"code", "out", "err": of main_of}, and the matmuls, moves, reads, stages and graph calls of main."""
-    recorder = Recorder(keeps_initial=False)
-    with recorder.recording():
-        code, out, err = main_of(path, arguments)
-    events = {name: getattr(recorder, name) for name in ("matmuls", "lazy", "moves", "reads", "stages", "calls")}
-    return {"code": code, "out": out, "err": err, **events}

@@ -85,10 +85,10 @@ def check_parts(model, parts, stage_of):
     for part, k in zip(parts, stage_of):
         for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
             if placed.setdefault(id(tensor), k) != k:
-                raise ValueError(
-                    f"{name} of {type(part).__name__} is on stage {k}, and tied to a weight of stage {placed[id(tensor)]}: "
-                    "put both parts on one stage, or pass the weight along with the activations"
+                tied = (
+                    f"{name} of {type(part).__name__}, on stage {k}, is tied to a weight on stage {placed[id(tensor)]}"
                 )
+                raise ValueError(f"{tied}: put both on one stage, or pass the weight along with the activations")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) not in placed:
             raise ValueError(f"{name} is in none of the parts")

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from harness.start.recipe import entry, path_of, world_sizes
-from tests.cases import CASES, PROOFS, ROOT, WITHOUT_CASE, gpt, modes, proven_on  # noqa: F401
+from tests.cases import CASES, PROOFS, ROOT, WITHOUT_CASE, modes, proven_on
 from tests.cases.ladder import Checks
 
 ON_RANK = str(ROOT / "tests" / "on_rank_main.py")
@@ -444,10 +444,34 @@ MORE_REFUSED = {
     "rendezvous": ["--init-method here"],
     "pytorch_weights": [f"--weights FOLDER/{what}" for what in ("no_file", "short", "zip", "float64", "cut", "other")],
 }
+
+
+def trained(trait, layout, recipe):
+    """The expression that trains a model of tests/on_rank_traits.py in a graph, laid out by the recipe."""
+    module = "__import__('tests.on_rank_traits', fromlist=['on_rank_traits'])"
+    return f"{module}.losses_and_weights({trait!r}, {layout!r}, True, {{{recipe!r}: __file__}})"
+
+
+def lost_in_a_graph(layout, recipe):
+    """Two models that a graph would train differently from eager mode."""
+    return [trained(trait, layout, recipe) for trait in ("forward_hook", "value_kept_in_self")]
+
+
 # Recipe -> expressions of its names that it refuses
 EXPRESSIONS = {
-    "tensor_parallel_module": ["lay_out(Classifier(), placements('cpu', 2), {**PLAN, 'blocks.*middle': Row})"],
-    "pipeline_module": ["lay_out(Classifier(), [], placements('cpu', 2))"],
+    "tensor_parallel_module": [
+        "lay_out(Classifier(), placements('cpu', 2), {**PLAN, 'blocks.*middle': Row})",
+        "lay_out(Classifier(), placements('cpu', 2), {'embedding': Row})",
+        "lay_out(Classifier(), placements('cpu', 2), {'head': Row, 'hea.': Column})",
+        *lost_in_a_graph("tensor", "tensor_parallel_module"),
+    ],
+    "fully_sharded_module": lost_in_a_graph("fully sharded", "fully_sharded_module"),
+    "pipeline_module": [
+        "lay_out(Classifier(), [Classifier()], placements('cpu', 2))",
+        "lay_out(Classifier(), [Classifier(), Classifier()], placements('cpu', 2))",
+        trained("tied_on_two_stages", "pipeline", "pipeline_module"),
+        *lost_in_a_graph("pipeline", "pipeline_module"),
+    ],
     "gpt": ["placements('cpu', 2, data=1)"],
 }
 # Recipe -> the text of a refusal that other tests reach: spawn.py needs a rank that dies

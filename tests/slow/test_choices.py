@@ -9,7 +9,7 @@ import pytest
 
 from harness.start.recipe import path_of
 from tests.cases import mains
-from tests.run import Run
+from tests.jobs import Run
 
 PLAY = f"{mains.ON_RANK}:played"
 

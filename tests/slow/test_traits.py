@@ -1,0 +1,40 @@
+"""Models with one unusual trait each train under every layout as on one device, or are refused with a line."""
+
+import pytest
+
+from harness.start.recipe import path_of
+from tests.cases import ROOT
+from tests.cases.ladder import Checks
+
+ON_RANK = str(ROOT / "tests" / "on_rank_traits.py")
+PATHS = {f"{name}_module": str(path_of(f"{name}_module")) for name in ("tensor_parallel", "fully_sharded", "pipeline")}
+LAYOUTS = {"data": 2, "tensor": 2, "data x tensor": 4, "fully sharded": 2, "pipeline": 2}  # -> ranks
+ALWAYS, IN_A_GRAPH = (False, True), (True,)
+# Trait -> what it is refused with, under which layouts, and whether in a graph alone
+REFUSED = {
+    "tied_on_two_stages": ("is tied to a weight on stage 0: put both on one stage", ["pipeline"], ALWAYS),
+    "root_parameter": ("positions is in none of the parts", ["pipeline"], ALWAYS),
+    "value_kept_in_self": ("keeps auxiliary in self, which nn.Graph loses; return it", LAYOUTS, IN_A_GRAPH),
+    "counter_in_self": ("keeps calls in self, which nn.Graph loses; return it", LAYOUTS, IN_A_GRAPH),
+    "forward_hook": ("has a forward hook, which nn.Graph does not call; train in eager mode", LAYOUTS, IN_A_GRAPH),
+    "sliced_sequential": ("AssertionError", LAYOUTS, IN_A_GRAPH),  # OneFlow's own, for any model
+}
+
+
+# Of the layouts that share their code with others, a graph is compiled for these alone.
+FEW = ["plain", "frozen", "adapter", "tied_on_two_stages", "buffer", "own_parameters", "keywords_and_none"]
+
+
+@pytest.mark.parametrize("graph", ALWAYS, ids=["eager", "graph"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trait_trains_as_on_one_device_or_is_refused(pools, layout, graph):
+    pool = pools(LAYOUTS[layout])
+    names = FEW if graph and layout in ("data", "data x tensor") else pool.call(f"{ON_RANK}:names")[0]
+    for by_name in pool.call(f"{ON_RANK}:outcomes", names=names, layout=layout, graph=graph, paths=PATHS):
+        for name, outcome in by_name.items():
+            words, layouts, modes = REFUSED.get(name, ("", [], ()))
+            if layout in layouts and graph in modes:
+                Checks.that(words in str(outcome), layout, name, "is not refused:", outcome)
+            else:
+                Checks.that(outcome != outcome or str(outcome)[0].isdigit(), layout, name, "is refused:", outcome)
+                Checks.that(outcome <= 1e-4, layout, name, "is off one device by", outcome)
