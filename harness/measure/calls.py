@@ -25,6 +25,7 @@ PLACES = {
     "module": [(flow.nn.Module, "__call__")],
     "module to_global": [(flow.nn.Module, "to_global")],
     "graph": [(flow.nn.Graph, "__call__")],
+    "new graph": [(flow.nn.Graph, "__init__")],
     "set_stage": [(flow.nn.graph.GraphModule, "set_stage")],
     "zero_grad": [(flow.optim.Optimizer, "zero_grad")],
     "update": [(getattr(flow.optim, name), "step") for name in OPTIMIZERS],

@@ -6,7 +6,7 @@ from harness.measure.recorder import Recorder
 from harness.measure.tensors import snapshot
 from harness.start import recipe
 
-RECORDED = ("matmuls", "lazy", "moves", "reads", "stages", "calls", "without_identity", "recomputed")
+RECORDED = ("matmuls", "lazy", "moves", "reads", "stages", "graphs", "calls", "without_identity", "recomputed")
 
 
 def observe(path, matmul_scale=1.0, names=None, **arguments):

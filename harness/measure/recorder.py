@@ -83,6 +83,10 @@ class Recorder:
         self.keep_initial([parameter for group in optimizer.param_groups for parameter in group.parameters])
         return call.proceed()
 
+    def see_new_graph(self, call):
+        self.events.append(Event("new graph", type(call.arguments[0]).__name__))
+        return call.proceed()
+
     def see_graph(self, call):
         graph = call.arguments[0]
         self.events.append(Event("graph", type(graph).__name__))
@@ -156,6 +160,11 @@ class Recorder:
     def stages(self):
         """(number, ranks) of each set_stage."""
         return [event.facts["stage"] for event in self.of_kind("set_stage")]
+
+    @property
+    def graphs(self):
+        """For each graph that is made the name of its class."""
+        return [event.name for event in self.of_kind("new graph")]
 
     @property
     def calls(self):

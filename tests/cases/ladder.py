@@ -160,7 +160,9 @@ def check_operations(case, graph, seen):
         Checks.equal(result["moves"], moves, f"rank {rank}: moves (SBP, ranks before and after)")
         Checks.equal(result["reads"], case.reads, f"rank {rank}: values read (SBP, ranks)")
         Checks.equal(len(result["calls"]), case.graph_calls * graph, f"rank {rank}: number of calls of a graph")
-        if graph:  # else a recipe may make the graph all the same, and does not call it
+        if not graph:
+            Checks.equal(result["graphs"], [], f"rank {rank}: graphs that are made in eager mode")
+        else:
             Checks.equal(result["stages"], case.stages, f"rank {rank}: stages of the graph")
             Checks.equal(result["recomputed"], case.recomputed, f"rank {rank}: ops computed again in backward")
         Checks.equal(
