@@ -109,7 +109,7 @@ class Browser:
     def wait_for(self, condition, what, seconds=30):
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
+            assert time.monotonic() < deadline, f"timed out after {seconds} s, waiting for {what}"
             time.sleep(0.02)
 
     def errors(self):

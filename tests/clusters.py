@@ -109,7 +109,7 @@ class Cluster:
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
         }
-        here = "mkdir -p /run/sshd"  # where sshd locks in the process that talks to strangers
+        here = "mkdir -p /run/sshd"  # sshd's directory for privilege separation
         if self.real:
             lines = "".join(f"{address} {name}\n" for address, name in zip(self.hosts.addresses, self.names))
             names = self._write("hosts", f"127.0.0.1 localhost\n{lines}")

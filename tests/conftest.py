@@ -12,7 +12,7 @@ from tests.pools import Background, RecipePool
 
 BEGIN = time.monotonic()
 
-# A thread that wakes does not interrupt the running one: small runs take a quarter less. What we start inherits this.
+# A thread that wakes does not preempt the running one: small runs take a quarter less. Children inherit this.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # Started in the background or with nohup, pytest ignores these signals; the jobs of the tests must not inherit that.
@@ -80,7 +80,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_unconfigure(config):
-    """The last line, behind pytest's own."""
+    """The last line, after pytest's own."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if Checks.runs and reporter:
         numbers = f"{len(Checks.recipes)} recipes, {Checks.runs} runs against numpy"

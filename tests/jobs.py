@@ -39,7 +39,7 @@ def wait_until(condition, what, seconds=LONG, pause=0.02):
     """Wait until condition() holds. AssertionError with `what` if it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
+        assert time.monotonic() < deadline, f"timed out after {seconds} s, waiting for {what}"
         time.sleep(pause)
 
 
@@ -54,7 +54,7 @@ def marked(mark, command=b""):
 
 
 def gone(mark, within=60):
-    """Whether all processes with this mark end within so many seconds."""
+    """Whether all processes with this mark end in time."""
     with contextlib.suppress(AssertionError):
         wait_until(lambda: not marked(mark), "the end of all processes", within)
     return not marked(mark)
@@ -126,7 +126,7 @@ class Run:
         return self.read[stream].decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
 
     def until(self, text, times=1, stream="stdout"):
-        """Read until so many lines hold `text`; return self. AssertionError if they do not come."""
+        """Read until `count` lines hold `text`; return self. AssertionError if they do not come."""
         descriptor, deadline = getattr(self.process, stream).fileno(), time.monotonic() + LONG
         while sum(text in line for line in self._text(stream).splitlines(True) if line.endswith("\n")) < times:
             if not select.select([descriptor], [], [], max(0, deadline - time.monotonic()))[0]:
@@ -153,7 +153,7 @@ class Run:
         kill_marked(self.mark)
 
     def all_gone(self, within=60):
-        """Whether all processes of the job end within so many seconds."""
+        """Whether all processes of the job end in time."""
         return gone(self.mark, within)
 
 
@@ -190,7 +190,7 @@ class Terminal:
         return True
 
     def until(self, text, after=0):
-        """Wait until a text appears behind this position of `shown`; returns the position behind it."""
+        """Wait until a text appears after this position of `shown`; returns the position after it."""
         deadline = time.monotonic() + LONG
         while text not in self.shown[after:]:
             assert self.read() or text in self.shown[after:], f"ended without {text!r}:\n{self.shown}"

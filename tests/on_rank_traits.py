@@ -579,7 +579,7 @@ def on_one_device(name):
 
 
 def outcome(name, layout, graph, paths):
-    """How far losses and weights are off those of the model on one device; or what it is refused with, as a line."""
+    """How far losses and weights are off those of the model on one device; or the one-line refusal."""
     losses_alone, weights_alone = on_one_device(name)
     try:
         losses, weights = losses_and_weights(name, layout, graph, paths)

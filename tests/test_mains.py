@@ -1,4 +1,4 @@
-"""The main of every recipe can fail, hands on its options, prints what is so, and refuses what does not work."""
+"""The main of every recipe can fail, hands on its options, prints correct figures, and refuses what does not work."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_main_fails_if_a_result_is_off_and_hands_on_its_options(pools, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, n, arguments", RUNS, ids=[f"{run[0]}-{run[1]}-{' '.join(run[2])}" for run in RUNS])
-def test_main_prints_what_is_so_on_other_ranks_and_with_other_options(pools, name, n, arguments):
+def test_main_prints_correct_figures_on_other_ranks_and_with_other_options(pools, name, n, arguments):
     mains.check_elsewhere(pools(n), path_of(name), name, arguments)
 
 
@@ -32,6 +32,6 @@ def test_every_refusal_is_reached(pools, name):
     mains.check_refusals(pools, path_of(name), name)
 
 
-@pytest.mark.parametrize("name", mains.NAMES)
+@pytest.mark.parametrize("name", mains.WORLD_SIZES)
 def test_recipe_takes_the_numbers_of_ranks_that_its_sizes_allow(name):
     assert tuple(world_sizes(path_of(name))) == tuple(mains.WORLD_SIZES[name])

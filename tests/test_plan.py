@@ -372,7 +372,7 @@ REFUSED = {  # arguments -> what the line says
         "name a --device, or give --bandwidth-memory too",
     ),
     "more stages than layers": ([*words(num_layers=3), "--why", "4", "1", "4"], "4 stages are more than the 3 layers"),
-    "zero": (words(hosts=0), "0 is no whole number"),
+    "zero": (words(hosts=0), "0 is not a whole number"),
     "no memory": (words(memory="-3"), "-3 is not above 0 and at most 10000"),
     "mixed precision on a CPU": ([*words(device="cpu"), "--precision", "amp"], "--device cpu has no amp"),
     "no such file": (["--config", "/no/config.json", "--global-batch-size", "8"], "No such file"),

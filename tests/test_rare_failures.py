@@ -16,7 +16,7 @@ MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 
 @contextlib.contextmanager
 def recorded():
-    """What is removed, put on disk and named meanwhile, in order: (operation, {path: size}), with the sizes by then.
+    """Record calls of rmtree, fsync and rename, in order: (operation, {path: size}), with the sizes at that time.
 
     The size of a folder is how many files are in it.
     """
@@ -47,7 +47,7 @@ def recorded():
 
 
 def check_order(operations, folder, names):
-    """All that gets a name is on disk by then, as it is; the name is on disk before the next step. `names` times."""
+    """Every file is fsynced before it is renamed, and the rename before the next step; `names` times."""
     on_disk, named = {}, 0
     for operation, sizes in [*operations, ("ended", {})]:
         if operation == "named":

@@ -11,7 +11,7 @@ Its keys:
 - `sent`: the bytes that each rank sends for that at `measured_shape`, with OneFlow's own messages.
 - `large`: on the mesh a graph may choose other SBPs at `measured_shape`; `sent` is for these.
 - `to`: SBP -> `eager`, `graph`: out.to_global(sbp=SBP), in the same form; not on the mesh.
-- `error` instead of all others: OneFlow ended the run so.
+- `error` instead of all others: the error that OneFlow raised.
 """
 
 import itertools
@@ -137,7 +137,7 @@ def entry_of(pair, ranks, shown, measured, conversions):
 
 
 def measured_on(pool, which, pairs=None):
-    """{pair: its entry} for one of RANKS, on a pool of so many ranks. pairs: of SBPs, by default all."""
+    """{pair: its entry} for one of RANKS, on a pool of its size. pairs: of SBPs, by default all."""
     ranks, pairs, line = RANKS[which], pairs or pairs_of(which), which != "2x2"
     shown, measured, conversions = {}, {}, {}
     for mode in atlas.MODES:
@@ -207,5 +207,5 @@ def main():
     changed = bool(differences(read(), runs))
     if changed:
         PATH.write_text(text(runs))
-    print(f"{PATH.relative_to(ROOT)}: {'made anew' if changed else 'as it was'}")
+    print(f"{PATH.relative_to(ROOT)}: {'updated' if changed else 'unchanged'}")
     return 0

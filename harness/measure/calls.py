@@ -50,7 +50,7 @@ class Call:
 def watching(handler, kinds=tuple(PLACES)):
     """Inside it, handler(Call) replaces each call of these kinds, and its result is the call's result.
 
-    A call inside a call of the same kind, such as a matmul that calls matmul, is not handled again; a module's is.
+    A call inside a call of the same kind, such as a matmul that calls matmul, is not handled, except for modules.
     """
     around = []
 

@@ -99,7 +99,7 @@ class Layout(NamedTuple):
         if rank not in self.members:
             return None
         for sbp, n, position in zip(parse(self.sbp), self.grid.shape, np.argwhere(self.grid == rank)[0].tolist()):
-            if isinstance(sbp, Split):  # if n does not divide the size, the first ranks hold a row more
+            if isinstance(sbp, Split):  # if n does not divide the size, the first ranks hold one extra row
                 start, stop = block[sbp.dim]
                 size, larger = divmod(stop - start, n)
                 start += position * size + min(position, larger)

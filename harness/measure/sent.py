@@ -16,7 +16,7 @@ import time
 from harness.measure.tensors import tensors_in
 
 BYTES_ACKED = 120  # offset in Linux' struct tcp_info
-QUIET = 3  # after so many equal counts in a row, all has been sent
+QUIET = 3  # equal counts in a row after which all has been sent
 
 
 def connections():

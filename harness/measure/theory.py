@@ -89,7 +89,7 @@ def elements_sent(shape, old, new):
 
 
 def lines(shape, old, new):
-    """The moves along a single axis that a move consists of: [(shape, old Layout, new Layout)].
+    """The moves along a single axis that make up a move: [(shape, old Layout, new Layout)].
 
     If the SBP changes on one axis of a mesh, each line of ranks along that axis is such a move. [] where no formula is
     known.

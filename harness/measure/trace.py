@@ -118,7 +118,7 @@ class Trace(Recorder):
         return sent_by(function)
 
     def line(self):
-        """(number, text) of the present line of the script; number 0 outside of it."""
+        """(number, text) of the current line of the script; number 0 outside of it."""
         frame = sys._getframe()
         while frame and frame.f_code.co_filename not in (self.path, *self.others):
             frame = frame.f_back

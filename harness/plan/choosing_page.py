@@ -50,7 +50,7 @@ def filled(text):
 
 
 def fill(page):
-    """Write a page anew."""
+    """Regenerate a page."""
     text = page.read_text()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])

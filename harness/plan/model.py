@@ -41,13 +41,6 @@ class Model:
     def inner_size(self):
         return self.mlp_size or 4 * self.hidden_size
 
-    @property
-    def runs_in_gpt(self):
-        """Whether gpt.py has every part of this model."""
-        plain = dataclasses.replace(self, biases=False, dropout=False)
-        sizes = (self.num_layers, self.hidden_size, self.num_heads, self.seq_len, self.vocab_size)
-        return plain == Model(*sizes) and not self.biases
-
 
 class ConfigError(ValueError):
     """A config.json that does not describe a dense decoder; the message is one line."""

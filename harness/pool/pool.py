@@ -178,9 +178,8 @@ class Pool:
 
     def _log(self, rank):
         """The last lines of a rank's standard output and error."""
-        log = Path(
-            f"/proc/self/fd/{self.logs[rank].fileno()}"
-        )  # opened anew: reading self.logs would move the rank's offset
+        # reopened, as reading self.logs would move the rank's offset
+        log = Path(f"/proc/self/fd/{self.logs[rank].fileno()}")
         text = log.read_text("utf-8", "replace")
         return "\n".join(text.splitlines()[-30:])
 

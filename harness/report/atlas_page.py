@@ -74,7 +74,7 @@ def differs(old, new):
 
 
 def main():
-    """Write the page anew; returns the exit code."""
+    """Regenerate the page; returns the exit code."""
     print("measuring every conversion, matmul signature and recipe: 3 minutes", flush=True)
     text = page(measured(calls()))
     changed = not ATLAS.exists() or differs(ATLAS.read_text(), text)

@@ -1,4 +1,4 @@
-"""What a statement of the shell did on this rank: its steps, and the bytes that left the rank in all of it."""
+"""What a statement of the shell did on this rank: its steps, and the bytes that left the rank in total."""
 
 import oneflow as flow
 

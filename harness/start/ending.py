@@ -17,7 +17,7 @@ VERDICT_DELAY = 2.0  # seconds to wait for the cause of a failure that looks lik
 class Cause(str, enum.Enum):
     """Why the ranks of a node have ended, or must end. A str, so that launchers can send it as JSON."""
 
-    DONE = "all ranks ended well"
+    DONE = "all ranks succeeded"
     RANK = "a rank failed"
     ARGUMENTS = "the script refused its arguments"
     SIGNAL = "the launcher received a signal"
@@ -74,7 +74,7 @@ def decide(received, now, nodes, is_leader, connected):
     received: the outcomes that this launcher knows, in order of arrival. now: time.monotonic(). nodes: number of nodes
     of the job. is_leader: whether this is node 0. connected: number of other launchers that are connected to this one.
 
-    Node 0 decides for all; a launcher without a connection decides alone. The job ends well when all nodes have ended
+    Node 0 decides for all; a launcher without a connection decides alone. The job succeeds when all nodes have ended
     well. A failure ends it at once, unless it looks like a consequence, such as the abort of ranks that have lost a
     peer: then the other nodes have VERDICT_DELAY to report the cause. Of several failures the first cause counts.
     """

@@ -132,7 +132,7 @@ class Job:
         for file, report in zip(self.logs, output.reports):
             if report.text:
                 file.write(encoded(f"{report.text}\n"))
-        self.log(outcome.text or "ended well")
+        self.log(outcome.text or "succeeded")
         if outcome.restart:
             self.log(f"restart {outcome.restart} of {self.options.max_restarts}")
 
@@ -237,7 +237,7 @@ class Job:
             say(f"restart {outcome.restart} of {self.options.max_restarts}")
 
     def show_silence(self, seconds, ranks, output):
-        """Show where each rank is, after so many seconds without output."""
+        """Show where each rank is, after `seconds` without output."""
         text = f"no rank has printed for {seconds:g} s"
         self.log(text)
         self.show_ranks(text, ranks, output)

@@ -123,6 +123,6 @@ def shares_of(members, nproc_per_node):
 
 
 def has_local_ranks(addresses):
-    """Whether all hosts have as many nodes, numbered host by host; else OneFlow 0.9.0 leaves ranks without shards."""
+    """Whether hosts have equally many, consecutive nodes; else OneFlow 0.9.0 leaves ranks without shards."""
     nodes_in_turn = [len(list(nodes)) for _, nodes in itertools.groupby(addresses)]
     return len(set(nodes_in_turn)) == 1 and len(nodes_in_turn) == len(set(addresses))

@@ -56,7 +56,7 @@ def find_script(options):
             raise UsageError(f"{options.script}: {NO_SUCH_SCRIPT}")
     else:
         if not options.module or options.script is not None:
-            raise UsageError("behind -m type the name of one module, and its arguments: -m package.train --steps 3")
+            raise UsageError("after -m type the name of one module, and its arguments: -m package.train --steps 3")
         name, *options.arguments = options.module
         try:
             options.module, path = recipe.find_module(name)

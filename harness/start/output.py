@@ -79,9 +79,8 @@ class Output:
         """
         self.prefix, self.logs = prefix, logs
         self.reports = [Report() for _ in range(count)]
-        self.fatal = [
-            [] for _ in range(count)
-        ]  # lines from a fatal error on; held back, as it may follow from another rank's
+        # lines from a fatal error on; held back, as it may be a side effect of another rank's failure
+        self.fatal = [[] for _ in range(count)]
         self.closed = False  # whether the reader of our standard output or error has closed it
         self.on_terminal = True
         self.printed = time.monotonic()  # when a rank last wrote, other than stacks for the launcher

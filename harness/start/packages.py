@@ -65,14 +65,18 @@ def print_settings():
             values = settings[name].split()
             value = (",".join if name == "find-links" else " ".join)(values)
             print(f"export {variable}={shlex.quote(value)}")
-    if settings.get("no-index", "").lower() in ("1", "yes", "true", "on"):
+    if no_index(settings):
         print("command+=(--no-index)")
+
+
+def no_index(settings):
+    return settings.get("no-index", "").lower() in ("1", "yes", "true", "on")
 
 
 def from_index(folder):
     """Download uv's wheel and unpack uv; needs no pip. Raises ValueError, OSError."""
     settings = pip_settings()
-    if "no-index" in settings:
+    if no_index(settings):
         raise ValueError("pip's settings say no-index")
     index = settings.get("index-url", "https://pypi.org/simple").rstrip("/") + "/uv/"
     page = urllib.request.urlopen(index, timeout=60).read().decode()

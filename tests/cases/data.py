@@ -148,7 +148,7 @@ def random_numbers(n, graph=False, seed=0, batch=16, features=8, dim=0):
 
 
 def beginnings(blocks):
-    """The first elements of each block, as many as the smallest has: blocks of an uneven split can be compared."""
+    """The first elements of each block, truncated to the smallest: blocks of an uneven split can be compared."""
     smallest = min(block.size for block in blocks)
     return [block.ravel()[:smallest] for block in blocks]
 

@@ -195,7 +195,7 @@ def case_of(mesh, exact, sizes, options):
     values, layout = {}, {}
     for name, where in weights.items():
         new, moment = Value(exact["new"][name].exact), Value(0.1 * exact["first"][name].exact)  # of AdamW
-        new.bound = 2e-3 * steps  # it scales tiny gradients up: their rounding may move a weight by the learning rate
+        new.bound = 2e-3 * steps  # AdamW normalizes tiny gradients, so rounding can shift a weight by lr
         moment.bound = gradient_bound(name, moment.exact, sizes["num_heads"])
         tensors = {name: exact["initial"][name], f"new {name}": new, f"{name} exp_avg in step 1": moment}
         values.update(tensors)

@@ -69,10 +69,8 @@ def check_recipe(pool, path, name, graph, sizes, **facts):
         case.draw(seen[0]["tensors"])
         check_tensors(case, seen)
         check_operations(case, graph, seen)
-    if case.matmuls and (n, sizes) == (
-        proven_on(name)[0],
-        "even",
-    ):  # once: what depends on a matmul is no matter of sizes
+    first = n == proven_on(name)[0] and sizes == "even"
+    if case.matmuls and first:  # once: what depends on a matmul does not depend on sizes
         if name in TRAINED:  # one step, as rounding grows with the scale in each
             arguments = {**arguments, "steps": 1}
         case = CASES[name](n, graph, matmul_scale=SCALE, **arguments)
@@ -125,7 +123,7 @@ def is_array(case, tensor):
 
 
 def check_tensor(case, seen, rank, tensor, what):
-    """A tensor on a rank: what is global of it, the rank's shard, and the value."""
+    """A tensor on a rank: its global properties, the rank's shard, and the value."""
     actual, (sbp, ranks) = seen[rank]["tensors"][tensor], case.layout[tensor]
     expected, parts = case.values[tensor], case.parts.get(tensor)
     if sbp == "local" and parts:

@@ -1,4 +1,4 @@
-"""What the main of every recipe must do: notice a wrong result, hand on its options, and print what is so."""
+"""What the main of every recipe must do: notice a wrong result, hand on its options, and print correct figures."""
 
 import ast
 import math
@@ -167,7 +167,7 @@ def check_option(name, option, value, calls, report):
 
 
 def check_print(name, n, reports, arguments=()):
-    """What each rank printed is so: shapes, sums, shares, losses, and the figures of the recipe."""
+    """What each rank printed is correct: shapes, sums, shares, losses, and the figures of the recipe."""
     for rank, report in enumerate(reports):
         Checks.equal((report["code"], report["err"]), (0, ""), f"rank {rank}: code and errors")
         facts, lines = report["facts"], report["out"].splitlines()

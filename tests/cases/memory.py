@@ -54,7 +54,7 @@ def activation_checkpointing(
     n, graph=False, steps=3, checkpointing=True, batch=8, in_features=4, hidden_size=8, out_features=4, seed=0,
     matmul_scale=1.0,
 ):  # fmt: skip
-    """block(block(x)), block(x) = relu(x @ w_up) @ w_down: an MLP of four layers, without relu behind the second."""
+    """block(block(x)), block(x) = relu(x @ w_up) @ w_down: an MLP of four layers, without relu after the second."""
     ranks, widths = list(range(n)), [in_features, hidden_size, in_features, hidden_size, out_features]
     x, y, weights = reference.inputs_of_widths(widths, seed, batch, weights_divided_by=4)
     weights = dict(zip(("w_up0", "w_down0", "w_up1", "w_down1"), weights.values()))

@@ -18,7 +18,7 @@ class Proof:
     measured_at: dict = field(default_factory=dict)
     # other arguments with which a step sends something else; measured on 4 ranks
     variants: list = field(default_factory=list)
-    # "--option number" with which the recipe would fail on the way, abort or hang -> what its main says of it
+    # "--option number" with which the recipe would fail midway, abort or hang -> what its main says of it
     refused: dict = field(default_factory=dict)
     # whether its output in the guide needs a job of its own: it depends on how processes start, or on what ran in them
     whole_job: bool = False

@@ -124,7 +124,7 @@ def unbroadcast(gradient, shape):
 
 
 def split(shape, dim, position, parts):
-    """The slices of part `position` of `parts`, as OneFlow cuts: the first parts are the larger ones by one."""
+    """The slices of part `position` of `parts`, as OneFlow cuts: the first parts are one larger."""
     small, larger = divmod(shape[dim], parts)
     start = position * small + min(position, larger)
     cut = [slice(None)] * len(shape)

@@ -15,7 +15,7 @@ from tests.cases.reference import Value
     tests=["tests/test_rare_failures.py", "-k", "shard_of_another"],
 )
 def hello_ranks(n, graph=False, nodes=1):
-    """A row of (rank, local rank, address as a number) from each; each node has as many ranks."""
+    """A row of (rank, local rank, address as a number) from each; all nodes have the same number of ranks."""
     ranks, each = list(range(n)), n // nodes
     first = ipaddress.ip_address("127.0.0.1" if nodes == 1 else "10.0.0.1")  # as tests/hosts.py gives them
     rows = Value([[rank, rank % each, int(first + rank // each)] for rank in ranks], dtype="int64")

@@ -8,7 +8,7 @@ from tests.cases.reference import unknown
 from tests.cases.reference_module import NUM_CLASSES, SEQ_LEN
 
 MEASURED_MODEL = {"batch": 96, "hidden_size": 384}  # whole models compute much more for what they send
-REPLACED = {  # what `mutate` changes and has no effect
+REPLACED = {  # mutations without effect
     r"^nn\.Linear\([\w *]+, [\w *]*hidden_size\) -> type\(": "the layout replaces the layer's class and its forward",
 }
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buf",)}
@@ -149,7 +149,7 @@ def pipeline_module(
         moves = [move for old, new in moves for move in ((old, new), (new, new))]
     sends = [0] * n
     for name, (before, after) in zip(names[1:], edges[1:]):
-        if before != after:  # activations go forward, as many gradients come back
+        if before != after:  # activations go forward, gradients of the same size come back
             elements = batch * hidden_size * (1 if name == "head" else SEQ_LEN)
             sends[before] += elements
             sends[after] += elements

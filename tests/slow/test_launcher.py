@@ -386,7 +386,7 @@ def test_logs_have_all_of_each_rank_and_the_terminal_that_of_the_first(script, t
     assert job.out.splitlines() == [f"[0] out 0 {i}" for i in range(1000)] + ["[0] end"]
     for rank in range(3):
         begin, *written, end = logs(tmp_path / "new" / "logs")[f"rank_{rank}.log"]
-        assert begin.endswith(f"one of 3 ranks of {tmp_path / 'mine.py'} -x 7") and end == "launch.sh: ended well"
+        assert begin.endswith(f"one of 3 ranks of {tmp_path / 'mine.py'} -x 7") and end == "launch.sh: succeeded"
         assert sorted(written) == sorted([f"out {rank} {i}" for i in range(1000)] + [f"err {rank}", "end"])
 
 
