@@ -459,6 +459,48 @@ def methods_and_train_mode():
     return Normed()
 
 
+class WithScale(Block):
+    """A parameter without dimensions, and a buffer that both blocks hold."""
+
+    scale = flow.tensor([0.0] + [1.0] * (HIDDEN - 1))
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(flow.tensor(0.5))
+        self.register_buffer("mask", WithScale.scale)
+
+    def forward(self, x):
+        return super().forward(x) * self.mask * self.temperature
+
+
+@trait
+def scalar_parameter_and_shared_buffer():
+    return Plain([WithScale(), WithScale()])
+
+
+class PassesWeight(Plain):
+    """The head reads the weight of the embedding, which it is called with."""
+
+    def __init__(self):
+        super().__init__(head=OutputHead())
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1), weight=self.embedding.weight)
+
+
+class OutputHead(nn.Module):
+    def forward(self, x, weight):
+        return nn.functional.linear(x, weight)
+
+
+@trait
+def tied_weight_as_an_argument():
+    return PassesWeight()
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -536,7 +578,7 @@ def laid_out(model, layout, paths):
     if layout == "pipeline":
         module = recipe.load(paths["pipeline_module"])
         stages = module.placements("cpu", n)
-        stage_of = module.lay_out(model, parts_of(model), stages)
+        stage_of = module.assign_stages(model, parts_of(model), stages)
         more = {"stages": stages, "stage_of": stage_of}
         return (stages[0], B), (stages[-1], B), more
     module = recipe.load(paths["tensor_parallel_module"])

@@ -6,8 +6,8 @@
     blocks.0.up.weight    (32, 8)        rows 0-15    rows 16-31    S(0)
     blocks.0.down.bias    (8)            rows 0-3     rows 4-7      S(0)
 
-Between steps weights, biases, gradients and Adam's state take 1/n of their bytes; what has fewer rows than ranks stays
-whole. model.to_global(sbp=S(0)) alone is not this: it splits activations by columns, and aborts in a graph.
+Between steps weights, biases, gradients and Adam's state take 1/n of their bytes; parameters with fewer rows than ranks
+stay whole. model.to_global(sbp=S(0)) alone is not this: it splits activations by columns, and aborts in a graph.
 The model need not fit on one rank: each block is created, sharded and freed before the next one is created.
 
 Moves: an all-gather of each parameter, a reduce-scatter of its gradient: each (n-1)/n x their bytes from each rank.
@@ -62,14 +62,14 @@ def shard(module, ranks):
     rows, whole = flow.sbp.split(0), flow.sbp.broadcast
     for parameter in module.parameters():
         if not parameter.is_global:  # a block of it may have been sharded before
-            enough = parameter.shape[0] >= ranks.ranks.size
-            copy = parameter.detach().to_global(placement=ranks, sbp=whole)
-            parameter.data = copy.to_global(sbp=rows if enough else whole)
+            has_enough_rows = parameter.ndim > 0 and parameter.shape[0] >= ranks.ranks.size
+            replicated = parameter.detach().to_global(placement=ranks, sbp=whole)
+            parameter.data = replicated.to_global(sbp=rows if has_enough_rows else whole)
     for layer in module.modules():
         for name, buffer in layer._buffers.items():
             if buffer is not None and not buffer.is_global:
                 layer._buffers[name] = buffer.to_global(placement=ranks, sbp=whole)
-        if layer._parameters and not hasattr(layer, "gathers"):
+        if layer._parameters and not getattr(type(layer), "_gathers_parameters", False):
             gather_in_forward(layer)
     prepare_for_graph(module)
     return module
@@ -87,7 +87,7 @@ def gather_in_forward(layer):
         finally:
             self._parameters = shards
 
-    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "gathers": True})
+    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "_gathers_parameters": True})
 
 
 def gathered(parameter):
@@ -97,7 +97,7 @@ def gathered(parameter):
 def prepare_for_graph(model):
     """Make nn.Graph train a model as eager mode does, or refuse it."""
     for layer in model.modules():
-        if type(layer).forward is not nn.Module.forward and not hasattr(layer, "forward_in_graph"):
+        if type(layer).forward is not nn.Module.forward and not getattr(type(layer), "_prepared_for_graph", False):
             prepare_layer(layer)
 
 
@@ -110,7 +110,7 @@ def prepare_layer(layer):
             return kind.forward(self, *args, **kwargs)
         return forward_in_graph(kind, self, args, kwargs)
 
-    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "forward_in_graph": True})
+    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "_prepared_for_graph": True})
 
 
 def forward_in_graph(kind, proxy, args, kwargs):
@@ -122,7 +122,7 @@ def forward_in_graph(kind, proxy, args, kwargs):
         builder = parameter.lazy_origin_builder()
         if not isinstance(builder.method, ThroughIdentity):
             builder.method = ThroughIdentity(builder.method)
-    tables = {}
+    tables = {}  # during forward, the graph's tensors and proxies take the place of the layer's own
     for table in ("_parameters", "_buffers", "_modules"):
         tables[table] = {name: getattr(proxy, name) for name in vars(layer)[table]}
     before = {**vars(layer), **tables["_buffers"]}
@@ -132,7 +132,7 @@ def forward_in_graph(kind, proxy, args, kwargs):
     finally:
         vars(layer).update({table: before[table] for table in tables})
     for name, value in {**vars(layer), **tables["_buffers"]}.items():
-        if before.get(name, before) is not value:  # forward runs once, when the graph is compiled
+        if name not in before or before[name] is not value:  # forward runs once, when the graph is compiled
             raise RuntimeError(f"{kind.__name__}.forward keeps {name} in self, which nn.Graph loses; return it instead")
     return out
 

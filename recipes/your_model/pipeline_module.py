@@ -8,9 +8,9 @@
     blocks.1.up.weight    (32, 8)        nothing    whole      B
     head.weight           (5, 8)         nothing    whole      B
 
-Each part first moves its input to its stage. In a graph with micro-batches each layer must also read its parameters
-through flow._C.identity: else it may read them while the optimizer changes them, silently (OneFlow 0.9.0). A subclass
-of the part's own class, put in place by __class__, does both.
+Each part first moves what it is called with to its stage: a subclass of its own class, put in place by __class__, has
+the forward that does so. In a graph with micro-batches parameters must also be read through flow._C.identity: else a
+layer may read them while the optimizer changes them, silently (OneFlow 0.9.0).
 
 Moves: forward each stage's output, backward its gradient, (batch, seq_len, hidden_size) between neighbours.
 Run:   ./launch.sh recipes/your_model/pipeline_module.py [--graph] [--micro-batches 4]
@@ -57,7 +57,7 @@ class Classifier(nn.Module):
         return self.head(x.mean(1))
 
 
-def lay_out(model, parts, stages):
+def assign_stages(model, parts, stages):
     """Put the parts of a model, in the order of its forward, on stages; returns the number of each part's stage.
 
     The Parameter objects stay, so an optimizer may hold them already, and frozen and tied weights stay so.
@@ -80,17 +80,19 @@ def lay_out(model, parts, stages):
 
 
 def check_parts(model, parts, stage_of):
-    """Raises ValueError if a parameter or a buffer has no stage, or two, before anything is changed."""
-    placed = {}
+    """Raises ValueError if a parameter or buffer is in no part, or a parameter on two stages, before any change."""
+    stages, buffers = {}, set()
     for part, k in zip(parts, stage_of):
-        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
-            if placed.setdefault(id(tensor), k) != k:
-                tied = (
-                    f"{name} of {type(part).__name__}, on stage {k}, is tied to a weight on stage {placed[id(tensor)]}"
+        buffers.update(id(buffer) for buffer in part.buffers())  # one in two parts becomes two
+        for name, parameter in part.named_parameters():
+            first = stages.setdefault(id(parameter), k)
+            if first != k:
+                raise ValueError(
+                    f"{name} of {type(part).__name__}, on stage {k}, is tied to a weight on stage {first}: "
+                    "pass the weight to the later part as an argument"
                 )
-                raise ValueError(f"{tied}: put both on one stage, or pass the weight along with the activations")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if id(tensor) not in placed:
+        if id(tensor) not in stages and id(tensor) not in buffers:
             raise ValueError(f"{name} is in none of the parts")
 
 
@@ -121,7 +123,7 @@ def moved(value, ranks):
 def prepare_for_graph(model):
     """Make nn.Graph train a model as eager mode does, or refuse it."""
     for layer in model.modules():
-        if type(layer).forward is not nn.Module.forward and not hasattr(layer, "forward_in_graph"):
+        if type(layer).forward is not nn.Module.forward and not getattr(type(layer), "_prepared_for_graph", False):
             prepare_layer(layer)
 
 
@@ -134,7 +136,7 @@ def prepare_layer(layer):
             return kind.forward(self, *args, **kwargs)
         return forward_in_graph(kind, self, args, kwargs)
 
-    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "forward_in_graph": True})
+    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "_prepared_for_graph": True})
 
 
 def forward_in_graph(kind, proxy, args, kwargs):
@@ -146,7 +148,7 @@ def forward_in_graph(kind, proxy, args, kwargs):
         builder = parameter.lazy_origin_builder()
         if not isinstance(builder.method, ThroughIdentity):
             builder.method = ThroughIdentity(builder.method)
-    tables = {}
+    tables = {}  # during forward, the graph's tensors and proxies take the place of the layer's own
     for table in ("_parameters", "_buffers", "_modules"):
         tables[table] = {name: getattr(proxy, name) for name in vars(layer)[table]}
     before = {**vars(layer), **tables["_buffers"]}
@@ -156,7 +158,7 @@ def forward_in_graph(kind, proxy, args, kwargs):
     finally:
         vars(layer).update({table: before[table] for table in tables})
     for name, value in {**vars(layer), **tables["_buffers"]}.items():
-        if before.get(name, before) is not value:  # forward runs once, when the graph is compiled
+        if name not in before or before[name] is not value:  # forward runs once, when the graph is compiled
             raise RuntimeError(f"{kind.__name__}.forward keeps {name} in self, which nn.Graph loses; return it instead")
     return out
 
@@ -200,7 +202,7 @@ def train(stages, graph=False, seed=0, steps=20, optimizer="momentum", micro_bat
     """Train in float32 on a placement for each stage; returns the model and the loss of each step."""
     flow.manual_seed(seed)
     model = Classifier(hidden_size=hidden_size)
-    stage_of = lay_out(model, parts_of(model), stages)
+    stage_of = assign_stages(model, parts_of(model), stages)
     rng = np.random.default_rng(seed)
     ids = flow.tensor(rng.integers(12, size=(batch, 4)), placement=stages[0], sbp=flow.sbp.broadcast)
     targets = flow.tensor(rng.integers(5, size=batch), placement=stages[-1], sbp=flow.sbp.broadcast)

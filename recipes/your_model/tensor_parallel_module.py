@@ -99,10 +99,9 @@ def lay_out(model, mesh, plan):
     for layer, kind in kinds.items():
         for name, parameter in layer.named_parameters(recurse=False):
             parameter.data = parameter.detach().to_global(sbp=(B, kind.split.get(name, B)))
-        own = type(
-            layer
-        )  # a subclass of nn.Linear keeps its forward; its super().forward is then that of Column or Row
-        layer.__class__ = kind if own is nn.Linear else type(own.__name__, (own, kind), {})
+        # a subclass of nn.Linear keeps its forward; its super().forward is then that of Column or Row
+        original = type(layer)
+        layer.__class__ = kind if original is nn.Linear else type(original.__name__, (original, kind), {})
     prepare_for_graph(model)
     return model
 
@@ -125,7 +124,7 @@ def kinds_of(model, plan):
 def prepare_for_graph(model):
     """Make nn.Graph train a model as eager mode does, or refuse it."""
     for layer in model.modules():
-        if type(layer).forward is not nn.Module.forward and not hasattr(layer, "forward_in_graph"):
+        if type(layer).forward is not nn.Module.forward and not getattr(type(layer), "_prepared_for_graph", False):
             prepare_layer(layer)
 
 
@@ -138,7 +137,7 @@ def prepare_layer(layer):
             return kind.forward(self, *args, **kwargs)
         return forward_in_graph(kind, self, args, kwargs)
 
-    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "forward_in_graph": True})
+    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "_prepared_for_graph": True})
 
 
 def forward_in_graph(kind, proxy, args, kwargs):
@@ -150,7 +149,7 @@ def forward_in_graph(kind, proxy, args, kwargs):
         builder = parameter.lazy_origin_builder()
         if not isinstance(builder.method, ThroughIdentity):
             builder.method = ThroughIdentity(builder.method)
-    tables = {}
+    tables = {}  # during forward, the graph's tensors and proxies take the place of the layer's own
     for table in ("_parameters", "_buffers", "_modules"):
         tables[table] = {name: getattr(proxy, name) for name in vars(layer)[table]}
     before = {**vars(layer), **tables["_buffers"]}
@@ -160,7 +159,7 @@ def forward_in_graph(kind, proxy, args, kwargs):
     finally:
         vars(layer).update({table: before[table] for table in tables})
     for name, value in {**vars(layer), **tables["_buffers"]}.items():
-        if before.get(name, before) is not value:  # forward runs once, when the graph is compiled
+        if name not in before or before[name] is not value:  # forward runs once, when the graph is compiled
             raise RuntimeError(f"{kind.__name__}.forward keeps {name} in self, which nn.Graph loses; return it instead")
     return out
 

@@ -467,8 +467,8 @@ EXPRESSIONS = {
     ],
     "fully_sharded_module": lost_in_a_graph("fully sharded", "fully_sharded_module"),
     "pipeline_module": [
-        "lay_out(Classifier(), [Classifier()], placements('cpu', 2))",
-        "lay_out(Classifier(), [Classifier(), Classifier()], placements('cpu', 2))",
+        "assign_stages(Classifier(), [Classifier()], placements('cpu', 2))",
+        "assign_stages(Classifier(), [Classifier(), Classifier()], placements('cpu', 2))",
         trained("tied_on_two_stages", "pipeline", "pipeline_module"),
         *lost_in_a_graph("pipeline", "pipeline_module"),
     ],

@@ -12,7 +12,7 @@ LAYOUTS = {"data": 2, "tensor": 2, "data x tensor": 4, "fully sharded": 2, "pipe
 ALWAYS, IN_A_GRAPH = (False, True), (True,)
 # Trait -> what it is refused with, under which layouts, and whether in a graph alone
 REFUSED = {
-    "tied_on_two_stages": ("is tied to a weight on stage 0: put both on one stage", ["pipeline"], ALWAYS),
+    "tied_on_two_stages": ("is tied to a weight on stage 0: pass the weight to the later part", ["pipeline"], ALWAYS),
     "root_parameter": ("positions is in none of the parts", ["pipeline"], ALWAYS),
     "value_kept_in_self": ("keeps auxiliary in self, which nn.Graph loses; return it", LAYOUTS, IN_A_GRAPH),
     "counter_in_self": ("keeps calls in self, which nn.Graph loses; return it", LAYOUTS, IN_A_GRAPH),

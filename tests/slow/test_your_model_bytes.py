@@ -15,13 +15,8 @@ TENSOR_PARALLEL, WEIGHTS = str(path_of("tensor_parallel_module")), str(path_of("
 
 def test_split_weights_alone_send_ten_times_as_much(pools, tmp_path):
     """Without Column and Row, every layer stays an nn.Linear."""
-    weights_alone = str(
-        changed(
-            TENSOR_PARALLEL,
-            tmp_path,
-            ("        layer.__class__ = kind if own is nn.Linear else type(own.__name__, (own, kind), {})\n", ""),
-        )
-    )
+    classes = "kind if original is nn.Linear else type(original.__name__, (original, kind), {})"
+    weights_alone = str(changed(TENSOR_PARALLEL, tmp_path, (classes, "original")))
     paths = (TENSOR_PARALLEL, weights_alone)
     sent = [pools(2).call(PER_STEP, path=path, batch=256, hidden_size=512)[0]["sent"] for path in paths]
     Checks.that(9.5 <= sent[1] / sent[0] <= 10.5, "split weights alone send", sent[1] / sent[0], "times as much")
