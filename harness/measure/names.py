@@ -72,7 +72,11 @@ class Names:
         """Name parameters and buffers of a module after their path in the outermost module; returns the parameters."""
         self.modules[module] = self.modules.get(module) or variable
         for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if tensor.is_lazy:
+                continue
             self.add([tensor])
+            if self.described[id(tensor)]["sbp"] != describe(tensor)["sbp"]:  # its data was laid out since
+                self.described[id(tensor)] = {**describe(tensor), "after": len(self.events)}
             self.shown.add(id(tensor))
             if id(tensor) not in self.parameters or path.count(".") > self.parameters[id(tensor)][0].count("."):
                 self.parameters[id(tensor)] = (path, module)

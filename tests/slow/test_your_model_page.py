@@ -195,7 +195,7 @@ for name, (make, batch) in layouts.items():
 def test_tied_weights_stay_tied(tmp_path):
     write(tmp_path, {**files_of([]), "tied.py": TIED})
     printed = printed_by("-n", 2, "tied.py", folder=tmp_path)
-    for line in ("shard: True True", "plan: True True", "no plan: True True"):
+    for line in ("] shard: True True", "] plan: True True", "] no plan: True True"):
         assert printed.count(line) == 2, printed
 
 
