@@ -17,6 +17,7 @@ class Recorder:
     matmul_scale: float = 1.0
     keeps_initial: bool = True  # whether to copy each parameter before the first step
     events: list = field(default_factory=list)
+    graphs: list = field(default_factory=list)  # the class of each graph that is made
     without_identity: list = field(default_factory=list)  # see graph.py
     recomputed: dict = field(default_factory=dict)  # of the graph that was compiled last, see graph.py
     initial: dict = field(default_factory=dict)  # id of a parameter -> its snapshot before the first step
@@ -84,7 +85,7 @@ class Recorder:
         return call.proceed()
 
     def see_new_graph(self, call):
-        self.events.append(Event("new graph", type(call.arguments[0]).__name__))
+        self.graphs.append(type(call.arguments[0]).__name__)
         return call.proceed()
 
     def see_graph(self, call):
@@ -160,11 +161,6 @@ class Recorder:
     def stages(self):
         """(number, ranks) of each set_stage."""
         return [event.facts["stage"] for event in self.of_kind("set_stage")]
-
-    @property
-    def graphs(self):
-        """For each graph that is made the name of its class."""
-        return [event.name for event in self.of_kind("new graph")]
 
     @property
     def calls(self):

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from harness.start.recipe import entry, path_of, world_sizes
-from tests.cases import CASES, PROOFS, ROOT, WITHOUT_CASE, modes, proven_on
+from tests.cases import CASES, PROOFS, ROOT, WITHOUT_CASE, gpt_meshes, modes, proven_on  # noqa: F401  (gpt's Proof)
 from tests.cases.ladder import Checks
 
 ON_RANK = str(ROOT / "tests" / "on_rank_main.py")
