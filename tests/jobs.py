@@ -221,7 +221,7 @@ class Terminal:
                 self.read(0)
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 if pid:
-                    self.code = os.waitstatus_to_exitcode(status)
+                    self.code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
                 return pid
 
             wait_until(ended, "the end of launch.sh")
