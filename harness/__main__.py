@@ -18,8 +18,6 @@ PROGRAMS = {
     "meshes": [sys.executable, str(ROOT / "benchmarks" / "meshes.py")],
     "mutate": [sys.executable, str(ROOT / "benchmarks" / "mutate.py")],
 }
-
-
 VALUE_FOLLOWS = ("-c", "-k", "-m", "-o", "-p", "-r", "-W")  # options of pytest: the next word is no path
 
 

@@ -87,18 +87,6 @@ def test_drawing_in_the_docstring_is_the_layout(name):
         assert len(cells) == n
 
 
-def test_table_in_the_docstring_of_gpt_is_its_layout():
-    """By its own table: it has no case."""
-    nodes = ast.parse(source("gpt")).body
-    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
-    [table] = [node.value for node in assigned if getattr(node.targets[0], "id", "") == "LAYOUT"]
-    table = eval(compile(ast.Expression(table), "gpt.py", "eval"), {"B": "B", "S": lambda dim: f"S({dim})"})
-    rows = re.findall(r"^ +([a-z][a-z, ]+?) +\(.*?\)  +(S\(\d\)|B)  +(S\(\d\)|B)", docstring("gpt"), flags=re.MULTILINE)
-    shown = {kind: sbps for kinds, *sbps in rows for kind in kinds.replace(" weight", "").split(", ")}
-    assert shown.pop("norms") == shown.pop("positions") == list(table["replicated"])
-    assert shown == {kind: list(sbps) for kind, sbps in table.items() if kind != "replicated"}
-
-
 def lookup(name):
     """The rows of the table of pairs in a docstring: first word -> the cells behind it."""
     rows = [
@@ -189,3 +177,13 @@ def test_neighbours_differ_by_what_they_teach(name, lines):
     changes = list(difflib.ndiff(*codes))
     for sign in "+-":
         assert sum(line.startswith(f"{sign} ") for line in changes) <= lines
+
+
+@pytest.mark.parametrize("function", ["prepare_for_graph", "prepare_layer", "forward_in_graph", "ThroughIdentity"])
+def test_modules_prepare_a_model_for_a_graph_with_the_same_code(function):
+    """Each is copied alone, so each has the code: what is mended in one must be mended in all."""
+    texts = set()
+    for name in ("tensor_parallel_module", "fully_sharded_module", "pipeline_module"):
+        [node] = [node for node in ast.parse(source(name)).body if getattr(node, "name", "") == function]
+        texts.add(ast.get_source_segment(source(name), node))
+    assert len(texts) == 1

@@ -56,9 +56,8 @@ def pip_settings():
 
 def print_settings():
     """Print bash commands; environment.sh has the command that installs everything in the array `command`."""
-    print(
-        "export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}"
-    )  # the best version of all indexes, as pip does
+    # the best version of all indexes, as pip does
+    print("export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}")
     settings = pip_settings()
     for name, variable in NAMES.items():
         if name in settings and variable not in os.environ:

@@ -24,9 +24,8 @@ class Peer:
 
     def send(self, **message):
         try:
-            self.connection.sendall(
-                (json.dumps(message) + "\n").encode()
-            )  # a message is short: the socket's buffer has room
+            # a message is short: the socket's buffer has room
+            self.connection.sendall((json.dumps(message) + "\n").encode())
         except OSError:
             self.closed = True
 

@@ -182,9 +182,8 @@ def main():
     # the script may have its own handler, such as one that saves a checkpoint and exits.
     for signum in (signal.SIGUSR1, signal.SIGRTMAX):
         faulthandler.register(signum, all_threads=False)
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, {signum}
-        )  # the launcher had blocked it: the signal would have ended this rank
+        # the launcher had blocked it: until now the signal would have ended this rank
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
     report = int(os.environ.pop("HARNESS_REPORT", "-1"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
