@@ -32,7 +32,7 @@ from tests.cases import gpt_meshes as gpt  # noqa: E402
 from tests.cases.ladder import check_recipe  # noqa: E402
 
 EVERY = {"sequence_parallel": True, "shard_weights": True, "micro_batches": 2, "clip_grad": 0.5}
-GPT = [  # what proves gpt.py: the runs of the default suite, and meshes on which each axis of a layout shows
+GPT = [  # what proves gpt.py: the runs of tests/test_gpt.py, and meshes on which each axis of a layout shows
     *gpt.RUNS,
     *(((2, 2, 1), {**EVERY, "graph": graph}) for graph in (False, True)),
     ((2, 2, 1), {}),

@@ -165,6 +165,7 @@ def test_hardly_any_bandwidth_leaves_a_pipeline():
     assert fit[0].layout.pipeline == 8
 
 
+@pytest.mark.slow
 def test_slow_links_between_hosts_make_tensor_parallel_over_them_slow():
     """As docs/choosing.md says of 175 billion parameters on 128 hosts."""
     model = dataclasses.replace(MODEL, num_layers=96, hidden_size=12288, num_heads=96)
@@ -201,6 +202,7 @@ def cases(count):
 CASES = list(cases(12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["memory", "inside", "between"])
 def test_more_of_anything_never_makes_the_best_slower(change):
     for model, batch, cluster in CASES:
@@ -452,6 +454,7 @@ def test_it_imports_the_standard_library_alone():
     assert job.code == 0, job.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", choosing_page.PAGES, ids=lambda path: path.name)
 def test_page_shows_what_its_commands_print(path, monkeypatch, tmp_path):
     text = path.read_text()

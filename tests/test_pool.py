@@ -75,8 +75,9 @@ def works(pool):
     return pool.call(f"{__file__}:rank_of") == [0, 1]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how, text", [("raise", "ValueError: boom"), ("die", "exit code 7")])
+@pytest.mark.parametrize(
+    "rank, how, text", [(0, "die", "exit code 7"), pytest.param(1, "raise", "ValueError: boom", marks=pytest.mark.slow)]
+)
 def test_failure_of_one_rank_fails_the_call_and_the_next_one_works(pool, rank, how, text):
     assert works(pool)
     starts = pool.starts
@@ -91,6 +92,7 @@ def test_hanging_rank_fails_the_call_and_shows_where_it_is():
     assert_hangs(f"{__file__}:fail", r'test_pool.py", line \d+ in fail', rank=1, how="hang")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeat", [False, True])
 def test_ranks_that_use_much_memory_are_replaced_if_calls_may_be_repeated(repeat, monkeypatch):
     monkeypatch.setattr("harness.pool.pool.LARGE", 0)
@@ -108,6 +110,7 @@ def test_missing_function_is_an_error_of_the_call(pool):
         pool.call(f"{__file__}:no_such_function")
 
 
+@pytest.mark.slow
 def test_call_is_repeated_after_sigsegv_where_that_is_allowed(pool, tmp_path):
     with pytest.raises(PoolError, match=r"rank 0 of 2 died \(SIGSEGV\)"):
         pool.call(f"{__file__}:crash_once", folder=str(tmp_path))
@@ -121,6 +124,7 @@ def test_call_is_repeated_after_sigsegv_where_that_is_allowed(pool, tmp_path):
 SLEEPS = "import time\n\n\ndef run(path, seconds):\n    time.sleep(seconds)\n"
 
 
+@pytest.mark.slow
 def test_recipe_that_hung_is_not_called_again_nor_is_a_copy_of_it(tmp_path):
     recipe, copy = tmp_path / "recipe.py", tmp_path / "copy.py"
     recipe.write_text(SLEEPS)
@@ -134,6 +138,7 @@ def test_recipe_that_hung_is_not_called_again_nor_is_a_copy_of_it(tmp_path):
         assert pool.call(f"{copy}:run", path=str(copy), seconds=0) == [None]
 
 
+@pytest.mark.slow
 def test_recipe_that_hangs_ends_its_calls_in_other_threads(tmp_path):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(f"{SLEEPS}# of this test\n")

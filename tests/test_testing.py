@@ -30,6 +30,7 @@ def test_shapes():
 """
 
 
+@pytest.mark.slow
 def test_failure_begins_with_the_lines_of_the_user(tmp_path):
     (tmp_path / "beside.py").write_text("import oneflow as flow\n\ndef layer(x, w):\n    return flow.matmul(x, w)\n")
     (tmp_path / "test_fails.py").write_text(FAILS)
@@ -53,6 +54,7 @@ def test_example_passes_on_two_three_and_four_ranks(tmp_path, program):
     assert job.code == 0 and "3 passed" in job.out, job.out
 
 
+@pytest.mark.slow
 def test_example_without_its_split_names_tensor_rank_expected_and_found(tmp_path, program):
     forgotten = ".to_global(sbp=S(0))"
     assert f"`{forgotten}`" in PAGE.read_text()
@@ -111,6 +113,7 @@ def test_refused(function):
 """
 
 
+@pytest.mark.slow
 def test_parameters_and_marks_of_pytest(tmp_path):
     (tmp_path / "test_mine.py").write_text(PARAMETERS)
     job = Run(LAUNCH, "test", "test_mine.py", cwd=tmp_path).wait()
@@ -138,6 +141,7 @@ def test_on_ranks():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["tests/test_mine.py", "./"])
 def test_packages_that_are_named_like_ours(tmp_path, path):
     for package in ("harness", "tests"):
@@ -159,7 +163,14 @@ def test_a_module_that_hides_on_ranks_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, tests", [(".", 2), ("inner", 1), (". -k inner", 1), ("-k inner inner/test_in.py", 1)]
+    "arguments, tests",
+    [
+        (".", 2),
+        *(
+            pytest.param(arguments, 1, marks=pytest.mark.slow)
+            for arguments in ("inner", ". -k inner", "-k inner inner/test_in.py")
+        ),
+    ],
 )
 def test_tests_of_a_folder(tmp_path, arguments, tests):
     """A folder's name behind -k is a word in the names of tests, and no folder."""

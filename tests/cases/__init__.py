@@ -14,7 +14,7 @@ PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is 
 ONE_LAYER = [name for name in CASES if path_of(name).parent in (RECIPES, RECIPES / "layouts")]
 TRANSFORMERS = [name for name in CASES if path_of(name).parent == RECIPES / "transformer"]
 YOUR_MODEL = [name for name in CASES if path_of(name).parent == RECIPES / "your_model"]
-LONG = (*TRANSFORMERS, *YOUR_MODEL)  # they take long: on their first world size alone in the default suite
+LONG = (*TRANSFORMERS, *YOUR_MODEL)  # they take long: one run of each mode in the default suite
 WITHOUT_CASE = ("gpt",)  # a whole model on any mesh: test_gpt.py
 TRAINED = [name for name in CASES if "steps" in entry(path_of(name))]
 
@@ -54,13 +54,14 @@ def runs():
 def is_default(run):
     """Whether a run is in the default suite: the even and the uneven sizes on the first world size, else the uneven.
 
-    Recipes in LONG are in it on the first world size only.
+    Of a recipe in LONG, only the uneven sizes on the first world size are.
     """
     name, n, _, sizes = run
     even, *uneven = list(SIZES[name](n))[:2]
-    if n == proven_on(name)[0]:
-        return sizes in (even, *uneven)
-    return name not in LONG and sizes in (uneven or [even])
+    first = n == proven_on(name)[0]
+    if name in LONG:
+        return first and sizes in (uneven or [even])
+    return sizes in (uneven or [even]) or (first and sizes == even)
 
 
 def run_id(run):

@@ -36,7 +36,7 @@ ROWS = [  # of the page's table: each layout on the meshes where it differs from
     if layout == "plain" or mesh[1 if layout == "sequence parallel" else 0] > 1
 ]
 SMALL = {"batch_size": 8, "seq_len": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 4}
-RUNS = [  # of the default suite: data, tensor, pipeline, and what else
+RUNS = [  # data, tensor, pipeline, and what else; the last one takes long
     ((2, 1, 1), {"shard_weights": True, "micro_batches": 2, "clip_grad": 0.5}),
     ((1, 2, 1), {"graph": True, "sequence_parallel": True, "micro_batches": 2, "recompute": "full"}),
     ((1, 1, 3), {"graph": True, "micro_batches": 4, "num_layers": 4}),  # stages of 2, 1 and 1 layers
