@@ -12,6 +12,7 @@ from oneflow import nn
 from harness.start import recipe
 
 B, S = flow.sbp.broadcast, flow.sbp.split
+RESHARDED = "fully sharded, resharded after forward"
 VOCAB, HIDDEN, CLASSES, ROWS, LENGTH = 12, 8, 6, 8, 4
 
 
@@ -571,9 +572,9 @@ def optimizer_of(model):
 def laid_out(model, layout, paths):
     """The model under a layout; returns where ids and targets go, and for a pipeline its stages."""
     n = flow.env.get_world_size()
-    if layout == "fully sharded":
+    if layout in ("fully sharded", RESHARDED):
         ranks = flow.placement.all("cpu")
-        recipe.load(paths["fully_sharded_module"]).shard(model, ranks)
+        recipe.load(paths["fully_sharded_module"]).shard(model, ranks, reshard_after_forward=layout == RESHARDED)
         return (ranks, S(0)), (ranks, S(0)), {}
     if layout == "pipeline":
         module = recipe.load(paths["pipeline_module"])

@@ -8,16 +8,20 @@
 
 Between steps weights, biases, gradients and Adam's state take 1/n of their bytes; parameters with fewer rows than ranks
 stay whole. model.to_global(sbp=S(0)) alone is not this: it splits activations by columns, and aborts in a graph.
-The model need not fit on one rank: each block is created, sharded and freed before the next one is created.
+The model need not fit on one rank: each block is created, sharded and freed before the next one is created. But what
+backward needs of the gathered weights stays until backward: at the peak of a step a rank holds all of them. In eager
+mode, `shard(model, ranks, reshard_after_forward=True)` drops them after the forward of their layer, and gathers them
+again in backward: then a rank holds the gathered weights of one layer at a time.
 
 Moves: an all-gather of each parameter, a reduce-scatter of its gradient: each (n-1)/n x their bytes from each rank.
-Run:   ./launch.sh recipes/your_model/fully_sharded_module.py [--graph]
+Run:   ./launch.sh recipes/your_model/fully_sharded_module.py [--graph] [--reshard-after-forward]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/fully_sharded_module.py [--graph]
 Use it when your model's weights, gradients and optimizer state do not fit on one device.
 Source: Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277.
 """
 
 import argparse
+import contextlib
 
 import numpy as np
 import oneflow as flow
@@ -54,10 +58,11 @@ class Classifier(nn.Module):
         return self.head(x.mean(1))
 
 
-def shard(module, ranks):
+def shard(module, ranks, reshard_after_forward=False):
     """Split each parameter of a module by rows, with rank 0's values, and gather it for the forward of its layer.
 
     The Parameter objects stay, so an optimizer may hold them already, and frozen and tied weights stay so.
+    reshard_after_forward: gather again in backward, as PyTorch's fully_shard does by default; for eager mode alone.
     """
     rows, whole = flow.sbp.split(0), flow.sbp.broadcast
     for parameter in module.parameters():
@@ -70,12 +75,12 @@ def shard(module, ranks):
             if buffer is not None and not buffer.is_global:
                 layer._buffers[name] = buffer.to_global(placement=ranks, sbp=whole)
         if layer._parameters and not getattr(type(layer), "_gathers_parameters", False):
-            gather_in_forward(layer)
+            gather_in_forward(layer, reshard_after_forward)
     prepare_for_graph(module)
     return module
 
 
-def gather_in_forward(layer):
+def gather_in_forward(layer, reshard_after_forward):
     """Make the forward of a layer read whole parameters; their gradients become shards."""
     kind = type(layer)
 
@@ -83,7 +88,8 @@ def gather_in_forward(layer):
         shards = self._parameters
         self._parameters = {name: w if w is None else gathered(w) for name, w in shards.items()}
         try:
-            return kind.forward(self, *args, **kwargs)
+            with saved_as_shards(self, shards) if reshard_after_forward else contextlib.nullcontext():
+                return kind.forward(self, *args, **kwargs)
         finally:
             self._parameters = shards
 
@@ -92,6 +98,23 @@ def gather_in_forward(layer):
 
 def gathered(parameter):
     return parameter.to_global(sbp=flow.sbp.broadcast, grad_sbp=parameter.sbp)
+
+
+def saved_as_shards(layer, shards):
+    """A context in which autograd keeps the shard of each whole parameter, and gathers it again in backward."""
+    if any(w.is_lazy for w in layer._parameters.values() if w is not None):
+        raise RuntimeError("reshard_after_forward is for eager mode: nn.Graph keeps gathered weights until backward")
+    shard_of = {w.global_id(): shards[name] for name, w in layer._parameters.items() if w is not None}
+
+    def pack(tensor):
+        shard = shard_of.get(tensor.global_id()) if tensor.is_global else None
+        return (tensor, None) if shard is None else (None, shard.detach())
+
+    def unpack(packed):
+        tensor, shard = packed
+        return tensor if shard is None else shard.to_global(sbp=flow.sbp.broadcast)
+
+    return flow.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def prepare_for_graph(model):
@@ -147,11 +170,11 @@ class ThroughIdentity:
         return flow._C.identity(self.read())
 
 
-def make_model(ranks, hidden_size, num_layers):
+def make_model(ranks, hidden_size, num_layers, reshard_after_forward):
     """The sharded model. No rank ever holds more than one full block."""
-    model = shard(Classifier(hidden_size=hidden_size, num_layers=0), ranks)
+    model = shard(Classifier(hidden_size=hidden_size, num_layers=0), ranks, reshard_after_forward)
     for _ in range(num_layers):
-        model.blocks.append(shard(Block(hidden_size, dropout=0.0), ranks))
+        model.blocks.append(shard(Block(hidden_size, dropout=0.0), ranks, reshard_after_forward))
     return model
 
 
@@ -167,10 +190,20 @@ class TrainingGraph(nn.Graph):
         return loss
 
 
-def train(ranks, graph=False, seed=0, steps=20, optimizer="adam", batch=8, hidden_size=8, num_layers=2):
+def train(
+    ranks,
+    graph=False,
+    seed=0,
+    steps=20,
+    optimizer="adam",
+    reshard_after_forward=False,
+    batch=8,
+    hidden_size=8,
+    num_layers=2,
+):
     """Train in float32 on a placement; returns the model and the loss of each step."""
     flow.manual_seed(seed)
-    model = make_model(ranks, hidden_size, num_layers)
+    model = make_model(ranks, hidden_size, num_layers, reshard_after_forward)
     rng = np.random.default_rng(seed)
     ids = flow.tensor(rng.integers(12, size=(batch, 4)), placement=ranks, sbp=flow.sbp.split(0))
     targets = flow.tensor(rng.integers(5, size=batch), placement=ranks, sbp=flow.sbp.split(0))
@@ -197,12 +230,16 @@ def main():
     parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--optimizer", choices=["adam", "momentum"], default="adam")
+    parser.add_argument("--reshard-after-forward", action="store_true", help="gather weights again in backward")
     args = parser.parse_args()
+    if args.graph and args.reshard_after_forward:
+        parser.error("--reshard-after-forward is for eager mode: nn.Graph keeps gathered weights until backward")
 
-    model, losses = train(flow.placement.all(args.device), args.graph, optimizer=args.optimizer)
+    options = {"optimizer": args.optimizer, "reshard_after_forward": args.reshard_after_forward}
+    model, losses = train(flow.placement.all(args.device), args.graph, **options)
     held = sum(w.to_local().numel() for w in model.parameters())
     print(f"{held:,} of {sum(w.numel() for w in model.parameters()):,} numbers of the parameters")
-    _, alone = train(flow.placement(args.device, [0]), args.graph, optimizer=args.optimizer)  # on a single device
+    _, alone = train(flow.placement(args.device, [0]), args.graph, **options)  # on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if flow.env.get_rank() == 0:
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")

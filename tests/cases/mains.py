@@ -442,6 +442,7 @@ MORE_REFUSED = {
         *("--pipeline 2 --num-layers 1", "--seq-len 7", "--batch-size 7", "--data 3", "--recompute full"),
     ],
     "rendezvous": ["--init-method here"],
+    "fully_sharded_module": ["--graph --reshard-after-forward"],
     "pytorch_weights": [f"--weights FOLDER/{what}" for what in ("no_file", "short", "zip", "float64", "cut", "other")],
 }
 
@@ -465,7 +466,10 @@ EXPRESSIONS = {
         "lay_out(Classifier(), placements('cpu', 2), {'head': Row, 'hea.': Column})",
         *lost_in_a_graph("tensor", "tensor_parallel_module"),
     ],
-    "fully_sharded_module": lost_in_a_graph("fully sharded", "fully_sharded_module"),
+    "fully_sharded_module": [
+        "train(flow.placement.all('cpu'), graph=True, reshard_after_forward=True)",
+        *lost_in_a_graph("fully sharded", "fully_sharded_module"),
+    ],
     "pipeline_module": [
         "assign_stages(Classifier(), [Classifier()], placements('cpu', 2))",
         "assign_stages(Classifier(), [Classifier(), Classifier()], placements('cpu', 2))",

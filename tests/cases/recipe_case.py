@@ -18,6 +18,8 @@ class Proof:
     measured_at: dict = field(default_factory=dict)
     # other arguments with which a step sends something else; measured on 4 ranks
     variants: list = field(default_factory=list)
+    # an argument that works in eager mode alone; its main refuses it with --graph
+    eager_only: str = None
     # "--option number" with which the recipe would fail midway, abort or hang -> what its main says of it
     refused: dict = field(default_factory=dict)
     # whether its output in the guide needs a job of its own: it depends on how processes start, or on what ran in them

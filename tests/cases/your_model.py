@@ -15,6 +15,7 @@ MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buf",)}
 TENSOR_PARALLEL = {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}  # the other parameters are B
 LOCAL = ("local", [])
 LAYERS = 2
+RESHARD = {"reshard_after_forward": True}
 FEW_STEPS = {"batch": 6, "hidden_size": 12, "steps": 3, "seed": 1}
 
 
@@ -170,12 +171,22 @@ def pipeline_module(
 
 def fully_sharded_sizes(n):
     sizes = {"other": {**FEW_STEPS, "batch": 7, "num_layers": 1}, "momentum": {"optimizer": "momentum"}}
+    sizes["reshard"] = {**FEW_STEPS, **RESHARD}
     return {**sizes, "fewer rows than ranks": {**FEW_STEPS, "hidden_size": 3}} if n > 3 else sizes
 
 
-@case_of_recipe(fully_sharded_sizes, measured_at=MEASURED_MODEL)
+@case_of_recipe(fully_sharded_sizes, measured_at=MEASURED_MODEL, variants=[RESHARD], eager_only="reshard_after_forward")
 def fully_sharded_module(
-    n, graph=False, seed=0, steps=20, optimizer="adam", batch=8, hidden_size=8, num_layers=2, matmul_scale=1.0
+    n,
+    graph=False,
+    seed=0,
+    steps=20,
+    optimizer="adam",
+    reshard_after_forward=False,
+    batch=8,
+    hidden_size=8,
+    num_layers=2,
+    matmul_scale=1.0,
 ):
     ranks = list(range(n))
     shapes = reference_module.shapes(hidden_size, num_layers)
@@ -184,6 +195,8 @@ def fully_sharded_module(
     in_order = sorted(shapes, key=lambda name: name.startswith("blocks."))  # blocks are made after all else
     layout = layouts(shapes, optimizer, sharded.get, ids=rows, targets=rows)
     matmuls = matmuls_of(batch, hidden_size, rows, [replicated] * 3, rows, rows, rows, num_layers)
+    in_forward = [(own, replicated, own[0]) for own in sharded.values()]
+    in_backward = [(own, replicated) for own in reversed(list(sharded.values()))] if reshard_after_forward else []
     return case_of(
         layout,
         shapes,
@@ -191,10 +204,10 @@ def fully_sharded_module(
         matmuls=in_steps(graph, steps, matmuls),
         moves=[
             *[move for name in in_order for move in ((LOCAL, replicated), (replicated, sharded[name]))],
-            *in_steps(graph, steps, [(own, replicated, own[0]) for own in sharded.values()]),
+            *in_steps(graph, steps, [*in_forward, *in_backward]),
         ],
         reads=[("P", ranks)] * steps,
-        sends=[reduced(n, elements_of(shapes))] * n,
+        sends=[reduced(n, elements_of(shapes)) * (1.5 if reshard_after_forward else 1)] * n,
     )
 
 

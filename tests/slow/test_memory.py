@@ -54,6 +54,17 @@ def test_fully_sharded_rank_holds_its_share_at_rest_and_all_weights_at_the_peak(
     Checks.that(peaks[1] >= 4 * WEIGHTS / n + WEIGHTS, "fully sharded has no whole weights", peaks[1] / WEIGHTS)
 
 
+def test_resharding_after_forward_frees_the_gathered_weights_until_backward():
+    n, layers, hidden_size = 4, 16, 512
+    sizes = {"num_layers": layers, "hidden_size": hidden_size, "optimizer": "momentum", "steps": 2}
+    whole = 4 * layers * 8 * hidden_size**2  # bytes of the weights of all blocks
+    kept = peak(fresh(n, "fully_sharded_module", **sizes))
+    freed = peak(fresh(n, "fully_sharded_module", reshard_after_forward=True, **sizes))
+    at_rest = 3 * whole / n  # weights, gradients, momentum
+    Checks.that(kept >= at_rest + whole, "without resharding a rank has", (kept - at_rest) / whole, "of the weights")
+    Checks.that(freed <= at_rest + whole / 2, "with resharding a rank has", (freed - at_rest) / whole)
+
+
 def test_stages_of_zero_compile_to_one_job_on_cpu_that_keeps_shards():
     with Pool(2, repeat=True) as pool:  # a stage leaves settings behind, so from the lowest up
         jobs = [pool.call(COMPILED, path=path("zero_optimizer"), stage=stage)[0] for stage in (1, 2, 3)]

@@ -17,6 +17,7 @@ RUNS = [
     for mode in runs.modes(path_of(name))
     if n != 3 or mode == "eager" or (mode == "only" and name not in GRAPH_ONLY)
     for more in [{}, *(PROOFS[name].variants if n == 4 else [])]
+    if mode == "eager" or PROOFS[name].eager_only not in more
 ]
 
 

@@ -5,10 +5,12 @@ import pytest
 from harness.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
+from tests.on_rank_traits import RESHARDED
 
 ON_RANK = str(ROOT / "tests" / "on_rank_traits.py")
 PATHS = {f"{name}_module": str(path_of(f"{name}_module")) for name in ("tensor_parallel", "fully_sharded", "pipeline")}
-LAYOUTS = {"data": 2, "tensor": 2, "data x tensor": 4, "fully sharded": 2, "pipeline": 2}  # -> ranks
+LAYOUTS = {"data": 2, "tensor": 2, "data x tensor": 4, "fully sharded": 2, RESHARDED: 2, "pipeline": 2}  # -> ranks
+RUNS = [(layout, graph) for layout in LAYOUTS for graph in (False, True) if not (graph and layout == RESHARDED)]
 ALWAYS, IN_A_GRAPH = (False, True), (True,)
 # Trait -> what it is refused with, under which layouts, and whether in a graph alone
 REFUSED = {
@@ -25,8 +27,7 @@ REFUSED = {
 FEW = ["plain", "frozen", "adapter", "tied_on_two_stages", "buffer", "own_parameters", "keywords_and_none"]
 
 
-@pytest.mark.parametrize("graph", ALWAYS, ids=["eager", "graph"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, graph", RUNS)
 def test_trait_trains_as_on_one_device_or_is_refused(pools, layout, graph):
     pool = pools(LAYOUTS[layout])
     names = FEW if graph and layout in ("data", "data x tensor") else pool.call(f"{ON_RANK}:names")[0]
