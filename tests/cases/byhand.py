@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from tests.cases import reference
-from tests.cases.recipe_case import Case, all_reduce, case_of_recipe, in_steps, weights_of
+from tests.cases import figures, reference
+from tests.cases.recipe_case import Case, Main, all_reduce, case_of_recipe, in_steps, weights_of
 from tests.cases.reference import Value, mlp, mse, total
 from tests.cases.train import UNEVEN
 
 
-@case_of_recipe({"uneven": {"in_features": 7, "out_features": 5, "seed": 1}})
+@case_of_recipe({"uneven": {"in_features": 7, "out_features": 5, "seed": 1}}, main=Main(figures=figures.ring_chunks))
 def ring_all_reduce(n, graph=False, seed=0, in_features=8, out_features=4):
     ranks = list(range(n))
     own = [reference.drawn(np.random.default_rng([seed, rank]), in_features, out_features) for rank in ranks]
@@ -48,7 +48,20 @@ def on_workers(values, n):
     return matmuls
 
 
-@case_of_recipe({"uneven": UNEVEN})
+WEIGHTS = 4 * (4 * 8 + 8 * 4)  # bytes of w0 and w1 in float32
+
+
+@case_of_recipe(
+    {"uneven": UNEVEN},
+    main=Main(
+        figures=figures.only_rank_0(
+            lambda n, *_: [
+                f"in each step rank 0 sends (n-1) x the weights = {(n - 1) * WEIGHTS} bytes, "
+                f"and receives {(n - 1) * WEIGHTS} bytes of gradients"
+            ]
+        )
+    ),
+)
 def parameter_server(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     values = reference.trained("momentum", steps=steps, matmul_scale=matmul_scale, **sizes)
     values = {**worker_rows(values, n), **{name: value for name, value in values.items() if name not in "xy"}}
@@ -87,6 +100,15 @@ def with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes):
     {"uneven": {**UNEVEN, "steps": 4, "sync_every": 3}, "always synchronised": {"sync_every": 1}},
     own_steps=True,
     refused={"--sync-every 0": "1 or more"},
+    main=Main(
+        not_compared={
+            "staleness": "a count that is printed: see FIGURES",
+            "1 losses": "those without a slow worker are printed beside the others",
+        },
+        further={"sync_every": 1},
+        figures=figures.only_rank_0(figures.ages),
+        other_options=["--sync-every", "3", "--steps", "5"],
+    ),
 )
 def async_update(n, graph=False, steps=4, sync_every=2, matmul_scale=1.0, **sizes):
     values = with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes)

@@ -4,8 +4,8 @@ from itertools import combinations
 
 import numpy as np
 
-from tests.cases import reference
-from tests.cases.recipe_case import Case, all_reduce, case_of_recipe, in_steps, placed, reduced
+from tests.cases import figures, reference
+from tests.cases.recipe_case import DERIVED, Case, Main, all_reduce, case_of_recipe, in_steps, placed, reduced
 from tests.cases.reference import Value, drawn, mse, rows_of, unknown
 
 UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}
@@ -14,6 +14,7 @@ UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}
 @case_of_recipe(
     {"uneven": UNEVEN_SAMPLES, "few": {"samples": 5, "batch": 3, "seed": 4}},
     equivalent={r"flow\.tensor\(own, .*::-1\]\.copy\(\)": "the numbers of the samples are sorted afterwards"},
+    main=Main(not_compared={"data": "the last batch has some of the rows", "numbers": DERIVED}, figures=figures.epochs),
 )
 def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
     ranks, per_rank = list(range(n)), -(-samples // n)
@@ -50,7 +51,13 @@ def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
     )
 
 
-@case_of_recipe({"divisible": {"batch": 24, "seed": 1}})
+@case_of_recipe(
+    {"divisible": {"batch": 24, "seed": 1}},
+    main=Main(
+        not_compared={"y": "its classes alone count"},
+        figures=lambda n, rank, *_: [f"{figures.share(25, n, rank)} of 25 rows: loss ..."],
+    ),
+)
 def metrics(n, graph=False, seed=0, batch=25, in_features=5, classes=3, matmul_scale=1.0):
     ranks, rng = list(range(n)), np.random.default_rng(seed)
     x, w = drawn(rng, batch, in_features), drawn(rng, in_features, classes)
@@ -80,6 +87,12 @@ UNEVEN_COLUMNS = {"batch": 9, "in_features": 3, "out_features": 5, "steps": 1, "
     {"uneven": UNEVEN_COLUMNS},
     variants=[{"batch": 8, "in_features": 1, "out_features": 50_000}],  # little weight: the four rows show
     normalised=True,
+    main=Main(
+        figures=lambda n, rank, *_: [
+            f"column 0 of out, 4 of {4 * n} rows: mean ...",
+            *(["column 0 of out, all rows: mean 0.00, variance 1.00"] if rank == 0 else []),
+        ]
+    ),
 )
 def batch_norm(n, graph=False, seed=0, steps=3, batch=8, in_features=4, out_features=8, matmul_scale=1.0):
     ranks, rng = list(range(n)), np.random.default_rng(seed)
@@ -118,6 +131,12 @@ COLUMNS = {"columns": {"dim": 1}, "uneven columns": {**UNEVEN_NUMBERS, "dim": 1}
     every_size=True,
     whole_job=True,
     tests=["tests/slow/test_data.py", "-k", "manual_seed"],
+    main=Main(
+        not_compared={
+            "weight": "it is drawn, and nothing else draws it",
+            "repeated": "which numbers are kept is compared",
+        }
+    ),
 )
 def random_numbers(n, graph=False, seed=0, batch=16, features=8, dim=0):
     ranks, keep = list(range(n)), 0.5

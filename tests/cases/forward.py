@@ -4,7 +4,7 @@ import numpy as np
 
 from harness.measure.sbp import NAMES as SBPS
 from tests.cases import reference
-from tests.cases.recipe_case import Case, all_reduce, case_of_recipe, placed, through_stages
+from tests.cases.recipe_case import DERIVED, INPUT, Case, Main, all_reduce, case_of_recipe, placed, through_stages
 from tests.cases.reference import Value
 
 UNEVEN_LAYERS = {"batch": 7, "in_features": 6, "hidden_size": 10, "out_features": 9, "seed": 1}
@@ -46,7 +46,7 @@ def row_parallel(n, graph=False, matmul_scale=1.0, **sizes):
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_LAYERS})
+@case_of_recipe({"uneven": UNEVEN_LAYERS}, main=Main(not_compared={"x": INPUT}))
 def pipeline_parallel(n, graph=False, **sizes):
     layers = reference.layers(n, **sizes)
     layout = {"x": ("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)}, "out": ("B", [n - 1])}
@@ -61,7 +61,7 @@ def pipeline_parallel(n, graph=False, **sizes):
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_LAYERS})
+@case_of_recipe({"uneven": UNEVEN_LAYERS}, main=Main(not_compared={"x0": INPUT}))
 def hybrid_parallel(n, graph=False, **sizes):
     first, second, values = ("S(0)", [0, 1]), ("B", [2, 3]), reference.layers(2, **sizes)
     out0 = ("S(0)", [2, 3]) if graph else first  # set_stage moves it before the second stage sees it
@@ -80,7 +80,7 @@ def hybrid_parallel(n, graph=False, **sizes):
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_TENSOR}, shares_moves=True)
+@case_of_recipe({"uneven": UNEVEN_TENSOR}, shares_moves=True, main=Main(not_compared={"x": INPUT}))
 def sbp_conversions(n, graph=False, ranks=None, **sizes):
     ranks = ranks or list(range(n))
     case = cross_placement(n, source=ranks, target=ranks, **sizes)
@@ -130,7 +130,11 @@ def signature_sizes(n):
     return {"uneven": {"batch": 7, "in_features": 7, "out_features": 7, "seed": 1}, **(larger if n == 2 else {})}
 
 
-@case_of_recipe(signature_sizes, measured_at=dict(batch=720, in_features=720, out_features=720))
+@case_of_recipe(
+    signature_sizes,
+    measured_at=dict(batch=720, in_features=720, out_features=720),
+    main=Main(not_compared={"x": INPUT, "w": INPUT}),
+)
 def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_features=4, matmul_scale=1.0):
     ranks, pairs = list(range(n)), [(x, w) for x in SBPS for w in SBPS]
     values = reference.one_layer(seed, batch, in_features, out_features, matmul_scale)
@@ -162,7 +166,7 @@ def two_d_sbp(n, graph=False, matmul_scale=1.0, **sizes):
     )
 
 
-@case_of_recipe({"uneven": {"batch": 7, "in_features": 9}})
+@case_of_recipe({"uneven": {"batch": 7, "in_features": 9}}, main=Main(not_compared={"total": DERIVED}))
 def global_and_local(n, graph=False, batch=4, in_features=3):
     ranks = list(range(n))
     own = np.arange(n * batch * in_features, dtype=np.float64).reshape(n, batch, in_features)

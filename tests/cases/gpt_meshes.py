@@ -8,9 +8,9 @@ from harness.measure.sent import between_ranks
 from harness.plan import formulas as plan
 from harness.plan.model import Model
 from harness.start.recipe import path_of
-from tests.cases import ROOT, reference_gpt
+from tests.cases import ROOT, figures, reference_gpt
 from tests.cases.ladder import Checks, check_operations, check_tensors, shard_of
-from tests.cases.recipe_case import PROOFS, Case, Proof, in_steps
+from tests.cases.recipe_case import PROOFS, Case, Main, Proof, in_steps
 from tests.cases.reference import Value
 
 TRAINED = f"{ROOT / 'tests' / 'on_rank_gpt.py'}:trained"
@@ -41,6 +41,7 @@ RUNS = [  # data, tensor, pipeline, and what else; the last one takes long
     ((1, 2, 1), {"graph": True, "sequence_parallel": True, "micro_batches": 2, "recompute": "full"}),
     ((1, 1, 3), {"graph": True, "micro_batches": 4, "num_layers": 4}),  # stages of 2, 1 and 1 layers
 ]
+SMALL_ARGUMENTS = ["--batch-size", "8", "--hidden-size", "16", "--num-heads", "2", "--num-layers", "2"]
 SIZES_TO_REFUSE = ("num-layers", "hidden-size", "num-heads", "seq-len", "batch-size")
 PROOFS["gpt"] = Proof(
     refused={
@@ -56,6 +57,18 @@ PROOFS["gpt"] = Proof(
         r"^flow\.placement\(\"cpu\", \[0\]\) -> ": "a graph puts the number of its steps where it needs it",
         r"^flow\.tensor\(ids.*\[::-1\]\.copy\(\)": "the loss is the mean of the rows, in any order",
     },
+    main=Main(
+        arguments=[*SMALL_ARGUMENTS, "--steps", "3", "--check"],
+        not_compared={"model": "of its outputs the largest alone count"},
+        alone={"checkpoint_dir": "", "save_every": 100, "steps": 3, "log_interval": 0},
+        elsewhere={"check": "it decides whether main compares at all"},
+        defaults={"steps": (400, 3), "checkpoint_dir": ("", "")},
+        figures=figures.held("weights"),
+        refused=[
+            *("--pipeline 2 --num-layers 1", "--seq-len 7", "--batch-size 7", "--data 3", "--recompute full"),
+        ],
+        refused_expressions=["placements('cpu', 2, data=1)"],
+    ),
 )
 known = lru_cache(maxsize=None)(reference_gpt.trained)
 

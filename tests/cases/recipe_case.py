@@ -8,6 +8,40 @@ CASES, SIZES, GRAPH_ONLY = {}, {}, set()  # by the name of the recipe; filled by
 PROOFS = {}  # name of the recipe -> Proof
 
 
+INPUT, DERIVED = "an input: what is computed from it is compared", "what is made of it is compared"
+
+
+@dataclass
+class Main:
+    """What is special about the main of a recipe: see mains.py."""
+
+    # with which it runs
+    arguments: list = field(default_factory=list)
+    # with which it prints something else
+    other_options: list = field(default_factory=list)
+    # (n, rank, facts of each call, graph, report) -> lines that this rank prints, besides what every main prints
+    figures: Callable = lambda *_: []
+    # part of a result, or a call and the part -> why main does not compare it
+    not_compared: dict = field(default_factory=dict)
+    # arguments that the call on a single device does not share with the one on all ranks
+    alone: dict = field(default_factory=dict)
+    # arguments of a further call on all ranks
+    further: dict = field(default_factory=dict)
+    # option -> values for it, where they cannot be made from its kind
+    values: dict = field(default_factory=dict)
+    # option -> its default in main and in train, where they differ
+    defaults: dict = field(default_factory=dict)
+    # option -> why it reaches no argument of its name
+    elsewhere: dict = field(default_factory=dict)
+    # command lines that it refuses on 2 ranks, besides Proof.refused; FOLDER has the files of `make_files`
+    refused: list = field(default_factory=list)
+    make_files: Callable = lambda folder: None
+    # expressions of the recipe's names that it refuses
+    refused_expressions: list = field(default_factory=list)
+    # the text of a refusal that other tests reach
+    refused_elsewhere: str = "no such text"
+
+
 @dataclass
 class Proof:
     """How a recipe is tested, besides its case."""
@@ -30,6 +64,7 @@ class Proof:
     shares_moves: bool = False
     # whether its case trains in a loop of its own, not with `reference.descend`
     own_steps: bool = False
+    main: Main = field(default_factory=Main)
     # pytest's arguments for the tests that `mutate` also runs: of fixes that do not show in values
     tests: list = field(default_factory=list)
     # pattern of a change that `mutate` makes -> why nothing changes

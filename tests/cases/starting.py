@@ -4,8 +4,8 @@ import ipaddress
 
 import numpy as np
 
-from tests.cases import reference
-from tests.cases.recipe_case import UNEVEN, Case, all_reduce, case_of_recipe, placed, reduced
+from tests.cases import figures, reference
+from tests.cases.recipe_case import DERIVED, UNEVEN, Case, Main, all_reduce, case_of_recipe, placed, reduced
 from tests.cases.reference import Value
 
 
@@ -13,6 +13,10 @@ from tests.cases.reference import Value
     {},
     whole_job=True,
     tests=["tests/test_rare_failures.py", "-k", "shard_of_another"],
+    main=Main(
+        not_compared={"mine": DERIVED},
+        figures=figures.only_rank_0(lambda n, *_: [f"all {n} ranks are there, once each; number of hosts: 1"]),
+    ),
 )
 def hello_ranks(n, graph=False, nodes=1):
     """A row of (rank, local rank, address as a number) from each; all nodes have the same number of ranks."""
@@ -31,6 +35,14 @@ def hello_ranks(n, graph=False, nodes=1):
     {},
     whole_job=True,
     tests=["tests/test_rare_failures.py", "tests/slow/test_starting.py", "-k", "ranks_meet_gets or launcher_meet"],
+    main=Main(
+        values={"init_method": []},
+        elsewhere={"init_method": "it is read before OneFlow is imported"},
+        figures=figures.only_rank_0(
+            lambda n, *_: [f"the sum over ranks is {n * (n - 1) // 2}, as in numpy: {' '.join(map(str, range(n)))}"]
+        ),
+        refused=["--init-method here"],
+    ),
 )
 def rendezvous(n, graph=False):
     ranks = list(range(n))
@@ -57,6 +69,11 @@ def rendezvous(n, graph=False):
         r"^rank == 0 -> (True|False)$": "it only says how long a rank waits for rank 0",
         r"theirs.close\(\) -> pass$": "CPython closes it when start_rank returns",
     },
+    main=Main(
+        not_compared={"shards": "out is their concatenation"},
+        figures=lambda n, *_: [f"rank {rank} of 2 returned (2, 8) of (4, 8)" for rank in (0, 1)],
+        refused_elsewhere="raise RuntimeError(",
+    ),
 )
 def spawn(n, graph=False, ranks=2, **sizes):
     """The arrays of the program that starts the ranks; tests/test_spawn.py checks what the ranks do."""
@@ -74,6 +91,12 @@ def spawn(n, graph=False, ranks=2, **sizes):
         *("-k", "checkpoint_is_on_disk or resumes or death or do_not_see"),
     ],
     equivalent={r" - 1 -> True$": "the job ends when one rank dies, and when all do"},
+    main=Main(
+        alone={"checkpoint_dir": None, "save_every": 2, "steps": 4},
+        elsewhere={"die": "the step up to which a first call trains: see check_die"},
+        figures=figures.only_rank_0(figures.resumed),
+        other_options=["--steps", "5"],
+    ),
 )
 def elastic_training(n, graph=False, seed=0, steps=4, batch=8, features=64, matmul_scale=1.0, ranks=None):
     """Data parallel; each step draws its own batch, from the seed and the number of the step."""

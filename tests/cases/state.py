@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tests.cases import reference
-from tests.cases.recipe_case import Case, case_of_recipe, in_steps, placed, reduced, weights_of
+from tests.cases import figures, reference
+from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, placed, reduced, weights_of
 from tests.cases.reference import Value, drawn, mse
 from tests.cases.train import UNEVEN, two_matmuls
 
@@ -26,6 +26,12 @@ def resumed(n):
     equivalent={
         r"flow.placement\(args.device, list\(range\(max.*\[(:1|-1:)\]\)$": "main has two ranks, and their half is one",
     },
+    main=Main(
+        not_compared={"0 losses": "the second call returns them too"},
+        alone={"checkpoint_dir": None, "save_every": 2, "weights": "rows", "steps": 4},
+        further={"weights": "whole", "steps": 2},
+        other_options=["--steps", "5", "--save-every", "1", "--weights", "columns"],
+    ),
 )
 def checkpoint(
     n, graph=False, steps=4, weights="rows", save_every=2, size=64, seed=0, matmul_scale=1.0, ranks=None,
@@ -86,6 +92,11 @@ LOSSES = {
     {"uneven": UNEVEN, **LOSSES},
     every_size=True,
     variants=[{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
+    main=Main(
+        figures=figures.only_rank_0(
+            lambda n, *_: [f"the model is on ranks {' '.join(map(str, range(n)))} and the loss on 0"]
+        )
+    ),
 )
 def loss_placement(n, graph=False, steps=3, loss="first", matmul_scale=1.0, **sizes):
     """The loss on all ranks, on rank 0, or on the last rank, which then is no worker."""
@@ -142,6 +153,11 @@ UNEVEN_TEXT = {"batch": 7, "hidden_size": 5, "steps": 1, "seed": 1}
 @case_of_recipe(
     {"uneven": UNEVEN_TEXT, "all": {"home": "all"}, "uneven all": {**UNEVEN_TEXT, "home": "all", "steps": 2}},
     variants=[{"batch": 8192, "hidden_size": 8}, {"home": "all"}],  # large outputs, little weight
+    main=Main(
+        figures=figures.only_rank_0(
+            lambda n, *_: [f"text and weights are kept on ranks 0 and used on {' '.join(map(str, range(n)))}"]
+        )
+    ),
 )
 def replicate_scatter_gather(n, graph=False, steps=3, home="first", seed=0, batch=8, hidden_size=4, matmul_scale=1.0):
     """Weights, inputs and loss on rank 0, from where each step sends them; or where they are used (home="all")."""

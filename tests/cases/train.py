@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from tests.cases import reference
+from tests.cases import figures, reference
 from tests.cases.recipe_case import (
     Case,
+    Main,
     all_reduce,
     case_of_recipe,
     in_steps,
@@ -26,7 +27,10 @@ def two_matmuls(values, ranks, first="w0", second="w1", x="x"):
     return [(x, first, hidden), (hidden, second, out)]
 
 
-@case_of_recipe({"uneven": UNEVEN, **{name: {"optimizer": name} for name in ("adamw", "momentum", "sgd")}})
+@case_of_recipe(
+    {"uneven": UNEVEN, **{name: {"optimizer": name} for name in ("adamw", "momentum", "sgd")}},
+    main=Main(other_options=["--optimizer", "momentum"]),
+)
 def train_data_parallel(n, graph=False, steps=3, optimizer="adam", matmul_scale=1.0, **sizes):
     ranks = list(range(n))
     optimizer = reference.Optimizer(optimizer, graph=graph)
@@ -57,7 +61,14 @@ def train_model_parallel(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     )
 
 
-@case_of_recipe({"other": MICRO})
+@case_of_recipe(
+    {"other": MICRO},
+    main=Main(
+        alone={"micro_batches": 1},
+        figures=figures.only_rank_0(figures.all_reduces),
+        other_options=["--micro-batches", "4"],
+    ),
+)
 def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
     ranks, sizes = list(range(n)), {"batch": 16, "matmul_scale": matmul_scale, **sizes}
     values, before = (reference.trained(steps=k, **sizes) for k in (steps, steps - 1))
@@ -83,7 +94,11 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
     )
 
 
-@case_of_recipe({"other": MICRO, "many": {"batch": 9, "micro_batches": 9}}, variants=[{"micro_batches": 8}])
+@case_of_recipe(
+    {"other": MICRO, "many": {"batch": 9, "micro_batches": 9}},
+    variants=[{"micro_batches": 8}],
+    main=Main(figures=figures.of_pipeline, other_options=["--micro-batches", "4"]),
+)
 def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
     values = reference.trained(steps=steps, matmul_scale=matmul_scale, layers=n, weights_divided_by=2, **sizes)
     layout = placed(values, [n - 1], x=("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)})
@@ -149,7 +164,11 @@ def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     )
 
 
-@case_of_recipe({"uneven": {**UNEVEN, "steps": 2, "seed": 1}}, refused={"--batch 0": "1 or more"})
+@case_of_recipe(
+    {"uneven": {**UNEVEN, "steps": 2, "seed": 1}},
+    refused={"--batch 0": "1 or more"},
+    main=Main(alone={"distributed": False}, other_options=["--batch", "9"]),
+)
 def ddp(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0, **sizes):
     """Each rank draws weights of its own; those of rank 0 are trained on the whole batch."""
     x, y, weights = reference.mlp_inputs(seed, batch, **sizes)

@@ -5,8 +5,9 @@ import re
 
 import numpy as np
 
+from tests.cases import figures
 from tests.cases import reference_transformer as reference
-from tests.cases.recipe_case import Case, case_of_recipe, in_steps, placed, reduced
+from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, placed, reduced
 from tests.cases.reference import Value, rows_of
 
 IN_BLOCK = ("attention_in", "scores", "probs", "context", "residual", "mlp_in", "hidden")
@@ -27,7 +28,15 @@ OTHER_BLOCK = {"batch": 4, "seq_len": 5, "num_heads": 12, "head_size": 2, "seed"
 MEASURED_BLOCK = {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16}
 
 
-@case_of_recipe({"other": OTHER_BLOCK, "one axis": {"tensor": 4, "steps": 2}}, measured_at=MEASURED_BLOCK)
+@case_of_recipe(
+    {"other": OTHER_BLOCK, "one axis": {"tensor": 4, "steps": 2}},
+    measured_at=MEASURED_BLOCK,
+    main=Main(
+        figures=figures.only_rank_0(
+            lambda n, *_: ["each rank computes the attention of 2 of 4 heads, and sends no scores"]
+        )
+    ),
+)
 def transformer_block(
     n, graph=False, steps=3, tensor=2, batch=4, seq_len=4, num_heads=4, head_size=4, matmul_scale=1.0, seed=0
 ):
@@ -60,7 +69,19 @@ def transformer_block(
     )
 
 
-@case_of_recipe({"uneven": {**OTHER_BLOCK, "batch": 3}}, measured_at=MEASURED_BLOCK)
+@case_of_recipe(
+    {"uneven": {**OTHER_BLOCK, "batch": 3}},
+    measured_at=MEASURED_BLOCK,
+    main=Main(
+        not_compared={"out": "its size alone is printed"},
+        figures=figures.only_rank_0(
+            lambda n, *_: [
+                f"a rank keeps {4 * 8 * 16 // n} bytes of x, the residual and out each; "
+                f"with tensor parallel it would keep {4 * 8 * 16}"
+            ]
+        ),
+    ),
+)
 def sequence_parallel(n, graph=False, steps=3, batch=2, seq_len=4, num_heads=4, head_size=4, matmul_scale=1.0, seed=0):
     ranks = list(range(n))
     tokens, hidden_size = batch * seq_len, num_heads * head_size
@@ -98,6 +119,11 @@ ONE_AXIS = {"tensor": 4, "tokens": 6, "vocab_size": 16, "steps": 2}
 @case_of_recipe(
     {"other": OTHER_VOCABULARY, "one axis": ONE_AXIS},
     measured_at={"tokens": 9600, "vocab_size": 200, "hidden_size": 32},
+    main=Main(
+        figures=figures.only_rank_0(
+            lambda n, *_: ["for each of its tokens a rank computes the logits of 31 of 62 words"]
+        )
+    ),
 )
 def vocab_parallel(n, graph=False, steps=3, tensor=2, tokens=8, vocab_size=61, hidden_size=4, matmul_scale=1.0, seed=0):
     data, padded = n // tensor, -(-vocab_size // tensor) * tensor
@@ -125,7 +151,15 @@ UNEVEN_ATTENTION = {"seq_len": 10, "num_heads": 5, "steps": 1, "seed": 1}
 MEASURED_ATTENTION = {"seq_len": 120, "num_heads": 12, "head_size": 256}
 
 
-@case_of_recipe({"uneven": UNEVEN_ATTENTION}, measured_at=MEASURED_ATTENTION)
+@case_of_recipe(
+    {"uneven": UNEVEN_ATTENTION},
+    measured_at=MEASURED_ATTENTION,
+    main=Main(
+        figures=figures.only_rank_0(
+            lambda n, *_: [f"each rank computes the scores of {figures.share(8, n, 0)} of 8 queries, with all 8 keys"]
+        )
+    ),
+)
 def all_gather_kv(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, matmul_scale=1.0, seed=0):
     values = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
     ranks, size = list(range(n)), values["q"].exact.size
@@ -143,7 +177,17 @@ def all_gather_kv(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, 
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_ATTENTION}, measured_at=MEASURED_ATTENTION)
+@case_of_recipe(
+    {"uneven": UNEVEN_ATTENTION},
+    measured_at=MEASURED_ATTENTION,
+    main=Main(
+        figures=figures.only_rank_0(
+            lambda n, *_: [
+                f"rank 0 computes the scores of {figures.share(8, n, 0)} of 8 heads, with all 8 queries and keys"
+            ]
+        )
+    ),
+)
 def ulysses(n, graph=False, steps=3, seq_len=8, num_heads=8, head_size=4, matmul_scale=1.0, seed=0):
     values = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
     ranks, size = list(range(n)), values["q"].exact.size
@@ -161,7 +205,16 @@ def ulysses(n, graph=False, steps=3, seq_len=8, num_heads=8, head_size=4, matmul
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_ATTENTION}, measured_at=MEASURED_ATTENTION)
+@case_of_recipe(
+    {"uneven": UNEVEN_ATTENTION},
+    measured_at=MEASURED_ATTENTION,
+    main=Main(
+        figures=lambda n, rank, *_: [
+            f"rank {rank} computes {rank + 1} of {n} x {n} blocks of scores",
+            ", ".join(f"{name}{rank} {(figures.share(8, n, rank), 2, 4)}" for name in "qkv"),
+        ]
+    ),
+)
 def ring_attention(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, matmul_scale=1.0, seed=0):
     """q0, k0, ... are the rows of rank 0; the reference has the whole tensors."""
     whole = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
@@ -203,6 +256,7 @@ OTHER_EXPERTS = {"group_size": 10, "hidden_size": 6, "ffn_size": 5, "capacity": 
     {"other": OTHER_EXPERTS, "none dropped": {"capacity": 8}},
     measured_at={"group_size": 512, "hidden_size": 256, "ffn_size": 96, "capacity": 256},
     refused={"--capacity 0": "1 or more"},
+    main=Main(figures=figures.only_rank_0(figures.mixture), other_options=["--capacity", "1"]),
 )
 def mixture_of_experts(
     n, graph=False, steps=3, group_size=8, hidden_size=4, ffn_size=8, capacity=3, matmul_scale=1.0, seed=0

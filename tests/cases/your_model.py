@@ -1,9 +1,12 @@
 """The chapter on your own model: a module that is not edited, under each strategy."""
 
+from pathlib import Path
+
 import numpy as np
 
-from tests.cases import reference_module
-from tests.cases.recipe_case import Case, case_of_recipe, in_steps, reduced
+from harness.start.recipe import RECIPES
+from tests.cases import figures, reference_module
+from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, reduced
 from tests.cases.reference import unknown
 from tests.cases.reference_module import NUM_CLASSES, SEQ_LEN
 
@@ -15,8 +18,36 @@ MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buf",)}
 TENSOR_PARALLEL = {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}  # the other parameters are B
 LOCAL = ("local", [])
 LAYERS = 2
+PYTORCH = str(RECIPES.parent / "tests" / "data" / "pytorch_float32.safetensors")  # weights
 RESHARD = {"reshard_after_forward": True}
 FEW_STEPS = {"batch": 6, "hidden_size": 12, "steps": 3, "seed": 1}
+
+
+def trained(trait, layout, recipe):
+    """The expression that trains a model of tests/on_rank_traits.py in a graph, laid out by the recipe."""
+    module = "__import__('tests.on_rank_traits', fromlist=['on_rank_traits'])"
+    return f"{module}.losses_and_weights({trait!r}, {layout!r}, True, {{{recipe!r}: __file__}})"
+
+
+def lost_in_a_graph(layout, recipe):
+    """Two models that a graph would train differently from eager mode."""
+    return [trained(trait, layout, recipe) for trait in ("forward_hook", "value_kept_in_self")]
+
+
+def damaged(folder):
+    """Files for pytorch_weights.py, each wrong in another way."""
+    content = Path(PYTORCH).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    files = {
+        "short": b"",
+        "zip": content[:8] + b"x" + content[9:],
+        "float64": content.replace(b'"F32"', b'"F64"'),
+        "cut": content[:-1],
+        "other": content.replace(b'"head.bias"', b'"tail.bias"'),
+    }
+    assert length and len(set(files.values())) == len(files)
+    for name, data in files.items():
+        (Path(folder) / name).write_bytes(data)
 
 
 def layouts(shapes, optimizer, of_parameter, ids, targets, of_gradient=None):
@@ -85,6 +116,15 @@ def tensor_parallel_sizes(n):
     measured_at=MEASURED_MODEL,
     refused={"--data 0": "it must divide the 2 ranks", "--dropout 2": "from 0 to 1"},
     equivalent=REPLACED,
+    main=Main(
+        other_options=["--optimizer", "momentum"],
+        refused_expressions=[
+            "lay_out(Classifier(), placements('cpu', 2), {**PLAN, 'blocks.*middle': Row})",
+            "lay_out(Classifier(), placements('cpu', 2), {'embedding': Row})",
+            "lay_out(Classifier(), placements('cpu', 2), {'head': Row, 'hea.': Column})",
+            *lost_in_a_graph("tensor", "tensor_parallel_module"),
+        ],
+    ),
 )
 def tensor_parallel_module(
     n, graph=False, seed=0, steps=20, optimizer="adam", data=1, batch=8, hidden_size=8, matmul_scale=1.0
@@ -123,7 +163,20 @@ def tensor_parallel_module(
     )
 
 
-@case_of_recipe({"other": {**FEW_STEPS, "micro_batches": 3}, "adam": {"optimizer": "adam"}}, measured_at=MEASURED_MODEL)
+@case_of_recipe(
+    {"other": {**FEW_STEPS, "micro_batches": 3}, "adam": {"optimizer": "adam"}},
+    measured_at=MEASURED_MODEL,
+    main=Main(
+        figures=figures.parts_held,
+        other_options=["--optimizer", "adam", "--micro-batches", "4"],
+        refused_expressions=[
+            "assign_stages(Classifier(), [Classifier()], placements('cpu', 2))",
+            "assign_stages(Classifier(), [Classifier(), Classifier()], placements('cpu', 2))",
+            trained("tied_on_two_stages", "pipeline", "pipeline_module"),
+            *lost_in_a_graph("pipeline", "pipeline_module"),
+        ],
+    ),
+)
 def pipeline_module(
     n, graph=False, seed=0, steps=20, optimizer="momentum", micro_batches=2, batch=8, hidden_size=8, matmul_scale=1.0
 ):
@@ -175,7 +228,21 @@ def fully_sharded_sizes(n):
     return {**sizes, "fewer rows than ranks": {**FEW_STEPS, "hidden_size": 3}} if n > 3 else sizes
 
 
-@case_of_recipe(fully_sharded_sizes, measured_at=MEASURED_MODEL, variants=[RESHARD], eager_only="reshard_after_forward")
+@case_of_recipe(
+    fully_sharded_sizes,
+    measured_at=MEASURED_MODEL,
+    variants=[RESHARD],
+    eager_only="reshard_after_forward",
+    main=Main(
+        figures=figures.held("numbers of the parameters"),
+        other_options=["--optimizer", "momentum"],
+        refused=["--graph --reshard-after-forward"],
+        refused_expressions=[
+            "train(flow.placement.all('cpu'), graph=True, reshard_after_forward=True)",
+            *lost_in_a_graph("fully sharded", "fully_sharded_module"),
+        ],
+    ),
+)
 def fully_sharded_module(
     n,
     graph=False,
@@ -215,6 +282,12 @@ def fully_sharded_module(
     {"other": {"batch": 6, "steps": 2, "seed": 1}},
     tests=["tests/test_your_model.py", "tests/test_rare_failures.py", "-k", "your_model or safetensors"],
     equivalent=REPLACED,
+    main=Main(
+        values={"weights": [PYTORCH]},
+        make_files=damaged,
+        other_options=["--weights", PYTORCH],
+        refused=[f"--weights FOLDER/{what}" for what in ("no_file", "short", "zip", "float64", "cut", "other")],
+    ),
 )
 def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):
     ranks, hidden_size = list(range(n)), 8

@@ -1,0 +1,89 @@
+"""The lines that the mains of recipes print, computed: functions (n, rank, facts of each call, graph, report)."""
+
+import math
+
+
+def computing(report):
+    """The calls of train or run: [{argument: value}]."""
+    return [arguments for name, arguments in report["calls"] if name in ("train", "run")]
+
+
+def share(size, n, rank):
+    """How many of `size` rows a rank has."""
+    return size // n + (rank < size % n)
+
+
+def only_rank_0(function):
+    return lambda n, rank, facts, graph, report: function(n, rank, facts, graph, report) if rank == 0 else []
+
+
+def bubble(n, rank, facts, graph, report):
+    m = computing(report)[0]["micro_batches"]
+    in_graph, eager = round(100 * (n - 1) / (m + n - 1)), round(100 * (n - 1) / n)
+    words = f"{in_graph}% in a graph; in eager mode {eager}%, as with m = 1"
+    return [f"pipeline bubble, (n-1)/(m+n-1) with n = {n} and m = {m}: {words}"]
+
+
+def all_reduces(n, rank, facts, graph, report):
+    m = computing(report)[0]["micro_batches"]
+    times, when = (2, "the last") if graph else (2 * m, "each")
+    return [f"all-reduces in a step: {times}, of the gradients of 2 weights after {when} micro-batch"]
+
+
+def ages(n, rank, facts, graph, report):
+    """The gradients of the last worker are as old as the steps since it fetched weights."""
+    every = computing(report)[0]["sync_every"]
+    slow, usual = facts[0]["losses"], facts[1]["losses"]
+    return [
+        f"step {k}: the gradients are {'0 ' * (n - 1)}{k % every} steps old, loss {slow[k]:.4f}, "
+        f"without a slow worker {usual[k]:.4f}"
+        for k in range(len(slow))
+    ]
+
+
+def mixture(n, rank, facts, graph, report):
+    capacity, dropped = computing(report)[0]["capacity"], facts[0]["dropped"]
+    return [f"with {capacity} slots for each group at each expert, {dropped[0]:.0f} tokens are dropped at first"]
+
+
+def held(words):
+    """How many numbers of the parameters a rank holds, of how many; words: behind that."""
+
+    def lines(n, rank, facts, graph, report):
+        here, whole = (sum(math.prod(tensor[i]) for tensor in facts[0]["tensors"]) for i in (1, 2))
+        return [f"{here:,} of {whole:,} {words}"]
+
+    return lines
+
+
+def parts_held(n, rank, facts, graph, report):
+    names = [name for name, local, _, _ in facts[0]["tensors"] if math.prod(local)]
+    return [f"{len(names)} of {len(facts[0]['tensors'])} parameters: {names[0]} to {names[-1]}"]
+
+
+def of_pipeline(n, rank, facts, graph, report):
+    return [
+        f"w{rank} {local} of {shape}, and nothing of other stages"
+        for name, local, shape, _ in facts[0]["tensors"]
+        if name == f"{rank}.w"
+    ] + (bubble(n, rank, facts, graph, report) if rank == 0 else [])
+
+
+def ring_chunks(n, rank, facts, graph, report):
+    """In round i a rank passes on what its neighbour has added up: the chunk of a number one less."""
+    add = " ".join(str((rank - i) % n) for i in range(n - 1))
+    finished = " ".join(str((rank + 1 - i) % n) for i in range(n - 1))
+    return [f"sends chunks {add} to add, then finished chunks {finished}"]
+
+
+def epochs(n, rank, facts, graph, report):
+    numbers = [" ".join(str(int(number)) for number in own.ravel()) for own in facts[0]["loaded"]]
+    return [f"epoch {epoch}: samples {own}" for epoch, own in enumerate(numbers)]
+
+
+def resumed(n, rank, facts, graph, report):
+    losses = facts[0]["losses"]
+    return [
+        f"loss {losses[0]:.4f} in step 1 -> {losses[-1]:.4f} in step {len(losses)}",
+        "starts with step 1: no checkpoint",
+    ]
