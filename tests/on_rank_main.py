@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import builtins
 import contextlib
 import dataclasses
 import inspect
@@ -72,7 +73,7 @@ class Rehearsal:
     change: tuple = None  # (number of a call, path of a part of its result, what is done to it)
 
     def __post_init__(self):
-        self.calls, self.options, self.hooked = [], None, False
+        self.calls, self.options, self.hooked, self.printing = [], None, False, set()  # the lines of main that print
         self.fake = FakeFlow()
 
     def run(self):
@@ -84,7 +85,15 @@ class Rehearsal:
             self.parser, self.options = parser, parse_args(parser, *arguments)
             return self.options
 
+        def printed(*arguments, **keywords):
+            frame = sys._getframe(1)
+            if frame.f_code.co_filename == module.__file__:
+                self.printing.add(frame.f_lineno)
+            print_of_python(*arguments, **keywords)
+
+        print_of_python = print
         changed = {
+            (builtins, "print"): printed,
             (argparse.ArgumentParser, "parse_args"): parsed,
             (module, entry.__name__): self.recording(entry, self.entry_call),
             (module, "flow"): self.fake,
@@ -260,7 +269,8 @@ def report_of(rehearsal):
     """What the run printed and did."""
     error = rehearsal.err or (repr(rehearsal.error) if rehearsal.error else "")
     facts = [facts_of(rehearsal.module, result) for result in rehearsal.results]
-    return {"code": rehearsal.code, "out": rehearsal.out, "err": error, "calls": in_words(rehearsal), "facts": facts}
+    report = {"code": rehearsal.code, "out": rehearsal.out, "err": error, "calls": in_words(rehearsal), "facts": facts}
+    return {**report, "printing": rehearsal.printing}
 
 
 def rehearse(path, arguments=(), values=None, options=True):

@@ -54,12 +54,13 @@ WEIGHTS = 4 * (4 * 8 + 8 * 4)  # bytes of w0 and w1 in float32
 @case_of_recipe(
     {"uneven": UNEVEN},
     main=Main(
+        prints_empty=True,
         figures=figures.only_rank_0(
             lambda n, *_: [
                 f"in each step rank 0 sends (n-1) x the weights = {(n - 1) * WEIGHTS} bytes, "
                 f"and receives {(n - 1) * WEIGHTS} bytes of gradients"
             ]
-        )
+        ),
     ),
 )
 def parameter_server(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
@@ -101,8 +102,9 @@ def with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes):
     own_steps=True,
     refused={"--sync-every 0": "1 or more"},
     main=Main(
+        prints_empty=True,
         not_compared={
-            "staleness": "a count that is printed: see FIGURES",
+            "staleness": "a count that is printed: see figures",
             "1 losses": "those without a slow worker are printed beside the others",
         },
         further={"sync_every": 1},

@@ -13,7 +13,11 @@ UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}
 
 @case_of_recipe(
     {"uneven": UNEVEN_SAMPLES, "few": {"samples": 5, "batch": 3, "seed": 4}},
-    equivalent={r"flow\.tensor\(own, .*::-1\]\.copy\(\)": "the numbers of the samples are sorted afterwards"},
+    tests=["tests/slow/test_data.py", "-k", "data_loading"],
+    equivalent={
+        r"flow\.tensor\(own, .*::-1\]\.copy\(\)": "the numbers of the samples are sorted afterwards",
+        r"^of_all_ranks = .*: flow\.sbp\.split\(0\) -> flow\.sbp\.split\(1\)$": "they are sorted afterwards",
+    },
     main=Main(not_compared={"data": "the last batch has some of the rows", "numbers": DERIVED}, figures=figures.epochs),
 )
 def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
@@ -55,7 +59,7 @@ def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
     {"divisible": {"batch": 24, "seed": 1}},
     main=Main(
         not_compared={"y": "its classes alone count"},
-        figures=lambda n, rank, *_: [f"{figures.share(25, n, rank)} of 25 rows: loss ..."],
+        figures=figures.means_of_means,
     ),
 )
 def metrics(n, graph=False, seed=0, batch=25, in_features=5, classes=3, matmul_scale=1.0):
@@ -87,6 +91,9 @@ UNEVEN_COLUMNS = {"batch": 9, "in_features": 3, "out_features": 5, "steps": 1, "
     {"uneven": UNEVEN_COLUMNS},
     variants=[{"batch": 8, "in_features": 1, "out_features": 50_000}],  # little weight: the four rows show
     normalised=True,
+    equivalent={
+        r"^x = flow\.randn.*: flow\.sbp\.split\(0\) -> flow\.sbp\.split\(1\)$": "OneFlow splits it by rows first"
+    },
     main=Main(
         figures=lambda n, rank, *_: [
             f"column 0 of out, 4 of {4 * n} rows: mean ...",

@@ -1,6 +1,7 @@
 """The lines that the mains of recipes print, computed: functions (n, rank, facts of each call, graph, report)."""
 
 import math
+import re
 
 
 def computing(report):
@@ -61,12 +62,26 @@ def parts_held(n, rank, facts, graph, report):
     return [f"{len(names)} of {len(facts[0]['tensors'])} parameters: {names[0]} to {names[-1]}"]
 
 
+def blocks(n, rank, facts, graph, report, words=""):
+    """A line for each tensor of which this rank holds a block; that of stage k is printed as wk."""
+    held = [(name, local, shape) for name, local, shape, _ in facts[0]["tensors"] if math.prod(local)]
+    return [re.sub(r"^(\d+)\.w", r"w\1", f"{name} {local} of {shape}{words}") for name, local, shape in held]
+
+
 def of_pipeline(n, rank, facts, graph, report):
-    return [
-        f"w{rank} {local} of {shape}, and nothing of other stages"
-        for name, local, shape, _ in facts[0]["tensors"]
-        if name == f"{rank}.w"
-    ] + (bubble(n, rank, facts, graph, report) if rank == 0 else [])
+    lines = blocks(n, rank, facts, graph, report, ", and nothing of other stages")
+    return [*lines, *(bubble(n, rank, facts, graph, report) if rank == 0 else [])]
+
+
+def sums_of_blocks(header, first):
+    """The table of rank 0: of each tensor from number `first` on, the sum of the block on each rank."""
+
+    def lines(n, rank, facts, graph, report):
+        by_rank = [{name: total for name, _, _, total in one[0]["tensors"]} for one in report["facts_of_ranks"]]
+        rows = list(by_rank[0])[first:]
+        return [header, *(f"{name:12} {' '.join(str(int(sums[name])) for sums in by_rank)}" for name in rows)]
+
+    return only_rank_0(lines)
 
 
 def ring_chunks(n, rank, facts, graph, report):
@@ -79,6 +94,17 @@ def ring_chunks(n, rank, facts, graph, report):
 def epochs(n, rank, facts, graph, report):
     numbers = [" ".join(str(int(number)) for number in own.ravel()) for own in facts[0]["loaded"]]
     return [f"epoch {epoch}: samples {own}" for epoch, own in enumerate(numbers)]
+
+
+def means_of_means(n, rank, facts, graph, report):
+    """The rows of each rank, and on rank 0 the mean of the ranks' means: of loss and accuracy together."""
+    samples = [one[0]["tensors"] for one in report["facts_of_ranks"]]
+    means = [total / shape[0] for tensors in samples for name, shape, _, total in tensors if name == "samples"]
+    lines = [f"{share(25, n, rank)} of 25 rows: loss ..."]
+    printed = re.search(r"mean of the ranks' means: loss ([\d.]+), accuracy ([\d.]+)", report["out"])
+    if rank == 0 and (not printed or abs(sum(map(float, printed.groups())) - sum(means) / n) > 2e-4):
+        lines.append(f"mean of the ranks' means: a loss and an accuracy of together {sum(means) / n:.4f}")
+    return lines
 
 
 def resumed(n, rank, facts, graph, report):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from harness.measure.sbp import NAMES as SBPS
-from tests.cases import reference
+from tests.cases import figures, reference
 from tests.cases.recipe_case import DERIVED, INPUT, Case, Main, all_reduce, case_of_recipe, placed, through_stages
 from tests.cases.reference import Value
 
@@ -46,7 +46,7 @@ def row_parallel(n, graph=False, matmul_scale=1.0, **sizes):
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_LAYERS}, main=Main(not_compared={"x": INPUT}))
+@case_of_recipe({"uneven": UNEVEN_LAYERS}, main=Main(not_compared={"x": INPUT}, figures=figures.blocks))
 def pipeline_parallel(n, graph=False, **sizes):
     layers = reference.layers(n, **sizes)
     layout = {"x": ("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)}, "out": ("B", [n - 1])}
@@ -61,7 +61,7 @@ def pipeline_parallel(n, graph=False, **sizes):
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_LAYERS}, main=Main(not_compared={"x0": INPUT}))
+@case_of_recipe({"uneven": UNEVEN_LAYERS}, main=Main(not_compared={"x0": INPUT}, figures=figures.blocks))
 def hybrid_parallel(n, graph=False, **sizes):
     first, second, values = ("S(0)", [0, 1]), ("B", [2, 3]), reference.layers(2, **sizes)
     out0 = ("S(0)", [2, 3]) if graph else first  # set_stage moves it before the second stage sees it
@@ -80,7 +80,16 @@ def hybrid_parallel(n, graph=False, **sizes):
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_TENSOR}, shares_moves=True, main=Main(not_compared={"x": INPUT}))
+@case_of_recipe(
+    {"uneven": UNEVEN_TENSOR},
+    shares_moves=True,
+    main=Main(
+        not_compared={"x": INPUT},
+        figures=figures.sums_of_blocks(
+            "sum of the block on each rank: B has that of x everywhere; S(0), S(1) and P add up to it", 4
+        ),
+    ),
+)
 def sbp_conversions(n, graph=False, ranks=None, **sizes):
     ranks = ranks or list(range(n))
     case = cross_placement(n, source=ranks, target=ranks, **sizes)
@@ -105,7 +114,15 @@ def placement_sizes(n):
     return {"uneven": UNEVEN_TENSOR, **sizes}
 
 
-@case_of_recipe(placement_sizes, shares_moves=True)
+@case_of_recipe(
+    placement_sizes,
+    shares_moves=True,
+    main=Main(
+        figures=figures.sums_of_blocks(
+            "sum of the block on each rank, 0 for none: of x, then of its conversions on the other ranks", 0
+        )
+    ),
+)
 def cross_placement(n, graph=False, source=(), target=(), **sizes):
     source, target = list(source or range(n // 2)), list(target or range(n // 2, n))
     [x], parts, *_ = reference.conversions(source, world_size=n, **sizes)

@@ -114,10 +114,11 @@ def check_option(name, option, value, calls, report):
 def check_print(name, n, reports, arguments=()):
     """What each rank printed is correct: shapes, sums, shares, losses, and the figures of the recipe."""
     for rank, report in enumerate(reports):
+        report["facts_of_ranks"] = [other["facts"] for other in reports]
         Checks.equal((report["code"], report["err"]), (0, ""), f"rank {rank}: code and errors")
         facts, lines = report["facts"], report["out"].splitlines()
         for line in lines:
-            check_shapes(line, facts, rank)
+            check_shapes(name, line, facts, rank)
             check_sums(line, facts, rank)
             check_losses(name, line, facts, rank)
             alike = [other for other in reports if line in other["out"].splitlines()]
@@ -139,16 +140,18 @@ OF_ALL = re.compile(  # what each rank prints of its own, and may be the same on
 )
 
 
-def check_shapes(line, facts, rank):
+def check_shapes(name, line, facts, rank):
     """Each "NAME (shape here) of (shape)" is that of a tensor of this name."""
     for word, here, whole, share in re.findall(rf"(\S+) {SHAPE} of {SHAPE}(?:: (\d+)%)?", line):
         known = [
             (str(local), str(shape))
             for call in facts
-            for name, local, shape, _ in call["tensors"]
-            if name == word or name.endswith(f".{word}") or re.fullmatch(r"w\d*", word)
+            for tensor, local, shape, _ in call["tensors"]
+            if tensor == word or tensor.endswith(f".{word}") or re.fullmatch(r"w\d*", word)
         ]
         Checks.that((here, whole) in known or word == IN_PROGRAM, f"rank {rank}: no tensor is as in {line!r}")
+        is_held = not re.search(r"\b0\b", here)
+        Checks.that(is_held or main_of(name).prints_empty, f"rank {rank} holds nothing of what it prints: {line!r}")
         if share:
             sizes = [math.prod(int(size) for size in re.findall(r"\d+", shape)) for shape in (here, whole)]
             Checks.equal(share, f"{sizes[0] / sizes[1] * 100:.0f}", f"rank {rank}: the share in {line!r}")
@@ -173,6 +176,18 @@ def check_losses(name, line, facts, rank):
             Checks.equal(told.group(4), f"{facts[1]['losses'][-1]:.4f}", f"rank {rank}: the last loss in {line!r}")
 
 
+def check_prints(name, source, reports):
+    """Each print of main is reached on some rank."""
+    main = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "main")
+    reached = set().union(*(report["printing"] for report in reports))
+    for node in ast.walk(main):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print":
+            text = ast.get_source_segment(source, node)
+            known = any(part in text for part in main_of(name).not_printed)
+            printed = reached & set(range(node.lineno, node.end_lineno + 1))
+            Checks.that(printed or known, f"no rank reaches {text}")
+
+
 def check_main(pools, path, name, graph=False, options=True):
     """The main at `path`, on the first number of ranks that the recipe takes; AssertionError if something is wrong."""
     n = proven_on(name)[0]
@@ -180,6 +195,7 @@ def check_main(pools, path, name, graph=False, options=True):
     call = {"path": str(path), "arguments": arguments, "options": options, "values": main_of(name).values}
     reports = pools(n).call(f"{ON_RANK}:rehearse", **call)
     check_print(name, n, reports, arguments)
+    check_prints(name, Path(path).read_text(), reports)
     check_comparisons(name, n, reports[0], graph)
     if "options" in reports[0]:
         check_options(name, reports[0])

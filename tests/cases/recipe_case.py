@@ -21,6 +21,10 @@ class Main:
     other_options: list = field(default_factory=list)
     # (n, rank, facts of each call, graph, report) -> lines that this rank prints, besides what every main prints
     figures: Callable = lambda *_: []
+    # whether a rank prints shapes of tensors of which it holds nothing
+    prints_empty: bool = False
+    # parts of the prints that main does not reach with `arguments`
+    not_printed: list = field(default_factory=list)
     # part of a result, or a call and the part -> why main does not compare it
     not_compared: dict = field(default_factory=dict)
     # arguments that the call on a single device does not share with the one on all ranks

@@ -27,6 +27,7 @@ def resumed(n):
         r"flow.placement\(args.device, list\(range\(max.*\[(:1|-1:)\]\)$": "main has two ranks, and their half is one",
     },
     main=Main(
+        prints_empty=True,
         not_compared={"0 losses": "the second call returns them too"},
         alone={"checkpoint_dir": None, "save_every": 2, "weights": "rows", "steps": 4},
         further={"weights": "whole", "steps": 2},
@@ -154,9 +155,10 @@ UNEVEN_TEXT = {"batch": 7, "hidden_size": 5, "steps": 1, "seed": 1}
     {"uneven": UNEVEN_TEXT, "all": {"home": "all"}, "uneven all": {**UNEVEN_TEXT, "home": "all", "steps": 2}},
     variants=[{"batch": 8192, "hidden_size": 8}, {"home": "all"}],  # large outputs, little weight
     main=Main(
+        prints_empty=True,
         figures=figures.only_rank_0(
             lambda n, *_: [f"text and weights are kept on ranks 0 and used on {' '.join(map(str, range(n)))}"]
-        )
+        ),
     ),
 )
 def replicate_scatter_gather(n, graph=False, steps=3, home="first", seed=0, batch=8, hidden_size=4, matmul_scale=1.0):

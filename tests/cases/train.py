@@ -1,5 +1,7 @@
 """The chapter of training: an MLP of two layers under each strategy."""
 
+from functools import partial
+
 import numpy as np
 
 from tests.cases import figures, reference
@@ -143,7 +145,9 @@ def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     )
 
 
-@case_of_recipe({"uneven": UNEVEN})
+@case_of_recipe(
+    {"uneven": UNEVEN}, main=Main(figures=partial(figures.blocks, words=", and nothing of the other stage"))
+)
 def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     momentum = reference.Optimizer("momentum")
     values, parts = reference.train_mlp(reference.mlp_inputs(**sizes), momentum, steps, matmul_scale, parts=2)

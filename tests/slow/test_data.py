@@ -30,6 +30,11 @@ def test_set_epoch_and_the_samplers_seed_make_the_order_and_manual_seed_does_not
     assert not set(same[0][0]) & set(same[1][0])  # though the ranks' manual_seed differed
 
 
+def test_data_loading_has_another_order_with_another_seed(pools):
+    first, other = (seen(pools, "data_loading", 2, seed=seed)[0]["loaded"] for seed in (0, 1))
+    assert (first != other).any()
+
+
 def test_last_batch_is_smaller_unless_it_is_dropped(pools):
     assert pools(2).call(f"{ON_RANK}:batch_sizes", samples=25, batch=4, drop_last=False) == [[4, 4, 4, 1]] * 2
     assert pools(2).call(f"{ON_RANK}:batch_sizes", samples=25, batch=4, drop_last=True) == [[4, 4, 4]] * 2
