@@ -55,6 +55,7 @@ def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, matmul_scale=1.0, *
     main=Main(
         not_compared={f"{call} losses": "this call is for count_saved" for call in (3, 4)},
         further={"checkpointing": False},
+        not_printed=["tensors for backward"],  # in a graph
         figures=lambda n, rank, facts, graph, report: (
             [
                 "a step saves 2 tensors for backward, 11 without checkpointing"  # of each block its input
