@@ -442,7 +442,9 @@ MORE_REFUSED = {
         *("--pipeline 2 --num-layers 1", "--seq-len 7", "--batch-size 7", "--data 3", "--recompute full"),
     ],
     "rendezvous": ["--init-method here"],
-    "pytorch_weights": [f"--weights FOLDER/{what}" for what in ("no_file", "short", "zip", "float64", "cut", "other")],
+    "pytorch_weights": [
+        f"--weights FOLDER/{what}" for what in ("no_file", "short", "zip", "int16", "cut", "size", "other")
+    ],
 }
 
 
@@ -493,7 +495,8 @@ def damaged(folder):
     files = {
         "short": b"",
         "zip": content[:8] + b"x" + content[9:],
-        "float64": content.replace(b'"F32"', b'"F64"'),
+        "int16": content.replace(b'"F32"', b'"I16"'),
+        "size": content.replace(b'"F32"', b'"F64"'),
         "cut": content[:-1],
         "other": content.replace(b'"head.bias"', b'"tail.bias"'),
     }

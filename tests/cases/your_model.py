@@ -216,13 +216,14 @@ def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):
     matmuls = matmuls_of(batch, hidden_size, replicated, weights, inner, summed, replicated)
     in_training = in_steps(graph, steps, matmuls)
     in_forward = [(replicated, replicated, "B"), (summed, replicated)] * LAYERS
+    splits = [(replicated, (sbp, ranks)) for sbp in ("S(0)", "S(0)", "S(1)") * LAYERS]
     return case_of(
         layout,
         shapes,
         dict(optimizer="momentum", graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
         matmuls=[*matmuls, *in_training],  # first those of the logits, in eager mode
         lazy=[False] * len(matmuls) + [graph] * len(in_training),
-        moves=[*[(LOCAL, layout_of(name)) for name in shapes], *in_forward, *in_steps(graph, steps, in_forward)],
+        moves=[*[(LOCAL, replicated)] * len(shapes), *splits, *in_forward, *in_steps(graph, steps, in_forward)],
         reads=[replicated] * (steps + 1),
         numbers=("logits",),
         sends=[2 * LAYERS * reduced(n, batch * SEQ_LEN * hidden_size)] * n,
