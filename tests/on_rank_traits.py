@@ -1,5 +1,6 @@
 """Models with one unusual trait each, trained under a layout and on one device by the same loop."""
 
+import copy
 import dataclasses
 import re
 from functools import lru_cache
@@ -542,6 +543,94 @@ def unused_parameters():
     return Plain([Unused(), Block()])
 
 
+class WithLSTM(nn.Module):
+    """From a state of zeros that is made of x, and so has its layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(HIDDEN, HIDDEN, batch_first=True).to("cpu")
+
+    def forward(self, x):
+        zeros = (x[:, :1] * 0).permute(1, 0, 2)
+        return x + self.lstm(x, (zeros, zeros))[0]
+
+
+@trait
+def lstm():
+    return Plain([WithLSTM(), Block()])
+
+
+class WithGRU(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(HIDDEN, HIDDEN, batch_first=True).to("cpu")
+
+    def forward(self, x):
+        return x + self.gru(x, (x[:, :1] * 0).permute(1, 0, 2))[0]
+
+
+@trait
+def gru():
+    return Plain([WithGRU(), Block()])
+
+
+class BatchNormed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(HIDDEN, HIDDEN), nn.BatchNorm1d(HIDDEN)
+
+    def forward(self, x):
+        return x + self.norm(self.linear(x).permute(0, 2, 1)).permute(0, 2, 1)
+
+
+@trait
+def batch_norm():
+    return Plain([BatchNormed(), Block()])
+
+
+class TwoInputs(Plain):
+    """Takes the ids and a segment of each word, with an embedding of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = Embeddings()
+
+    def forward(self, ids, segments):
+        x = self.embedding(ids, segments)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class Embeddings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.segments = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(2, HIDDEN)
+
+    def forward(self, ids, segments):
+        return self.words(ids) + self.segments(segments)
+
+
+@trait
+def two_inputs():
+    return TwoInputs()
+
+
+@trait
+def average_by_deepcopy():
+    return Plain()
+
+
+@trait
+def parameter_groups():
+    return Plain()
+
+
+@trait
+def evaluation_between_steps():
+    return Normed()
+
+
 PLAN = {r"blocks\.\d+\.up": "Column", r"blocks\.\d+\.down": "Row"}
 
 
@@ -559,14 +648,18 @@ class TrainingGraph(nn.Graph):
         for part, k in zip(parts_of(self.model), stage_of):
             part.to(nn.graph.GraphModule).set_stage(k, stages[k])
 
-    def build(self, ids, targets):
-        loss = nn.functional.cross_entropy(self.model(ids), targets)
+    def build(self, targets, *inputs):
+        loss = nn.functional.cross_entropy(self.model(*inputs), targets)
         loss.backward()
         return loss
 
 
-def optimizer_of(model):
-    return flow.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
+def optimizer_of(model, name):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if name == "parameter_groups":
+        matrices, vectors = [[p for p in parameters if (p.ndim > 1) == is_matrix] for is_matrix in (True, False)]
+        parameters = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.05, "weight_decay": 0.0}]
+    return flow.optim.SGD(parameters, lr=0.2, momentum=0.9)
 
 
 def laid_out(model, layout, paths):
@@ -592,28 +685,52 @@ def laid_out(model, layout, paths):
 def losses_and_weights(name, layout=None, graph=False, paths=None, steps=3, micro_batches=2):
     flow.manual_seed(0)
     model = TRAITS[name]()
-    optimizer = optimizer_of(model)  # before the layout, as in a script that is not edited
+    optimizer = optimizer_of(model, name)  # before the layout, as in a script that is not edited
     ids_at, targets_at, more = laid_out(model, layout, paths) if layout else (None, None, {})
     rng = np.random.default_rng(1)
     ids, targets = rng.integers(VOCAB, size=(ROWS, LENGTH)), rng.integers(CLASSES, size=ROWS)
+    inputs = [ids, ids % 2] if name == "two_inputs" else [ids]
 
     def placed(array, at):
         return flow.tensor(array, placement=at[0], sbp=at[1]) if at else flow.tensor(array)
 
-    ids, targets = placed(ids, ids_at), placed(targets, targets_at)
+    inputs, targets = [placed(array, ids_at) for array in inputs], placed(targets, targets_at)
     training = TrainingGraph(model, optimizer, micro_batches, **more) if graph else None
+    average = copy.deepcopy(model) if name == "average_by_deepcopy" else None
     losses = []
     for _ in range(steps):
         if graph:
-            loss = training(ids, targets).numpy().mean()
+            loss = training(targets, *inputs).numpy().mean()
         else:
-            loss = nn.functional.cross_entropy(model(ids), targets)
+            loss = nn.functional.cross_entropy(model(*inputs), targets)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
             loss = loss.numpy()
         losses.append(loss)
-    return losses, {key: value.numpy() for key, value in model.state_dict().items()}
+        if average:
+            move_towards(average, model)
+        if name == "evaluation_between_steps":
+            losses.append(evaluated(model, inputs))
+    if average:
+        losses.append(evaluated(average, inputs))
+    return losses, {key: value.numpy() for key, value in (average or model).state_dict().items()}
+
+
+def move_towards(average, model):
+    """A step of an exponential moving average of the weights."""
+    with flow.no_grad():
+        for old, new in zip(average.parameters(), model.parameters()):
+            old.copy_(0.5 * old + 0.5 * new)
+
+
+def evaluated(model, inputs):
+    """The largest logit, in eval mode."""
+    model.eval()
+    with flow.no_grad():
+        logit = model(*inputs).numpy().max()
+    model.train()
+    return logit
 
 
 @lru_cache(maxsize=None)

@@ -8,6 +8,7 @@ import oneflow as flow
 
 from harness.measure.calls import replaced
 from harness.measure.sent import sent_by
+from harness.measure.tensors import layout_of
 from harness.measure.training import memory_size
 from harness.start import recipe
 
@@ -15,13 +16,13 @@ from harness.start import recipe
 def loaded(path, weights, ranks=None):
     """Load PyTorch's weights and train: logits, losses, how many numbers this rank reads from the file and holds."""
     module, sizes = recipe.load(path), []
-    to_float32 = module.to_float32
+    copy = module.copy
 
-    def counting(array):
+    def counting(array, local):
         sizes.append(array.size)
-        return to_float32(array)
+        copy(array, local)
 
-    module.to_float32 = counting
+    module.copy = counting
     placement = flow.placement("cpu", ranks) if ranks else flow.placement.all("cpu")
     model, logits, losses = module.train(placement, weights=weights)
     return {
@@ -32,16 +33,17 @@ def loaded(path, weights, ranks=None):
     }
 
 
-def bytes_to_load(path, hidden_size):
-    """The bytes of all replicated parameters of a model, and those that this rank sends to load it."""
+def bytes_to_load_and_save(path, hidden_size, target):
+    """The bytes of the parameters by SBP, and those that this rank sends to load a split model and to save it."""
     module = recipe.load(path)
-    model = module.Classifier(hidden_size=hidden_size)
-    arrays = {name: w.numpy() for name, w in model.named_parameters()}
-    replicated = sum(
-        4 * w.numel() for name, w in model.named_parameters() if not name.endswith(tuple(module.SPLIT_DIMS))
-    )
-    _, sent = sent_by(lambda: module.load(model, arrays, flow.placement.all("cpu")))
-    return replicated, sent
+    model = module.lay_out(module.Classifier(hidden_size=hidden_size), flow.placement.all("cpu"))
+    arrays = {name: w.numpy() for name, w in model.state_dict().items()}
+    by_sbp = dict.fromkeys(("B", "S(0)", "S(1)"), 0)
+    for w in model.parameters():
+        by_sbp[layout_of(w).sbp] += 4 * w.numel()
+    _, loading = sent_by(lambda: module.load(model, arrays))
+    _, saving = sent_by(lambda: module.save_safetensors(model, pathlib.Path(target)))
+    return by_sbp, loading, saving
 
 
 def refused(path, weights):
@@ -50,8 +52,7 @@ def refused(path, weights):
     model = module.Classifier()
     before = {name: w.numpy() for name, w in model.named_parameters()}
     try:
-        arrays = weights if isinstance(weights, dict) else module.open_safetensors(weights)
-        module.load(model, arrays, flow.placement.all("cpu"))
+        module.load(model, weights)
     except ValueError as error:
         unchanged = all(not w.is_global and (w.numpy() == before[name]).all() for name, w in model.named_parameters())
         return str(error), unchanged

@@ -1,4 +1,4 @@
-"""PyTorch's weights in a split model: its logits and losses are PyTorch's, and a wrong file gives a clear error."""
+"""PyTorch's weights in a model of any layout: values, slices, saved files, and errors for what does not fit."""
 
 import json
 import re
@@ -13,9 +13,12 @@ from tests.cases.ladder import MAIN, Checks
 
 ON_RANK = str(ROOT / "tests" / "on_rank_your_model.py")
 DATA = ROOT / "tests" / "data"
+ON_RANK_WEIGHTS = str(ROOT / "tests" / "on_rank_weights.py")
 WEIGHTS = str(path_of("pytorch_weights"))
+MODULES = ("tensor_parallel_module", "fully_sharded_module", "pipeline_module", "pytorch_weights")
+PATHS = {name: str(path_of(name)) for name in MODULES}
 KNOWN = json.loads((DATA / "pytorch.json").read_text())  # by benchmarks/pytorch_reference.py
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": "u2", "I64": "i8", "I32": "i4", "U8": "u1", "BOOL": "?"}
 
 
 def file_of(dtype):
@@ -34,6 +37,18 @@ def read(path):
         name: np.frombuffer(data[slice(*entry["data_offsets"])], DTYPES[entry["dtype"]]).reshape(entry["shape"])
         for name, entry in header.items()
     }
+
+
+def write(path, arrays):
+    """Write a .safetensors file, here and not by the recipe."""
+    header, data = {}, b""
+    for name, array in arrays.items():
+        dtype = next(key for key, kind in DTYPES.items() if array.dtype == kind)
+        ends = [len(data), len(data) + array.nbytes]
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": ends}
+        data += array.tobytes()
+    text = json.dumps(header).encode()
+    Path(path).write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +103,17 @@ FILES = {  # what is wrong with a file -> (a change of its content, the error)
     "cut off in the header": (lambda content: content[:100], "not a safetensors file, or cut off: 100 bytes"),
     "cut off in the numbers": (lambda content: content[:-1], "cut off: .* ends at byte 6260, the file at 6259"),
     "a zip, as torch.save writes": (lambda content: b"PK\3\4" + content, "not a safetensors file"),
-    "no JSON": (lambda content: content[:8] + b"x" + content[9:], "its header is not JSON"),
-    "float64": (lambda content: content.replace(b'"F32"', b'"F64"'), "is F64; this recipe reads F32, F16, BF16"),
+    "no JSON": (lambda content: content[:8] + b"x" + content[9:], "its header is not a table of tensors in JSON"),
+    "a list": (lambda content: b"\2" + bytes(7) + b"[]", "its header is not a table of tensors in JSON"),
+    "no offsets": (lambda content: content.replace(b"data_offsets", b"data-offsets"), "its header is not a table"),
+    "int16": (
+        lambda content: content.replace(b'"F32"', b'"I16"'),
+        "is I16; this recipe reads F64, F32, F16, BF16, I64, I32, I8, U8, BOOL$",
+    ),
+    "float64": (
+        lambda content: content.replace(b'"F32"', b'"F64"'),
+        r"damaged: blocks.0.down.bias is \(8,\) of float64, in 32 bytes",
+    ),
 }
 ARRAYS = {  # what is wrong with the arrays -> (the arrays, the error)
     "missing": (lambda: arrays_without("head.bias"), "head.bias is missing"),
@@ -127,3 +151,122 @@ def test_main_refuses_a_damaged_file_in_a_line(pools, tmp_path):
     for code, _, err in pools(2).call(MAIN, path=WEIGHTS, arguments=["--weights", str(path)]):
         assert code == 2
         assert err.splitlines()[-1].endswith("cut off: 0 bytes, a header of 0")
+
+
+LAYOUTS = [
+    *("local", "data", "tensor", "data x tensor", "fully sharded", "pipeline"),
+    *("two ranks of four", "rows and columns"),
+]
+TIED = ("blocks.1.first.weight", "blocks.1.second.weight")
+
+
+@pytest.fixture(scope="module")
+def arrays(pools):
+    """{name: array} for every parameter and persistent buffer of the model in on_rank_weights.py."""
+    rng, arrays = np.random.default_rng(0), {}
+    for name, (dtype, shape) in pools(4).call(f"{ON_RANK_WEIGHTS}:shapes")[0].items():
+        arrays[name] = np.asarray(rng.normal(size=shape) if dtype == "float32" else rng.integers(2, size=shape), dtype)
+    arrays["head.weight"] = arrays["head.weight"].astype(np.float64)  # becomes the model's float32
+    return {**arrays, TIED[1]: arrays[TIED[0]]}
+
+
+@pytest.mark.parametrize("k, layout", enumerate(LAYOUTS), ids=LAYOUTS)
+def test_each_rank_holds_its_slices_and_a_saved_file_has_them_all(pools, tmp_path, arrays, k, layout):
+    """The file has one name of the tied weight, as safetensors.torch.save_model writes it; the saved one has both."""
+    dropped = TIED[k % 2]
+    source, target = tmp_path / "pytorch.safetensors", tmp_path / "saved.safetensors"
+    write(source, {name: array for name, array in arrays.items() if name != dropped})
+    call = {"weights": str(source), "layout": layout, "target": str(target), "paths": PATHS}
+    for rank, (held, before, after) in enumerate(pools(4).call(f"{ON_RANK_WEIGHTS}:filled", **call)):
+        Checks.equal(list(held), list(arrays), f"rank {rank}: the names")
+        for name, (placed, own) in held.items():
+            whole = arrays[name].astype(own.dtype)
+            block = placed.block(whole.shape, rank)
+            if block is None and whole.ndim:  # a tensor without dimensions always has an element
+                Checks.equal(own.size, 0, f"rank {rank}: the size of {name}, which is elsewhere,")
+            elif block is not None:
+                slices = tuple(slice(*edges) for edges in block)
+                Checks.that(np.array_equal(own, whole[slices]), f"rank {rank}: {name}, {placed}, is not its slice")
+        Checks.equal(after, before, f"rank {rank}: what must stay")
+    saved = read(target)
+    assert sorted(saved) == sorted(arrays)
+    for name, array in arrays.items():
+        assert saved[name].dtype == ("float32" if array.dtype == "float64" else array.dtype), name
+        assert np.array_equal(saved[name], array.astype(saved[name].dtype)), name
+
+
+def test_saved_tensors_are_aligned(pools, tmp_path, arrays):
+    """Each begins at a multiple of its item size, although buffers have odd numbers of bytes."""
+    target = tmp_path / "model.safetensors"
+    call = {"weights": arrays, "layout": "local", "target": str(target), "paths": PATHS}
+    pools(2).call(f"{ON_RANK_WEIGHTS}:filled", **call)
+    content = target.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0
+    for entry in json.loads(content[8 : 8 + length]).values():
+        if "dtype" in entry:
+            assert entry["data_offsets"][0] % np.dtype(DTYPES[entry["dtype"]]).itemsize == 0, entry
+
+
+OF_A_KIND = {  # what is wrong with the arrays -> (layout, what is changed in them, the error)
+    "tied weights that differ": (
+        "data",
+        lambda arrays: {TIED[1]: arrays[TIED[1]] + 1},
+        f"{TIED[0]} and {TIED[1]} are one weight in the model, and differ here",
+    ),
+    "an integer for a float": (
+        "local",
+        lambda arrays: {"head.bias": arrays["head.bias"].astype(int)},
+        "head.bias is int64, the model has float32",
+    ),
+    "a float for an integer": (
+        "local",
+        lambda arrays: {"blocks.0.norm.num_batches_tracked": np.array(1.0)},
+        "blocks.0.norm.num_batches_tracked is float64, the model has int64",
+    ),
+    "an integer for a boolean": (
+        "fully sharded",
+        lambda arrays: {"blocks.0.mask": arrays["blocks.0.mask"].astype(np.uint8)},
+        "blocks.0.mask is uint8, the model has bool",
+    ),
+    "a tensor that is P": ("P", lambda arrays: {}, "head.bias is P in the model: only B and S can be loaded"),
+}
+
+
+@pytest.mark.parametrize("what", OF_A_KIND)
+def test_tensor_that_cannot_be_filled_is_refused(pools, arrays, what):
+    layout, change, message = OF_A_KIND[what]
+    call = {"arrays": {**arrays, **change(arrays)}, "layout": layout, "paths": PATHS}
+    for answer in pools(4).call(f"{ON_RANK_WEIGHTS}:refusal", **call):
+        assert answer == message
+
+
+def test_tied_weight_under_no_name_is_missing(pools, arrays):
+    call = {"arrays": {name: array for name, array in arrays.items() if name not in TIED}, "layout": "data"}
+    for answer in pools(4).call(f"{ON_RANK_WEIGHTS}:refusal", paths=PATHS, **call):
+        assert answer == f"{TIED[0]} or {TIED[1]} is missing"
+
+
+def test_part_of_a_model_is_loaded_from_two_files(pools, tmp_path, arrays):
+    weight, bias = (arrays[f"head.{name}"].astype(np.float32) for name in ("weight", "bias"))
+    files = [str(tmp_path / name) for name in ("first", "second")]
+    write(files[0], {"bias": bias})
+    write(files[1], {"weight": weight})
+    for own in pools(4).call(f"{ON_RANK_WEIGHTS}:part_from_two_files", path=WEIGHTS, files=files):
+        assert (own[0] == weight).all() and (own[1] == bias).all()
+
+
+def test_slice_alone_is_read_from_the_disk(pools, tmp_path):
+    features = 2048
+    path = tmp_path / "model.safetensors"
+    write(path, {"weight": np.ones((features, features), np.float32)})
+    for size in pools(2).call(f"{ON_RANK_WEIGHTS}:pages_read", path=WEIGHTS, file=str(path), features=features):
+        own, page = 4 * features**2 / 2, 2**21  # Linux may read the slice with the large pages at its ends
+        Checks.that(own <= size <= own + 2 * page, "in memory are", size, "bytes of the file, and must be", own)
+
+
+def test_bfloat16_model_is_loaded_and_saved_as_float32(pools, tmp_path):
+    target = tmp_path / "model.safetensors"
+    for dtype, weight, own in pools(2).call(f"{ON_RANK_WEIGHTS}:of_16_bits", path=WEIGHTS, file=str(target)):
+        assert dtype == "oneflow.bfloat16" and (own == weight).all()
+    assert read(target)["weight"].dtype == np.float32 and (read(target)["weight"] == weight).all()

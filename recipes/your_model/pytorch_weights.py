@@ -1,4 +1,4 @@
-"""PyTorch weights: each rank reads its own slice of a .safetensors file into a split model.
+"""PyTorch weights: read a .safetensors file into a model of any layout, each rank its own slice, and write one.
 
     one block                            rank 0          rank 1           SBP
     blocks.0.norm.weight  (8)            whole           whole            B
@@ -7,18 +7,19 @@
     blocks.0.down.weight  (8, 32)        columns 0-15    columns 16-31    S(1)
 
 The format is the length of a header (8 bytes), the header in JSON, {name: {"dtype", "shape", "data_offsets"}}, and the
-numbers of one tensor after another; np.memmap reads of them what a slice needs. Names and shapes are PyTorch's. float16
-and bfloat16 become float32. `save_safetensors` writes a file that PyTorch opens.
+numbers of one tensor after another; np.memmap reads only the pages on which a slice lies. Names and shapes are those of
+PyTorch, floats take the model's dtype. Several files: load(model, {**open_safetensors(one), **open_safetensors(two)}).
 
-Moves: to load: whole parameters, from rank 0 to all others; nothing of the split ones. To save: split ones to rank 0.
+Moves: to load: nothing; every host needs the file. To save: an all-gather of what is split; from other ranks to rank 0.
 Run:   ./launch.sh recipes/your_model/pytorch_weights.py [--graph] [--weights model.safetensors]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/pytorch_weights.py [--graph]
-Use it to start from a PyTorch checkpoint: safetensors.torch.save_file(model.state_dict(), "model.safetensors").
+Use it to start from a PyTorch checkpoint: safetensors.torch.save_model(model, "model.safetensors").
 Source: Hugging Face, "Safetensors: Format", https://github.com/huggingface/safetensors.
 """
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import tempfile
@@ -28,10 +29,14 @@ import oneflow as flow
 from oneflow import nn
 
 WORLD_SIZES = (2, 1, 3, 4, 8)  # numbers of ranks; launch.sh refuses others
-B, S = flow.sbp.broadcast, flow.sbp.split
+B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
+FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no bfloat16
+DTYPES = {**FLOATS, "I64": np.int64, "I32": np.int32, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
 
 
 class Block(nn.Module):
+    """Computes with weights as `lay_out` splits them: up by outputs, down by inputs."""
+
     def __init__(self, hidden_size):
         super().__init__()
         self.norm = nn.LayerNorm(hidden_size)
@@ -39,11 +44,15 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * hidden_size, hidden_size)
 
     def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        h = self.norm(x)
+        h = h.to_global(sbp=B, grad_sbp=B)  # one all-reduce of its gradient
+        h = nn.functional.gelu(self.up(h))
+        h = flow.matmul(h, self.down.weight, transpose_b=True)  # a partial sum on each rank
+        return x + h.to_global(sbp=B) + self.down.bias
 
 
 class Classifier(nn.Module):
-    """An ordinary text classifier, with the parameter names of PyTorch."""
+    """A text classifier, with the parameter names of PyTorch."""
 
     def __init__(self, vocab_size=12, hidden_size=8, num_layers=2, num_classes=5):
         super().__init__()
@@ -58,29 +67,17 @@ class Classifier(nn.Module):
         return self.head(x.mean(1))
 
 
-class Column(nn.Linear):
-    """Each rank has some of the outputs: weight and bias S(0). See tensor_parallel_module.py."""
-
-    def forward(self, x):
-        x = x.to_global(sbp=x.sbp, grad_sbp=x.sbp)
-        return flow.matmul(x, self.weight, transpose_b=True) + self.bias
-
-
-class Row(nn.Linear):
-    """Each rank has some of the inputs and computes a partial sum: weight S(1), bias B."""
-
-    def forward(self, x):
-        out = flow.matmul(x, self.weight, transpose_b=True)
-        return out.to_global(sbp=B) + self.bias
-
-
-KINDS = {"up": Column, "down": Row}
-SPLIT_DIMS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}  # by the end of a parameter's name; all others are B
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+def lay_out(model, ranks):
+    """Split the weights of each block, as tensor_parallel_module.py does for any model; the others are B."""
+    model.to_global(placement=ranks, sbp=B)
+    for block in model.blocks:
+        for w, dim in ((block.up.weight, 0), (block.up.bias, 0), (block.down.weight, 1)):
+            w.data = w.detach().to_global(sbp=S(dim))
+    return model
 
 
 def open_safetensors(path):
-    """{name: array} of a file, as np.memmap: nothing but the header is read. bfloat16 is uint16 here: see `to_float32`.
+    """{name: array} of a file, as np.memmap: nothing but the header is read. bfloat16 is uint16 here: see `copy`.
 
     Raises ValueError if the file is not complete.
     """
@@ -91,83 +88,133 @@ def open_safetensors(path):
             raise ValueError(f"{path}: not a safetensors file, or cut off: {size} bytes, a header of {length}")
         try:
             header = json.loads(file.read(length))
-        except ValueError:
-            raise ValueError(f"{path}: not a safetensors file: its header is not JSON") from None
-    arrays = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{path}: {name} is {entry['dtype']}; this recipe reads {', '.join(DTYPES)}")
-        begin, end = entry["data_offsets"]
-        if 8 + length + end > size:
+            header.pop("__metadata__", None)
+            entries = {name: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path}: not a safetensors file: its header is not a table of tensors in JSON") from None
+    data, arrays = np.memmap(path, np.uint8, "r")[8 + length :], {}
+    for name, (dtype, shape, begin, end) in entries.items():
+        if dtype not in DTYPES:
+            raise ValueError(f"{path}: {name} is {dtype}; this recipe reads {', '.join(DTYPES)}")
+        if end > data.size:
             raise ValueError(f"{path}: cut off: {name} ends at byte {8 + length + end}, the file at {size}")
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-        arrays[name] = np.memmap(path, dtype, "r", 8 + length + begin, shape or (1,)).reshape(shape)
+        dtype = np.dtype(DTYPES[dtype])
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path}: damaged: {name} is {shape} of {dtype}, in {end - begin} bytes")
+        arrays[name] = data[begin:end].view(dtype).reshape(shape)
     return arrays
 
 
-def to_float32(array):
-    if array.dtype == np.uint16:  # bfloat16 is the upper half of a float32
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float32)
+def match(model, arrays):
+    """[(tensor of the model, its array)], of all parameters and persistent buffers.
 
-
-def check_names_and_shapes(model, arrays):
-    """Raises ValueError if the arrays are not those of the model, before anything is loaded."""
-    wanted = {name: tuple(w.shape) for name, w in model.named_parameters()}
-    problems = [f"{name} is missing" for name in wanted if name not in arrays]
-    problems += [f"{name} is not in the model" for name in arrays if name not in wanted]
-    for name, shape in wanted.items():
-        if name in arrays and arrays[name].shape != shape:
-            problems.append(f"{name} is {arrays[name].shape}, the model has {shape}")
+    Raises ValueError, in one line, if the arrays are not those of the model, before anything is loaded.
+    """
+    tensors, names_of = model.state_dict(), {}
+    for name, w in tensors.items():
+        names_of.setdefault(id(w), []).append(name)  # tied weights have several names
+    pairs, problems = [], [f"{name} is not in the model" for name in arrays if name not in tensors]
+    for names in names_of.values():
+        w, in_file = tensors[names[0]], [name for name in names if name in arrays]
+        if not in_file:
+            problems.append(f"{' or '.join(names)} is missing")
+            continue
+        for name in in_file:
+            problems += [f"{name} is {problem}" for problem in problems_of(arrays[name], w)]
+        first, *others = in_file
+        pairs.append((w, arrays[first]))
+        for name in others:
+            if not np.array_equal(arrays[name], arrays[first]):
+                problems.append(f"{first} and {name} are one weight in the model, and differ here")
     if problems:
         raise ValueError("; ".join(problems))
+    return pairs
 
 
-def load(model, arrays, ranks):
-    """Lay a model out tensor parallel, with the values of arrays by name; each rank reads its slices alone."""
-    check_names_and_shapes(model, arrays)
-    rank, members = flow.env.get_rank(), ranks.ranks.tolist()
-    k = members.index(rank) if rank in members else 0  # a rank outside the placement gives a slice that is not used
-    for layer_name, layer in list(model.named_modules()):
-        for name, _ in list(layer.named_parameters(recurse=False)):
-            whole = arrays[f"{layer_name}.{name}"]
-            dim = SPLIT_DIMS.get(f"{layer_name.split('.')[-1]}.{name}")
-            if dim is None:
-                own, sbp = whole, B
-            else:
-                own, sbp = np.array_split(whole, len(members), axis=dim)[k], S(dim)
-            local = flow.tensor(to_float32(own))
-            setattr(layer, name, nn.Parameter(local.to_global(placement=ranks, sbp=sbp)))
-        layer.__class__ = KINDS.get(layer_name.split(".")[-1], type(layer))
+def problems_of(array, w):
+    dtype = numpy_dtype(w)
+    if array.shape != tuple(w.shape):
+        yield f"{array.shape}, the model has {tuple(w.shape)}"
+    if array.dtype != dtype and not (array.dtype in FLOATS.values() and dtype in FLOATS.values()):
+        yield f"{array.dtype}, the model has {dtype}"
+    if w.is_global and P in w.sbp:
+        yield "P in the model: only B and S can be loaded"
+
+
+def numpy_dtype(w):
+    """The dtype of a tensor's array: that of bfloat16 is float32."""
+    return flow.zeros(1, dtype=w.dtype).numpy().dtype
+
+
+def load(model, weights):
+    """Fill a model of any layout from a file, or from arrays by name; each rank reads only what it holds.
+
+    The values go into the tensors that the model has: an optimizer, ties and frozen weights stay.
+    """
+    arrays = weights if isinstance(weights, dict) else open_safetensors(weights)
+    for w, array in match(model, arrays):
+        if not w.is_global:
+            copy(array, w)
+        elif flow.env.get_rank() in w.placement.ranks:
+            copy(own_slice(array, w), w.to_local())  # to_local shares the memory of w
     return model
 
 
-def save_safetensors(model, path):
-    """Write the parameters to a file that safetensors and PyTorch open. All ranks call it; rank 0 writes.
+def copy(array, local):
+    if array.dtype == np.uint16:  # bfloat16 is the upper half of a float32
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    with flow.no_grad():
+        local.copy_(flow.tensor(array, dtype=local.dtype, device=local.device))
 
-    Rank 0 gathers one tensor at a time, and renames the file when it is complete on disk.
+
+def own_slice(array, w):
+    """What this rank holds of a global tensor: a view, of which nothing is read yet."""
+    ranks = w.placement.ranks
+    [coordinates] = np.argwhere(ranks == flow.env.get_rank())
+    for k, size, sbp in zip(coordinates, ranks.shape, w.sbp):
+        for dim in range(array.ndim):
+            if sbp == S(dim):
+                array = np.array_split(array, size, axis=dim)[k]
+    return array
+
+
+def save_safetensors(model, path):
+    """Write parameters and persistent buffers to a file that safetensors and PyTorch open. All ranks call it.
+
+    Rank 0 gathers one tensor at a time, and renames the file when it is complete on disk. Tied weights are written once
+    for each of their names, which PyTorch's load_state_dict wants.
     """
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for name, w in model.named_parameters():
-        header[name] = {"dtype": "F32", "shape": list(w.shape), "data_offsets": [offset, offset + 4 * w.numel()]}
-        offset += 4 * w.numel()
+    tensors, header, offset = model.state_dict(), {"__metadata__": {"format": "pt"}}, 0
+    names = sorted(tensors, key=lambda name: -numpy_dtype(tensors[name]).itemsize)  # so that each tensor is aligned
+    for name in names:
+        w = tensors[name]
+        dtype = numpy_dtype(w)
+        [dtype_in_file] = [key for key, value in DTYPES.items() if value == dtype]
+        end = offset + w.numel() * dtype.itemsize
+        header[name] = {"dtype": dtype_in_file, "shape": list(w.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the numbers begin at a multiple of 8 bytes
-    rank_0 = flow.placement(next(model.parameters()).placement.type, [0])
     is_writer = flow.env.get_rank() == 0
     unfinished = pathlib.Path(f"{path}.unfinished" if is_writer else os.devnull)
     with open(unfinished, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for w in model.parameters():
-            whole = w.detach().to_global(placement=rank_0, sbp=B)  # all ranks call it
-            file.write(whole.to_local().numpy().tobytes())
+        for name in names:
+            file.write(on_rank_0(tensors[name]).tobytes())
     if is_writer:
         fsync(unfinished)  # everything is on disk before the file gets its name
         os.replace(unfinished, path)
         fsync(unfinished.parent)  # and so is the name
-    flow.comm.barrier()  # before another rank reads the file, as `train` does
+    flow.comm.barrier()  # before another rank reads the file
+
+
+def on_rank_0(w):
+    """The whole of a tensor as an array on rank 0, and nothing on the others. All ranks call it."""
+    w = w.detach()
+    if w.is_global:
+        mesh = np.zeros([1] * w.placement.ranks.ndim, int)  # rank 0, as a mesh of as many axes
+        w = w.to_global(placement=flow.placement(w.placement.type, mesh.tolist()), sbp=[B] * mesh.ndim).to_local()
+    return w.numpy()
 
 
 def fsync(path):
@@ -190,7 +237,7 @@ class TrainingGraph(nn.Graph):
 
 
 def train(ranks, graph=False, weights=None, seed=0, steps=3, batch=8):
-    """Load weights onto a placement, and train from them.
+    """Load weights into a model that is split over ranks, and train from them.
 
     weights: the path of a .safetensors file, or {name: array}; None: those that OneFlow draws. Returns the model, the
     logits before training, as a numpy array, and the loss of each step.
@@ -198,10 +245,9 @@ def train(ranks, graph=False, weights=None, seed=0, steps=3, batch=8):
     flow.manual_seed(seed)
     model = Classifier()
     if weights is None:
-        weights = {name: w.numpy() for name, w in model.named_parameters()}
-    elif not isinstance(weights, dict):
-        weights = open_safetensors(weights)
-    load(model, weights, ranks)
+        weights = {name: w.numpy() for name, w in model.state_dict().items()}
+    lay_out(model, ranks)
+    load(model, weights)
 
     rng = np.random.default_rng(seed)
     ids = flow.tensor(rng.integers(12, size=(batch, 4)), placement=ranks, sbp=B)
@@ -233,7 +279,7 @@ def main():
     args = parser.parse_args()
     if args.weights:
         try:
-            check_names_and_shapes(Classifier(), open_safetensors(args.weights))
+            match(Classifier(), open_safetensors(args.weights))
         except (OSError, ValueError) as error:
             parser.error(str(error))  # each rank ends with this line before it waits for another
 

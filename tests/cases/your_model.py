@@ -41,7 +41,8 @@ def damaged(folder):
     files = {
         "short": b"",
         "zip": content[:8] + b"x" + content[9:],
-        "float64": content.replace(b'"F32"', b'"F64"'),
+        "int16": content.replace(b'"F32"', b'"I16"'),
+        "size": content.replace(b'"F32"', b'"F64"'),
         "cut": content[:-1],
         "other": content.replace(b'"head.bias"', b'"tail.bias"'),
     }
@@ -281,12 +282,17 @@ def fully_sharded_module(
 @case_of_recipe(
     {"other": {"batch": 6, "steps": 2, "seed": 1}},
     tests=["tests/test_your_model.py", "tests/test_rare_failures.py", "-k", "your_model or safetensors"],
-    equivalent=REPLACED,
+    equivalent={
+        r"^nn\.Linear\(4 \* hidden_size, hidden_size\) -> type\(": "the block reads its weight, and does not call it",
+        r"h\.to_global\(grad_sbp=B\)$": "it is B either way",
+        r"\(mesh\.tolist\(\)\)\[(:1|-1:)\]\)$": "the mesh has one row",
+        r"-> w\.to_global\(placement=.*mesh\.tolist\(\)\)\)$": "on one rank each SBP is the whole tensor",
+    },
     main=Main(
         values={"weights": [PYTORCH]},
         make_files=damaged,
         other_options=["--weights", PYTORCH],
-        refused=[f"--weights FOLDER/{what}" for what in ("no_file", "short", "zip", "float64", "cut", "other")],
+        refused=[f"--weights FOLDER/{what}" for what in ("no_file", "short", "zip", "int16", "cut", "size", "other")],
     ),
 )
 def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):
@@ -302,13 +308,14 @@ def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):
     matmuls = matmuls_of(batch, hidden_size, replicated, weights, inner, summed, replicated)
     in_training = in_steps(graph, steps, matmuls)
     in_forward = [(replicated, replicated, "B"), (summed, replicated)] * LAYERS
+    splits = [(replicated, (sbp, ranks)) for sbp in ("S(0)", "S(0)", "S(1)") * LAYERS]
     return case_of(
         layout,
         shapes,
         dict(optimizer="momentum", graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
         matmuls=[*matmuls, *in_training],  # first those of the logits, in eager mode
         lazy=[False] * len(matmuls) + [graph] * len(in_training),
-        moves=[*[(LOCAL, layout_of(name)) for name in shapes], *in_forward, *in_steps(graph, steps, in_forward)],
+        moves=[*[(LOCAL, replicated)] * len(shapes), *splits, *in_forward, *in_steps(graph, steps, in_forward)],
         reads=[replicated] * (steps + 1),
         numbers=("logits",),
         sends=[2 * LAYERS * reduced(n, batch * SEQ_LEN * hidden_size)] * n,
