@@ -3,6 +3,7 @@
 import numpy as np
 import oneflow as flow
 
+from harness.measure.events import GRADIENT, ONEFLOW, SCRIPT
 from harness.measure.sbp import Layout, label_of_proto
 
 ITEM_SIZES = {3: 8, 4: 1, 6: 8, 7: 1, 9: 2}  # bytes of OneFlow's data types by their numbers; all others have 4
@@ -27,9 +28,10 @@ def modules_in(graph):
 def boxings_of(graph):
     """The boxings in a compiled graph: each edge between two ops that differ in SBP or placement, once.
 
-    A list of {"producer", "consumer": names of ops, "shape", "item": bytes of an element, "old", "new": Layout}.
+    A list of {"producer", "consumer": names of ops, "shape", "item": bytes of an element, "old", "new": Layout, "why":
+    SCRIPT, GRADIENT or ONEFLOW}.
     """
-    job = graph._full_job_proto
+    job, casts = graph._full_job_proto, casts_of(graph)
     signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
     blobs = job.helper.lbn2logical_blob_desc
     ranks = ranks_of(job)
@@ -51,9 +53,34 @@ def boxings_of(graph):
             if old != new:
                 shape, item = tuple(blobs[lbn].shape.dim), ITEM_SIZES.get(blobs[lbn].data_type, 4)
                 edge = {"producer": producer, "consumer": op.name, "shape": shape, "item": item, "old": old, "new": new}
+                edge["why"] = why_moved(edge, (lbn, new.sbp) in casts)
                 target = ("B", new.ranks) if len(new.ranks) == 1 else new  # on a single rank all SBPs are the same
                 boxings.setdefault((lbn, str(target)), edge)  # OneFlow moves it once for all consumers there
     return list(boxings.values())
+
+
+def casts_of(graph):
+    """{(tensor of an op, its new SBP)} of each to_global in a graph, those that backward adds included.
+
+    OneFlow removes most of these ops later, so that the next op converts its input.
+    """
+    before, casts = {}, set()
+    for op in graph._forward_job_proto.net.op:
+        if op.user_conf.op_type_name == "hierarchical_parallel_cast":
+            [lbn] = op.user_conf.input["in"].s
+            source = before[f"{op.name}/out_0"] = before.get(lbn, lbn)
+            casts.add((source, ", ".join(op.user_conf.attr["nd_sbp"].at_list_string.val)))
+    return casts
+
+
+def why_moved(edge, is_cast):
+    """Who moves an edge of boxings_of: SCRIPT, by to_global or between stages, GRADIENT for an update, or ONEFLOW."""
+    ops = edge["producer"], edge["consumer"]
+    if is_cast or any("hierarchical_parallel_cast" in op for op in ops):
+        return SCRIPT
+    if ops[1].endswith("_optimizer") or any(op.startswith("Sys-DiffScale") for op in ops):
+        return GRADIENT
+    return ONEFLOW if edge["old"].ranks == edge["new"].ranks else SCRIPT
 
 
 def ranks_of(job):

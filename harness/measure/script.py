@@ -23,7 +23,7 @@ def measure_script(path, keywords=None, argv=(), module=None):
 
     module: the script's name, if it is to be run as `python -m` does.
 
-    Returns {"tensors": [the global tensors, with names], "names": {id: name}, "events": those of a Trace,
+    Returns {"tensors": [the global tensors, with names], "names": {id: name}, "events", "updates": those of a Trace,
     "connections": the results of `quiet` before and after, "outside": bytes that this rank sent outside of events}, or
     {"refusal": why} if a rank would hold nothing of a tensor or the script does not know its arguments.
     """
@@ -45,6 +45,7 @@ def measure_script(path, keywords=None, argv=(), module=None):
         "tensors": shown_tensors(trace, names),
         "names": names,
         "events": trace.events,
+        "updates": trace.updates,
         "connections": (before, after),
         "outside": max(0, growth(before, after) - sum(event.sent * event.times for event in trace.events)),
     }

@@ -13,10 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.measure.steps import IMPLICIT, Move, tensors_and_moves
+from harness.measure.steps import IMPLICIT, Move, steps_in, tensors_and_moves
 from harness.pool import Pool, PoolError
 from harness.report import drawing
+from harness.report.drawing import times_in_words
 from harness.report.runs import MEASURE_SCRIPT
+from harness.report.shorten import left_out_in_words, shortened
+from harness.report.verdict import verdict
 from harness.start import recipe
 from harness.start.ending import BAD_INPUT, TIME_LIMIT_REACHED
 from harness.start.errors import UsageError
@@ -104,33 +107,46 @@ def main(command, arguments):
 def show(console, title, results, options):
     """Write tensors and moves to a console of rich. results: of measured."""
     console.print(Text(title, "bold"))
-    items = tensors_and_moves(results)
+    items, left_out = shortened(tensors_and_moves(results))
     drawing.draw(console, items)
     if not items:
         console.print("\nIt makes no global tensor.")
+        return
     if not all(item.is_exact for item in items if isinstance(item, Move) and item.formula):
         hint(console, "not shown")
     explain_implicit(console, items, options)
+    conclude(console, items, left_out, results)
 
 
 def list_bytes(console, title, results, options):
     """Write the bytes of each move as a table."""
-    moves = [item for item in tensors_and_moves(results) if isinstance(item, Move)]
+    items, left_out = shortened(tensors_and_moves(results))
+    moves = [item for item in items if isinstance(item, Move)]
     table = Table(title=f"bytes that leave each rank: {title}", title_justify="left", expand=False)
     for name in ("line", "step", "collective"):
         table.add_column(name, overflow="fold")
     for name in (*(f"rank {rank}" for rank in range(len(results))), "all ranks", "formula", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     for move in moves:
-        table.add_row(*row(move, len(results)))
+        table.add_row(*map(Text, row(move, len(results))))  # in a plain str, [...] would be markup
     table.add_section()
     outside = [result["outside"] for result in results]
     sent = [f"{number:,}" for number in (*outside, sum(outside))]
-    table.add_row("", "between the steps: making tensors, building graphs", "", *sent, "", "")
+    table.add_row(
+        "", "between the steps: making tensors, building graphs, operators outside of layers", "", *sent, "", ""
+    )
     console.print(table)
     if not all(move.is_exact for move in moves if move.sent is not None):
         hint(console, "marked with ~")
     explain_implicit(console, moves, options)
+    conclude(console, moves, left_out, results)
+
+
+def conclude(console, items, left_out, results):
+    """Write what is not listed, and the verdict."""
+    words = verdict([item for item in items if isinstance(item, Move)], steps_in(results[0]))
+    text = "\n".join(filter(None, [left_out_in_words(left_out), words]))
+    console.print(Text(f"\n{text}"), soft_wrap=not console.is_terminal)
 
 
 def row(move, world_size):
@@ -143,7 +159,7 @@ def row(move, world_size):
     total, about = sum(move.sent), "" if move.is_exact else "~"
     sent = [f"{about}{number:,}" for number in (*move.sent, total)]
     ratio = f"{total / move.formula:.3f}" if move.formula and move.is_exact else ""
-    return [line, what + (f", {move.times} times" if move.times > 1 else ""), move.collective, *sent, formula, ratio]
+    return [line, what + times_in_words(move, ", {}"), move.collective, *sent, formula, ratio]
 
 
 def explain_implicit(console, items, options):

@@ -129,7 +129,7 @@ def test_attention_trains_as_on_one_device(with_attention, mesh, n):
     if n == 2:
         shown = printed_by("show", "-n", 2, "train.py", folder=folder)
         assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[2])
-        rows = re.findall(r"backward of blocks\.0\.(\S+): about (\d+) kB", shown)
+        rows = re.findall(r"backward of blocks\.0-1\.(\S+): about (\d+) kB from a rank each", shown)
         all_reduces = [(name, round(int(kB) / 263)) for name, kB in rows]  # 263 kB: one of x's gradient
         assert all_reduces == [("up", 1), ("attention.value", 1), ("attention.key", 2)]
 
@@ -144,6 +144,7 @@ def test_bytes_shows_a_layer_that_the_plan_forgets(tmp_path, with_attention):
     check_losses(losses(tmp_path, 2), values, "with a layer less")
     shown = printed_by("bytes", "-n", 2, "train.py", folder=tmp_path)
     assert "inside blocks.0" in shown or "not known" in shown, shown
+    assert re.search(r"OneFlow inserts \d+ more \(blocks\.0", shown.splitlines()[-1]), shown
 
 
 TIED = """
