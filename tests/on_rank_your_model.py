@@ -7,8 +7,8 @@ import numpy as np
 import oneflow as flow
 
 from harness.measure.calls import replaced
+from harness.measure.memory import memory_size
 from harness.measure.sent import sent_by
-from harness.measure.training import memory_size
 from harness.start import recipe
 
 

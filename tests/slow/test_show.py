@@ -237,6 +237,14 @@ def test_gradients_of_a_graph_are_told_from_moves_that_oneflow_inserts(show):
     assert job.out.endswith("A graph's moves are counted once, not for each micro-batch.\n")
 
 
+def test_memory_of_each_rank_is_shown_on_request(show):
+    job = show("show", "--memory", "train_data_parallel", "--hidden-size", 1000)
+    rows = re.findall(r"│ +(\d) │ +\S+ .B │ +(.*?) │ +(.*?) │ +(.*?) │ +\S+ .?B │\n", job.out)
+    assert rows == [(rank, "32 kB", "32 kB", "64 kB") for rank in "01"], job.out  # Adam
+    assert "Per step, " in job.out.splitlines()[-1]
+    assert show("bytes", "--memory", "data_parallel", code=2).err == "launch.sh: bytes has no --memory, but show has\n"
+
+
 def named(what, **fields):
     return Move(what, 5, None, **{"times": 2, "size": 8, "why": SCRIPT, **fields})
 
