@@ -21,7 +21,7 @@ examples
   ./launch.sh recipes/data_parallel.py       on the recipe's own number of ranks
   ./launch.sh -n 4 data_parallel --graph     on 4 ranks, inside an nn.Graph
   ./launch.sh -n 3 ~/mine.py --my-option     a script of yours
-  ./launch.sh show -n 2 ~/mine.py
+  ./launch.sh show --memory -n 2 ~/mine.py   and the peak memory of each rank
   ./launch.sh bytes -n 4 row_parallel --graph
   ./launch.sh test -k pipeline               tests with this word in their names
 

@@ -11,12 +11,12 @@ from harness.measure.calls import replaced
 from harness.measure.entry import call_entry
 from harness.measure.frames import arrays_by_name, optimizer_state
 from harness.measure.graph import gradient_bytes
+from harness.measure.memory import memory_size
 from harness.measure.observe import RECORDED, observed
 from harness.measure.recorder import Recorder
 from harness.measure.sbp import label
 from harness.measure.sent import quiet
 from harness.measure.tensors import snapshot
-from harness.measure.training import memory_size
 from harness.start import recipe
 
 COUNTED = (2, 4)  # steps after which the bytes are read: the first one connects the ranks

@@ -6,6 +6,7 @@ from typing import Optional
 from harness.measure.sbp import Layout
 
 UNNAMED = "·"  # shown for a tensor without a name
+SCRIPT, GRADIENT, ONEFLOW = "script", "gradient", "OneFlow"  # why a tensor moves
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import numpy as np
 import oneflow as flow
 
+from harness.measure.events import GRADIENT, ONEFLOW, SCRIPT
 from harness.measure.sbp import Layout, label_of_proto
 
 ITEM_SIZES = {3: 8, 4: 1, 6: 8, 7: 1, 9: 2}  # bytes of OneFlow's data types by their numbers; all others have 4
@@ -27,9 +28,10 @@ def modules_in(graph):
 def boxings_of(graph):
     """The boxings in a compiled graph: each edge between two ops that differ in SBP or placement, once.
 
-    A list of {"producer", "consumer": names of ops, "shape", "item": bytes of an element, "old", "new": Layout}.
+    A list of {"producer", "consumer": names of ops, "shape", "item": bytes of an element, "old", "new": Layout, "why":
+    SCRIPT, GRADIENT or ONEFLOW}.
     """
-    job = graph._full_job_proto
+    job, casts = graph._full_job_proto, casts_of(graph)
     signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
     blobs = job.helper.lbn2logical_blob_desc
     ranks = ranks_of(job)
@@ -51,9 +53,34 @@ def boxings_of(graph):
             if old != new:
                 shape, item = tuple(blobs[lbn].shape.dim), ITEM_SIZES.get(blobs[lbn].data_type, 4)
                 edge = {"producer": producer, "consumer": op.name, "shape": shape, "item": item, "old": old, "new": new}
+                edge["why"] = why_moved(edge, (lbn, new.sbp) in casts)
                 target = ("B", new.ranks) if len(new.ranks) == 1 else new  # on a single rank all SBPs are the same
                 boxings.setdefault((lbn, str(target)), edge)  # OneFlow moves it once for all consumers there
     return list(boxings.values())
+
+
+def casts_of(graph):
+    """{(tensor of an op, its new SBP)} of each to_global in a graph, those that backward adds included.
+
+    OneFlow removes most of these ops later, so that the next op converts its input.
+    """
+    before, casts = {}, set()
+    for op in graph._forward_job_proto.net.op:
+        if op.user_conf.op_type_name == "hierarchical_parallel_cast":
+            [lbn] = op.user_conf.input["in"].s
+            source = before[f"{op.name}/out_0"] = before.get(lbn, lbn)
+            casts.add((source, ", ".join(op.user_conf.attr["nd_sbp"].at_list_string.val)))
+    return casts
+
+
+def why_moved(edge, is_cast):
+    """Who moves an edge of boxings_of: SCRIPT, by to_global or between stages, GRADIENT for an update, or ONEFLOW."""
+    ops = edge["producer"], edge["consumer"]
+    if is_cast or any("hierarchical_parallel_cast" in op for op in ops):
+        return SCRIPT
+    if ops[1].endswith("_optimizer") or any(op.startswith("Sys-DiffScale") for op in ops):
+        return GRADIENT
+    return ONEFLOW if edge["old"].ranks == edge["new"].ranks else SCRIPT
 
 
 def ranks_of(job):
@@ -68,19 +95,38 @@ def ranks_of(job):
 
 
 def gradient_bytes(graph, rank):
-    """The bytes of the gradients that AdamW reads on a rank in a compiled graph."""
+    """The bytes of the gradients that the optimizers read on a rank in a compiled graph."""
     job = graph._full_job_proto
     signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
     blobs = job.helper.lbn2logical_blob_desc
     ranks = ranks_of(job)
     total = 0
     for op in job.net.op:
-        if op.user_conf.op_type_name == "adam_update":
+        if "model_diff" in op.user_conf.input:
             blob = blobs[op.user_conf.input["model_diff"].s[0]]
             layout = Layout(label_of_proto(signatures[op.name].bn_in_op2nd_sbp["model_diff_0"]), ranks[op.name])
-            block = layout.block(tuple(blob.shape.dim), rank) or [(0, 0)]
-            total += ITEM_SIZES.get(blob.data_type, 4) * int(np.prod([stop - start for start, stop in block]))
+            total += block_bytes(layout, blob.shape, blob.data_type, rank)
     return total
+
+
+def state_bytes(graph, rank):
+    """The bytes of the optimizer state on a rank in a compiled graph, such as both moments of Adam."""
+    job = graph._full_job_proto
+    signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
+    ranks = ranks_of(job)
+    variables = {op.name: op.variable_conf for op in job.net.op if op.WhichOneof("op_type") == "variable_conf"}
+    total = 0
+    for name, variable in variables.items():
+        if name.rpartition("-")[0] in variables:  # "w-m" beside "w"
+            layout = Layout(label_of_proto(signatures[name].bn_in_op2nd_sbp["out"]), ranks[name])
+            total += block_bytes(layout, variable.shape, variable.data_type, rank)
+    return total
+
+
+def block_bytes(layout, shape, data_type, rank):
+    """The bytes of a rank's block of a tensor with this shape and type, both of protobuf."""
+    block = layout.block(tuple(shape.dim), rank)
+    return 0 if block is None else ITEM_SIZES.get(data_type, 4) * int(np.prod([stop - start for start, stop in block]))
 
 
 def without_identity(graph):

@@ -19,35 +19,47 @@ from harness.start.isolation import Isolation
 
 
 def measure_script(path, keywords=None, argv=(), module=None):
-    """Call `train` or `run` of the script at `path` with these keywords; None: run `python path *argv`. Collective.
+    """Record a script, which run_script runs with these arguments. Collective.
 
-    module: the script's name, if it is to be run as `python -m` does.
-
-    Returns {"tensors": [the global tensors, with names], "names": {id: name}, "events": those of a Trace,
+    Returns {"tensors": [the global tensors, with names], "names": {id: name}, "events", "updates": those of a Trace,
     "connections": the results of `quiet` before and after, "outside": bytes that this rank sent outside of events}, or
     {"refusal": why} if a rank would hold nothing of a tensor or the script does not know its arguments.
     """
     trace, before = Trace(path=str(path)), quiet()
     try:
-        folder = os.getcwd() if module else str(Path(path).parent)
-        with trace.recording(), Isolation([folder, *sys.path[1:]]):
-            if keywords is None:
-                run_as_main(path, argv, module)
-            else:
-                call_entry(importlib.import_module(module) if module else recipe.load(path), keywords)
+        with trace.recording():
+            run_script(path, keywords, argv, module)
     except UsageError as refusal:
         return {"refusal": str(refusal)}
     after = quiet()
+    compiled = {}
     for event in trace.of_kind("graph"):
-        event.facts["boxings"] = boxings_of(event.facts.pop("graph"))
+        graph = event.facts.pop("graph")
+        if graph not in compiled:
+            compiled[graph] = boxings_of(graph)
+        event.facts["boxings"] = compiled[graph]
     names = trace.names.all()
     return {
         "tensors": shown_tensors(trace, names),
         "names": names,
         "events": trace.events,
+        "updates": trace.updates,
         "connections": (before, after),
         "outside": max(0, growth(before, after) - sum(event.sent * event.times for event in trace.events)),
     }
+
+
+def run_script(path, keywords=None, argv=(), module=None):
+    """Call `train` or `run` of the script at `path` with these keywords; None: run `python path *argv`. Collective.
+
+    module: the script's name, if it is to be run as `python -m` does.
+    """
+    folder = os.getcwd() if module else str(Path(path).parent)
+    with Isolation([folder, *sys.path[1:]]):
+        if keywords is None:
+            run_as_main(path, argv, module)
+        else:
+            call_entry(importlib.import_module(module) if module else recipe.load(path), keywords)
 
 
 def run_as_main(path, argv, module=None):

@@ -8,9 +8,10 @@ from typing import Optional
 import numpy as np
 
 from harness.measure import theory
-from harness.measure.events import UNNAMED, layout
+from harness.measure.events import ONEFLOW, SCRIPT, UNNAMED, layout
 
 IMPLICIT, BY_LAYER = "OneFlow moved an operand", "of it"  # in place of a collective, where only the bytes are known
+MADE_GLOBAL = "local to global"  # in place of a collective, where a local tensor becomes global
 NOISE = 8_000  # bytes of OneFlow's own messages in a layer, at most
 EXACT = 1e6  # bytes of a tensor; for smaller tensors, a large part of what is measured is OneFlow's own messages
 READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # function -> as the script calls it
@@ -45,6 +46,8 @@ class Move:
     boxings: Optional[list] = None  # what moves; None if that is not known
     change: str = ""  # such as "P -> B"
     collective: str = "nothing"
+    why: str = ""  # SCRIPT, GRADIENT or ONEFLOW; "" where the step is made of several moves, or makes a tensor global
+    equal: int = 1  # number of equal blocks whose move this is
 
     @property
     def key(self):
@@ -62,6 +65,23 @@ class Move:
         if self.boxings is None or any(boxing.total is None for boxing in self.boxings):
             return None
         return sum(boxing.total for boxing in self.boxings)
+
+    @property
+    def sends_nothing(self):
+        """Whether nothing is sent, by the formula; where there is none, by the measured bytes."""
+        if self.formula is None:
+            return self.sent is not None and not any(self.sent)
+        return not self.formula and not (self.is_exact and max(self.sent or [0]) >= 0.02 * self.size)
+
+    @property
+    def is_number(self):
+        """Whether it is a single number that OneFlow moves inside a graph, such as the learning rate."""
+        return self.sent is None and self.why != SCRIPT and self.size <= 8
+
+    @property
+    def total(self):
+        """Bytes that all ranks together send, by the formula if there is one, else as measured."""
+        return sum(self.sent or [0]) if self.formula is None else self.formula
 
     @property
     def by_rank(self):
@@ -82,8 +102,8 @@ def tensors_and_moves(results):
 
     A repeated move is a single Move with `times`; a tensor that looks like an earlier tensor is left out.
     """
-    new_moves, is_repeat = distinct_moves(results)
-    tensors_after = distinct_tensors(results, is_repeat)
+    new_moves, is_repeat, is_moving = distinct_moves(results)
+    tensors_after = distinct_tensors(results, is_repeat, is_moving)
     items = list(tensors_after[0])
     for number, moves in enumerate(new_moves, 1):
         items += moves + tensors_after[number]
@@ -91,8 +111,8 @@ def tensors_and_moves(results):
 
 
 def distinct_moves(results):
-    """(for each event its Moves that are new, for each event whether it only repeats earlier moves)."""
-    first_moves, new_moves, is_repeat = {}, [], []
+    """For each event its Moves that are new, whether it only repeats earlier moves, and whether it moves a tensor."""
+    first_moves, new_moves, is_repeat, is_moving = {}, [], [], []
     for number in range(len(results[0]["events"])):
         moves = moves_of([result["events"][number] for result in results], results[0]["names"])
         new = []
@@ -104,26 +124,43 @@ def distinct_moves(results):
                 first.times += move.times
         new_moves.append(new)
         is_repeat.append(bool(moves) and not new)
-    return new_moves, is_repeat
+        is_moving.append(any(map(moves_tensor, moves)))
+    return new_moves, is_repeat, is_moving
 
 
-def distinct_tensors(results, is_repeat):
+def distinct_tensors(results, is_repeat, is_moving):
     """{number of events before: [Tensor]}, without tensors that look like an earlier tensor.
 
-    is_repeat: for each event whether it only repeats earlier moves; then its outputs are left out.
+    is_repeat, is_moving: of distinct_moves. What an event that moves a tensor makes is kept although it looks like an
+    earlier tensor, unless the event is a repetition. A tensor without a name is kept only beside such an event.
     """
     events, world_size = results[0]["events"], len(results)
+    moving = [event for event, is_one in zip(events, is_moving) if is_one]
+    beside = {tensor["id"] for event in moving for tensor in event.inputs + event.outputs}
     tensors_after, seen = defaultdict(list), set()
     for described in results[0]["tensors"]:
         held, shape, after = layout(described), described["shape"], described["after"]
         blocks = [held.block(shape, rank) for rank in range(world_size)]
         tensor = Tensor(described["name"], shape, held.sbp, held.ranks, blocks)
         is_output = after > 0 and described["id"] in [output["id"] for output in events[after - 1].outputs]
-        was_shown = is_repeat[after - 1] if is_output else repr(tensor) in seen
-        if not was_shown:
+        was_shown = repr(tensor) in seen and not (is_output and is_moving[after - 1])
+        is_needless = described["name"] == UNNAMED and described["id"] not in beside
+        if not (was_shown or is_needless or (is_output and is_repeat[after - 1])):
             tensors_after[after].append(tensor)
             seen.add(repr(tensor))
     return tensors_after
+
+
+def moves_tensor(move):
+    """Whether a Move moves a tensor that was global before."""
+    return move.collective != MADE_GLOBAL and not move.sends_nothing and not move.is_number
+
+
+def steps_in(result):
+    """How many steps a script trains, by the calls of its optimizers and graphs, else by those of backward."""
+    graphs = [event.times for event in result["events"] if event.kind == "graph" and event.facts["weights"]]
+    updates = result["updates"] + sum(graphs)
+    return updates or sum(event.times for event in result["events"] if event.kind == "backward")
 
 
 def bytes_of(tensor):
@@ -154,7 +191,7 @@ def moves_of(events, names):
         return [move_of_matmul(event, move, operands, names.get(event.outputs[0]["id"], UNNAMED))]
     if event.kind == "read":
         boxing = theory.boxing_to(event.inputs[0], "B", list(range(len(events))))  # every rank gets the value
-        return [move.of(boxing, what=READS[event.name].format(operands[0]))]
+        return [move.of(boxing, what=READS[event.name].format(operands[0]), why=SCRIPT)]
     return [move_of_to_global(event, move, operands[0], names.get(event.outputs[0]["id"], UNNAMED))]
 
 
@@ -167,6 +204,7 @@ def move_of_matmul(event, move, operands, product):
     names = {"x": operands[0].replace(UNNAMED, "left operand"), "w": operands[1].replace(UNNAMED, "right operand")}
     return replace(
         move,
+        why=ONEFLOW,
         what=what,
         size=bytes_of(event.inputs[0]),
         boxings=None if boxings is None else [boxing for _, boxing in boxings],
@@ -177,14 +215,14 @@ def move_of_matmul(event, move, operands, product):
 def move_of_to_global(event, move, old_name, new_name):
     """The Move of a tensor's to_global."""
     old, new = event.inputs[0], event.outputs[0]
-    what = f"{old_name} -> {new_name}"
+    what = old_name if old_name == new_name else f"{old_name} -> {new_name}"
     unnamed = [name for name in (old_name, new_name) if name == UNNAMED]
     if len(unnamed) == 2 or (event.layer and (unnamed or old_name == new_name)):
         what = event.layer or event.text
     if old["sbp"] == "local":
         change = f"local -> {new['sbp']}"
-        return replace(move, what=what, size=bytes_of(old), change=change, collective="local to global")
-    return move.of(theory.boxing_to(old, new["sbp"], new["ranks"]), what=what)
+        return replace(move, what=what, size=bytes_of(old), change=change, collective=MADE_GLOBAL)
+    return move.of(theory.boxing_to(old, new["sbp"], new["ranks"]), what=what, why=SCRIPT)
 
 
 def move_in_layer(event, move):
@@ -193,7 +231,7 @@ def move_in_layer(event, move):
     if event.outputs:
         change += f" -> {event.outputs[0]['sbp']}"
     size = max(map(bytes_of, event.inputs + event.outputs))
-    return replace(move, what=f"inside {event.name}", size=size, change=change, collective=IMPLICIT)
+    return replace(move, what=f"inside {event.name}", size=size, change=change, collective=IMPLICIT, why=ONEFLOW)
 
 
 def has_moved(move):
@@ -223,10 +261,10 @@ def move_of_module(event, move):
     change = changes.pop() if len(changes) == 1 else ""
     fields = {"what": f"{event.name}.to_global", "change": change, "size": sum(bytes_of(old) for old, _ in pairs)}
     if any(old["sbp"] == "local" for old, _ in pairs):
-        return replace(move, collective="local to global", **fields)
+        return replace(move, collective=MADE_GLOBAL, **fields)
     boxings = [theory.boxing_to(old, new["sbp"], new["ranks"]) for old, new in pairs]
     collectives = ", ".join(dict.fromkeys(boxing.collective for boxing in boxings if boxing.collective != "nothing"))
-    return replace(move, boxings=boxings, collective=collectives or "nothing", **fields)
+    return replace(move, boxings=boxings, collective=collectives or "nothing", why=SCRIPT, **fields)
 
 
 def moves_of_graph(event, call):
@@ -241,7 +279,8 @@ def moves_of_graph(event, call):
         moves[0].boxings, moves[0].collective = None, f"a whole step of {micro_batches} micro-batches"
     for edge, boxing in zip(edges, boxings):
         what = f"{op_in_words(edge['producer'])} -> {op_in_words(edge['consumer'])}"
-        moves.append(call.of(boxing, what=what, line=0, sent=None, source=(event.name, what, len(moves))))
+        source = (event.name, what, len(moves))
+        moves.append(call.of(boxing, what=what, line=0, sent=None, source=source, why=edge["why"]))
     return moves
 
 
@@ -250,4 +289,6 @@ def op_in_words(op):
     if "_output." in op or "_input." in op:
         which = "output" if "_output." in op else "input"
         return f"{which} {op.split('.')[-1].split('_')[0]}"
-    return re.sub(r"^module[.-]|-\d+$", "", op).replace("hierarchical_parallel_cast", "to_global")
+    return re.sub(r"^(System-Pipeline-Buffer-Op_-)?(module[.-])?|-\d+$", "", op).replace(
+        "hierarchical_parallel_cast", "to_global"
+    )

@@ -27,7 +27,7 @@ class Boxing:
     def __init__(self, shape, old, new, item=1):
         self.shape, self.old, self.new, self.item = shape, Layout(*old), Layout(*new), item
         self.collective = collective(self.old, self.new)
-        total, by_rank = elements_sent(shape, self.old, self.new)
+        total, by_rank = elements_sent(shape, self.old.squeezed(), self.new.squeezed())
         self.total = None if total is None else item * total
         self.by_rank = by_rank and {rank: item * sent for rank, sent in by_rank.items()}
 
@@ -50,6 +50,8 @@ def changed_axes(old, new):
 
 def collective(old, new):
     """The name of the collective that moves a tensor from the Layout `old` to `new`."""
+    if old.ranks != new.ranks:
+        old, new = old.squeezed(), new.squeezed()
     if old.ranks != new.ranks:
         if len(old.axes) > 1 or len(new.axes) > 1:
             return "between placements"
@@ -149,11 +151,15 @@ def matmul_boxings(inputs, out, transposed=(False, False)):
     """What OneFlow must have moved for a matmul, from the SBP of its product: [("x" or "w", Boxing)].
 
     inputs, out: tensors as tensors.describe gives them. Of all moves that lead to this SBP, the cheapest. Unless
-    nothing moves, it is None (not known) on a mesh, if x has more than two dimensions, or if x or w is transposed.
+    nothing moves, it is None (not known) on a mesh with several axes of more than one rank, if x has more than two
+    dimensions, or if x or w is transposed.
     """
-    x, w = inputs[:2]
-    if "local" in (x["sbp"], w["sbp"]):
+    if "local" in (inputs[0]["sbp"], inputs[1]["sbp"]):
         return []
+    x, w, out = (
+        {**tensor, **Layout(tensor["sbp"], tensor["ranks"]).squeezed()._asdict()}
+        for tensor in (*inputs[:2], {**inputs[0], "sbp": out["sbp"]})
+    )
     if x["ranks"] != w["ranks"]:
         return None
     if len(w["shape"]) != 2:

@@ -43,6 +43,7 @@ class Trace(Recorder):
     layers: list = field(default_factory=list)  # paths of the running modules, innermost last
     accounted: int = 0  # bytes of all events so far
     by_layer: Optional[list] = None  # of the running backward
+    updates: int = 0  # number of an optimizer's steps, in eager mode
     averages: bool = False  # whether DistributedDataParallel averages the gradients of local tensors
 
     def __post_init__(self):
@@ -144,6 +145,10 @@ class Trace(Recorder):
             self.gradient_arrived("")
         self.by_layer = None
         return result
+
+    def see_update(self, call):
+        self.updates += 1
+        return call.proceed()
 
     def gradient_arrived(self, path):
         """Call it when the gradient of a layer's output is there: bytes sent before belong to the layer before."""

@@ -1,6 +1,4 @@
-"""The cost of a training recipe on this rank: the bytes that a step sends, the resident memory and its peak."""
-
-import oneflow as flow
+"""The cost of a training recipe on this rank: the bytes that a step sends, and those of its tensors."""
 
 from harness.measure.calls import watching
 from harness.measure.observe import observed
@@ -49,26 +47,3 @@ def costs(tensors):
                 kind = "gradients" if rest.endswith("grad") else "state"
             resident[kind] += shard.numel() * shard.element_size()
     return {"weights": weights, "kept": resident}
-
-
-def memory(path, **arguments):
-    """Run the training recipe at `path`; returns the "kept" of `costs` and the "peak" on this rank. Collective.
-
-    The peak is the rise of the process's resident memory during the run. OneFlow gives no memory back to the system, so
-    only the first run in a process counts.
-    """
-    flow.comm.barrier()
-    before = memory_size("VmRSS")
-    with open("/proc/self/clear_refs", "w") as references:
-        references.write("5")  # resets VmHWM to VmRSS
-    tensors, _ = observed(path, Recorder(keeps_initial=False), **arguments)
-    flow._oneflow_internal.eager.Sync()
-    peak = memory_size("VmHWM") - before
-    flow.comm.barrier()
-    return {**costs(tensors)["kept"], "peak": peak}
-
-
-def memory_size(field):
-    """Bytes of a field of /proc/self/status: "VmRSS", the resident memory, or "VmHWM", its peak."""
-    with open("/proc/self/status") as lines:
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

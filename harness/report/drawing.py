@@ -111,7 +111,7 @@ def in_words(move):
     """A move as a line of text."""
     about = f"about {bytes_in_words(max(move.sent or [0]))} from a rank"
     if move.collective == BY_LAYER:
-        return f"{move.what}: {about}"
+        return f"{move.what}: {about}" + (" each" if move.equal > 1 else "")
     if move.what == "backward":
         words = "backward: the gradients"
     else:
@@ -125,4 +125,11 @@ def in_words(move):
             words += f", {bytes_in_words(move.formula)} in all by the formula"
         if move.sent is not None and move.is_exact:
             words += f", sent by rank: {', '.join(bytes_in_words(sent) for sent in move.sent)}"
-    return words + (f" ({move.times} times)" if move.times > 1 else "")
+    return words + times_in_words(move, " ({})")
+
+
+def times_in_words(move, form):
+    """How often a move is made, and that it is the move of several equal blocks; form: such as ", {}"."""
+    times = f"{move.times} times" if move.times > 1 else ""
+    words = f"{times} each".strip() if move.equal > 1 else times
+    return form.format(words) if words else ""

@@ -5,6 +5,7 @@ the whole script runs. Its output is not shown.
 """
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -13,16 +14,25 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.measure.steps import IMPLICIT, Move, tensors_and_moves
+from harness.measure.steps import IMPLICIT, Move, steps_in, tensors_and_moves
 from harness.pool import Pool, PoolError
 from harness.report import drawing
-from harness.report.runs import MEASURE_SCRIPT
+from harness.report.drawing import times_in_words
+from harness.report.runs import MEASURE_SCRIPT, MEMORY
+from harness.report.shorten import left_out_in_words, shortened
+from harness.report.verdict import verdict
 from harness.start import recipe
 from harness.start.ending import BAD_INPUT, TIME_LIMIT_REACHED
 from harness.start.errors import UsageError
 from harness.start.options import Parser, checked, file_of
 from harness.start.output import say
 
+MEMORY_IN_WORDS = (
+    "Peak: how much the resident memory of the process grew while the script ran, numpy's arrays and OneFlow's own "
+    "buffers (tens of MB) included, the memory of a GPU not. Weights, gradients and optimizer state: counted from the "
+    "rank's shards. Rest: activations, gathered weights, buffers and what is temporary. In a graph the gradients are "
+    "those that the optimizer reads; they need not all be there at once."
+)
 TIMEOUT = 600.0  # seconds, by default: as the output is not shown, nobody notices a script that hangs
 
 
@@ -65,15 +75,22 @@ def check_sizes(script, defaults, keywords):
 
 
 def measured(options):
-    """The results of measure_script for the script, by rank. Raises UsageError, PoolError."""
+    """(the results of measure_script for the script, those of memory if it was asked for), by rank.
+
+    Raises UsageError, PoolError.
+    """
     keywords = keywords_of(options.script, options.arguments)
     timeout = TIMEOUT if options.timeout is None else options.timeout or 1e9
+    script = {"path": file_of(options), "module": options.module, "argv": options.arguments, "keywords": keywords}
     with Pool(options.nproc_per_node, timeout) as pool:
-        script = {"path": file_of(options), "module": options.module, "argv": options.arguments}
-        results = pool.call(MEASURE_SCRIPT, keywords=keywords, **script)
+        results = pool.call(MEASURE_SCRIPT, **script)
     if "refusal" in results[0]:
         raise UsageError(results[0]["refusal"])
-    return results
+    memory = []
+    if options.memory:  # of new ranks, as a record keeps tensors alive
+        with Pool(options.nproc_per_node, timeout) as pool:
+            memory = pool.call(MEMORY, **script)
+    return results, memory
 
 
 def main(command, arguments):
@@ -81,13 +98,15 @@ def main(command, arguments):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))  # the pool then ends its ranks
     try:
-        options = checked(arguments)
-        results = measured(options)
+        options = checked(arguments, ["--memory"])
+        if options.memory and command != "show":
+            raise UsageError(f"{command} has no --memory, but show has")
+        results, memory = measured(options)
     except UsageError as error:
         say(str(error))
         return BAD_INPUT
     except PoolError as error:
-        say(str(error).replace(f"{MEASURE_SCRIPT}: ", "", 1))
+        say(re.sub(rf"({MEASURE_SCRIPT}|{MEMORY}): ", "", str(error), count=1))
         if error.hung:
             return TIME_LIMIT_REACHED
         return 128 + error.signal if error.signal else 1
@@ -96,41 +115,70 @@ def main(command, arguments):
     width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160))  # wide enough for any table
     console = Console(highlight=False, width=width)
     with console.capture() as captured:
-        write(console, title, results, options)
+        write(console, title, results, memory, options)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0
 
 
-def show(console, title, results, options):
-    """Write tensors and moves to a console of rich. results: of measured."""
+def show(console, title, results, memory, options):
+    """Write tensors and moves to a console of rich. results, memory: of measured."""
     console.print(Text(title, "bold"))
-    items = tensors_and_moves(results)
+    items, left_out = shortened(tensors_and_moves(results))
     drawing.draw(console, items)
     if not items:
         console.print("\nIt makes no global tensor.")
+    if memory:
+        write_memory(console, memory)
+    if not items:
+        return
     if not all(item.is_exact for item in items if isinstance(item, Move) and item.formula):
         hint(console, "not shown")
     explain_implicit(console, items, options)
+    conclude(console, items, left_out, results)
 
 
-def list_bytes(console, title, results, options):
+def list_bytes(console, title, results, _, options):
     """Write the bytes of each move as a table."""
-    moves = [item for item in tensors_and_moves(results) if isinstance(item, Move)]
+    items, left_out = shortened(tensors_and_moves(results))
+    moves = [item for item in items if isinstance(item, Move)]
     table = Table(title=f"bytes that leave each rank: {title}", title_justify="left", expand=False)
     for name in ("line", "step", "collective"):
         table.add_column(name, overflow="fold")
     for name in (*(f"rank {rank}" for rank in range(len(results))), "all ranks", "formula", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     for move in moves:
-        table.add_row(*row(move, len(results)))
+        table.add_row(*map(Text, row(move, len(results))))  # in a plain str, [...] would be markup
     table.add_section()
     outside = [result["outside"] for result in results]
     sent = [f"{number:,}" for number in (*outside, sum(outside))]
-    table.add_row("", "between the steps: making tensors, building graphs", "", *sent, "", "")
+    table.add_row(
+        "", "between the steps: making tensors, building graphs, operators outside of layers", "", *sent, "", ""
+    )
     console.print(table)
     if not all(move.is_exact for move in moves if move.sent is not None):
         hint(console, "marked with ~")
     explain_implicit(console, moves, options)
+    conclude(console, moves, left_out, results)
+
+
+def write_memory(console, memory):
+    """Write the peak of each rank's memory, and what it is made of. memory: of memory.memory, by rank."""
+    table = Table(title="\npeak of each rank's memory", title_justify="left")
+    for name in ("rank", "peak", "weights", "gradients", "optimizer state", "rest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank, held in enumerate(memory):
+        kinds = [held["weights"], held["gradients"], held["state"]]
+        rest = max(0, held["peak"] - sum(kinds))
+        table.add_row(str(rank), *map(drawing.bytes_in_words, [held["peak"], *kinds, rest]))
+    console.print(table)
+    console.print(Text(MEMORY_IN_WORDS, "dim"))
+
+
+def conclude(console, items, left_out, results):
+    """Write what is not listed, and the verdict."""
+    words = verdict([item for item in items if isinstance(item, Move)], steps_in(results[0]))
+    text = "\n".join(filter(None, [left_out_in_words(left_out), words]))
+    console.print(Text(f"\n{text}"), soft_wrap=not console.is_terminal)
 
 
 def row(move, world_size):
@@ -143,7 +191,7 @@ def row(move, world_size):
     total, about = sum(move.sent), "" if move.is_exact else "~"
     sent = [f"{about}{number:,}" for number in (*move.sent, total)]
     ratio = f"{total / move.formula:.3f}" if move.formula and move.is_exact else ""
-    return [line, what + (f", {move.times} times" if move.times > 1 else ""), move.collective, *sent, formula, ratio]
+    return [line, what + times_in_words(move, ", {}"), move.collective, *sent, formula, ratio]
 
 
 def explain_implicit(console, items, options):

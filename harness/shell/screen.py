@@ -49,7 +49,6 @@ class Screen:
         only_step = len(events) == 1 and events[0].times == 1
         for move in moves:
             move.sent = sent if only_step and move is moves[0] else None
-            move.what = re.sub(r"^(.+) -> \1$", r"\1", move.what)  # the result has no name of its own
         shown = [in_words(move) for move in without_calls(moves) if not quiet(move)]
         if not shown:
             shown = implicit(moves, by_rank[0]["compares"], max(sent))

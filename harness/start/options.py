@@ -69,9 +69,15 @@ def find_script(options):
         raise UsageError(f"{path}: {error}") from None
 
 
-def checked(arguments):
-    """The parsed command line: the script is looked up, and missing options are filled in. Raises UsageError."""
-    options = parser().parse_args(arguments)
+def checked(arguments, flags=()):
+    """The parsed command line: the script is looked up, and missing options are filled in. Raises UsageError.
+
+    flags: more options without a value, of the command.
+    """
+    known = parser()
+    for flag in flags:
+        known.add_argument(flag, action="store_true")
+    options = known.parse_args(arguments)
     if options.script is None and options.module is None:
         raise UsageError("name a Python script, such as recipes/data_parallel.py")
     sizes = find_script(options)

@@ -9,7 +9,7 @@ from harness.start.recipe import HARNESS, path_of
 from tests.cases import ROOT
 from tests.cases.ladder import MAIN, OBSERVE, Checks
 
-MEMORY = f"{HARNESS / 'measure' / 'training.py'}:memory"
+MEMORY = f"{HARNESS / 'measure' / 'memory.py'}:memory"
 COMPILED = f"{ROOT / 'tests' / 'on_rank_memory.py'}:compiled"
 LARGE = {"batch": 16, "in_features": 1024, "hidden_size": 4096, "out_features": 1024, "steps": 2}
 WEIGHTS = 4 * 2 * 1024 * 4096  # bytes of both weights at these sizes
@@ -22,7 +22,7 @@ def path(name):
 def fresh(n, name, **arguments):
     """`memory` on new ranks, in which no memory is left over from a different run."""
     with Pool(n, repeat=True) as pool:
-        return pool.call(MEMORY, path=path(name), **arguments)
+        return pool.call(MEMORY, path=path(name), keywords=arguments)
 
 
 def peak(results):

@@ -5,12 +5,16 @@ import io
 import re
 import signal
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from harness.measure.events import ONEFLOW, SCRIPT
+from harness.measure.steps import Move
 from harness.measure.theory import matmul_boxings
 from harness.report import show as program
+from harness.report.shorten import fold_blocks
 from tests.cases import ROOT
 from tests.jobs import LAUNCH, SLEEPS, Run, ended, launch, wait_until
 
@@ -147,6 +151,11 @@ def steps(out):
     return [line if isinstance(line, str) else f"{line[0]} {line[2]}" for line in named if line[0] != "tensor"]
 
 
+def ends_with(out, *last_lines):
+    """Whether these are the last lines of what is printed."""
+    return out.splitlines()[-len(last_lines) :] == list(last_lines)
+
+
 def drawn(out):
     """What each rank holds, by tensor: a list for each line of ranks."""
     shards, name = {}, None
@@ -162,17 +171,22 @@ def test_show_draws_each_tensor_with_what_moves_between(show):
         ["tensor", "shape", "SBP", "rank 0", "rank 1"],
         ["x", "(4, 4)", "S(1)", "(4, 2) columns 0-1", "(4, 2) columns 2-3"],
         ["w", "(4, 8)", "S(0)", "(2, 8) rows 0-1", "(2, 8) rows 2-3"],
-        "x @ w = partial: nothing moves",
         ["partial", "(4, 8)", "P", *["(4, 8) part of the sum"] * 2],
         "partial -> out: P -> B, all-reduce, 256 B in all by the formula",
         ["out", "(4, 8)", "B", *["(4, 8) whole"] * 2],
     ]
+    assert ends_with(
+        job.out,
+        "Not listed: 1 matmul of 0 B.",
+        "In the run, all ranks together: the script makes 1 move (partial -> out: 256 B), "
+        "OneFlow inserts none in layers and matmuls.",
+    )
 
 
 def test_script_without_functions_is_run_and_traced(show):
     job = show("show", "mine.py", script=PLAIN)
     assert steps(job.out) == [
-        *("x S(1)", "w S(0)", "x @ w = partial: nothing moves", "partial P"),
+        *("x S(1)", "w S(0)", "partial P"),
         *("partial -> out: P -> B, all-reduce, 64 B in all by the formula", "out B", "doubled B"),
     ]
     assert "the sum is" not in job.out and drawn(job.out)["x"] == [["(4, 3) columns 0-2", "(4, 3) columns 3-5"]]
@@ -183,8 +197,7 @@ def test_parameters_have_their_path_and_steps_that_come_again_are_counted(show):
     names = ["layer.weight", "layer.bias", "head.1.weight"]
     assert steps(job.out) == [
         *("Net.to_global: local -> B, local to global", *(f"{name} B" for name in names)),
-        *("x S(0)", "x @ layer.weight = hidden: nothing moves (24 times)", "hidden S(0)"),
-        *("head.0() S(0)", "head.0() @ head.1.weight = out: nothing moves (24 times)", "out S(0)", "loss P"),
+        *("x S(0)", "hidden S(0)", "head.0() S(0)", "out S(0)", "loss P"),
         *("backward: the gradients (24 times)", *(f"{name}.grad B" for name in names)),
         "loss.numpy(): P -> B, all-reduce, 8 B in all by the formula",
     ]
@@ -193,21 +206,63 @@ def test_parameters_have_their_path_and_steps_that_come_again_are_counted(show):
 
 
 def test_moves_in_a_model_name_the_layer(show):
-    shown = steps(show("show", "mine.py", "--pinned", script=WITH_LAYERS).out)
-    for block in ("0", "1"):
-        assert f"{block}.up: B -> B, nothing moves (3 times)" in shown
-        moved = "P -> B, all-reduce, 262 kB in all by the formula (3 times)"
-        assert f"{block}.down: {moved}" in shown
-        assert any(re.fullmatch(rf" *backward of {block}.up: about 13\d kB from a rank", line) for line in shown)
-    assert len([line for line in shown if "backward of" in line]) == 2
+    job = show("show", "mine.py", "--pinned", script=WITH_LAYERS)
+    shown = steps(job.out)
+    assert "0-1.down: P -> B, all-reduce, 262 kB in all by the formula (3 times each)" in shown
+    assert not any("nothing" in line for line in shown)
+    [backward] = [line for line in shown if "backward of" in line]
+    assert re.fullmatch(r" *backward of 0-1.up: about 13\d kB from a rank each", backward)
+    assert "the script makes 2 moves (0-1.down: 524 kB), OneFlow inserts none in layers and matmuls, " in job.out
+    assert re.search(r"backward sends (about )?5\d\d kB\.\n$", job.out)
 
 
 def test_moves_that_no_line_asks_for_are_listed(show):
     job = show("bytes", "mine.py", script=WITH_LAYERS)
+    assert re.search(
+        r"\nPer step, .*: the script makes no move, OneFlow inserts 2 more \(0, 1: about \d+ kB\), ", job.out
+    )
     implicit = re.findall(r"inside (\S+) \((.*?)\), 3 times +│ OneFlow moved an operand", job.out)
     assert implicit == [("0", "B -> B"), ("1", "B -> B")]  # the sum with x, which is B, of what is P
     assert re.findall(r"backward of (\S+)", job.out) == ["1.norm", "0.norm"]
     assert "in eager mode it does not tell which ones. Add --graph: there each move is listed." in job.out
+
+
+def test_gradients_of_a_graph_are_told_from_moves_that_oneflow_inserts(show):
+    steps_of = "Per step, all ranks together: the script makes"
+    job = show("bytes", "train_data_parallel", "--graph")
+    inserted = "OneFlow inserts none, the gradients take 2 moves (model.w0, model.w1: 512 B)."
+    assert re.search(rf"\n{steps_of} 1 move \(loss.numpy\(\): 8 B\), {re.escape(inserted)}\n$", job.out)
+    job = show("show", "-n", 2, "pipeline_module", "--graph")
+    assert f"{steps_of} 3 moves" in job.out and "OneFlow inserts none" in job.out.splitlines()[-1]
+    assert job.out.endswith("A graph's moves are counted once, not for each micro-batch.\n")
+
+
+def test_memory_of_each_rank_is_shown_on_request(show):
+    job = show("show", "--memory", "train_data_parallel", "--hidden-size", 1000)
+    rows = re.findall(r"│ +(\d) │ +\S+ .B │ +(.*?) │ +(.*?) │ +(.*?) │ +\S+ .?B │\n", job.out)
+    assert rows == [(rank, "32 kB", "32 kB", "64 kB") for rank in "01"], job.out  # Adam
+    assert "Per step, " in job.out.splitlines()[-1]
+    assert show("bytes", "--memory", "data_parallel", code=2).err == "launch.sh: bytes has no --memory, but show has\n"
+
+
+def named(what, **fields):
+    return Move(what, 5, None, **{"times": 2, "size": 8, "why": SCRIPT, **fields})
+
+
+def test_equal_blocks_are_written_once():
+    down = [named(f"blocks.{block}.down", size=9 if block == 3 else 8) for block in range(6)]
+    assert [item.what for item in fold_blocks(down)] == ["blocks.0-2,4-5.down", "blocks.3.down"]
+    more = [
+        named(what) for what in ("layers.1.experts.0.up", "layers.1.experts.1.up", "layers.2.experts.0.up", "w0", "w1")
+    ]
+    assert [item.what for item in fold_blocks(more)] == ["layers.1-2.experts.0.up", "layers.1.experts.1.up", "w0", "w1"]
+    for fields in ({"times": 3}, {"line": 6}, {"change": "P -> B"}, {"why": ONEFLOW}, {"collective": "send"}):
+        pair = [named("a.0.x"), replace(named("a.1.x"), **fields)]
+        assert fold_blocks(pair) == pair, fields
+    measured = [named(f"a.{block}.x") for block in range(3)]
+    for move, sent in zip(measured, ([500_000, 0], [509_000, 900], [600_000, 0])):
+        move.sent = sent
+    assert [item.what for item in fold_blocks(measured)] == ["a.0-1.x", "a.2.x"]
 
 
 def test_run_that_needs_arguments_is_called_by_the_script_itself(show):
@@ -273,8 +328,8 @@ LEGAL_BATCHED_MATMULS = [
 ]
 
 
-def boxings(dims, x, w, transposed, product):
-    x, w = ({"sbp": sbp, "ranks": [0, 1], "shape": (4,) * dims, "item": 4} for sbp in (x, w))
+def boxings(dims, x, w, transposed, product, ranks=(0, 1)):
+    x, w = ({"sbp": sbp, "ranks": ranks, "shape": (4,) * dims, "item": 4} for sbp in (x, w))
     return matmul_boxings([x, w], {"sbp": product}, (False, transposed))
 
 
@@ -283,6 +338,8 @@ def test_matmul_moves_nothing_if_its_pair_of_sbps_is_legal():
         for matmul in matmuls:
             assert boxings(dims, *matmul) == [], matmul
     assert [name for name, _ in boxings(2, "B", "S(0)", False, "S(1)")] == ["w"]
+    assert boxings(4, "B, S(1)", "S(0), S(1)", False, "B, S(1)", [[0, 1]]) == []  # one rank on the first axis
+    assert boxings(4, "B, S(1)", "S(0), S(1)", False, "B, S(1)", [[0, 1], [2, 3]]) is None
     assert boxings(2, "S(0)", "S(0)", True, "S(0)") is None  # OneFlow has moved something, not known what
     for x, w in (("S(1)", "S(0)"), ("S(2)", "S(2)"), ("S(3)", "S(3)")):
         assert boxings(4, x, w, False, x) is None
@@ -427,18 +484,18 @@ def test_terminal_gets_colour_and_a_narrow_one_wraps_and_an_old_one_gets_ascii(s
             changed.setattr(sys, "stdout", terminal)
             for name, value in {"TERM": "xterm-256color", "COLUMNS": str(columns), **variables}.items():
                 changed.setenv(name, value)
-            show("show", "-n", 3, "recipes/data_parallel.py")
+            show("show", "-n", 3, "recipes/row_parallel.py", "--in-features", 4)
             terminal.flush()
         return terminal.buffer.getvalue().decode(encoding)
 
     wide = shown_on(120)
-    assert "\x1b[" in wide and re.search(r"x .*\(4, 5\).*\(2, 5\) rows 0-1.*\(1, 5\) row 3", wide) and "↓" in wide
+    assert "\x1b[" in wide and re.search(r"x .*\(4, 4\).*\(4, 2\) columns 0-1.*\(4, 1\) column 3", wide) and "↓" in wide
     plain = shown_on(40, NO_COLOR="1")
     assert "\x1b[3" not in plain
     plain = re.sub(r"\x1b\[[\d;]*m", "", plain)
-    assert re.search(r"\nx \(4, 5\) S\(0\)\s+rank 0 \(2, 5\) rows 0-1", plain)
+    assert re.search(r"\nx \(4, 4\) S\(1\)\s+rank 0 \(4, 2\) columns 0-1", plain)
     assert max(len(line.rstrip()) for line in plain.splitlines()) <= 40
-    assert "v x @ w" in shown_on(80, encoding="ascii")
+    assert "v partial -> out" in shown_on(80, encoding="ascii")
 
 
 def test_time_limit_and_ctrl_c_end_every_rank(tmp_path):

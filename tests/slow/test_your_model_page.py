@@ -7,6 +7,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+from harness.report.drawing import bytes_in_words
+from harness.report.runs import MEMORY
 from harness.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
@@ -129,7 +131,7 @@ def test_attention_trains_as_on_one_device(with_attention, mesh, n):
     if n == 2:
         shown = printed_by("show", "-n", 2, "train.py", folder=folder)
         assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[2])
-        rows = re.findall(r"backward of blocks\.0\.(\S+): about (\d+) kB", shown)
+        rows = re.findall(r"backward of blocks\.0-1\.(\S+): about (\d+) kB from a rank each", shown)
         all_reduces = [(name, round(int(kB) / 263)) for name, kB in rows]  # 263 kB: one of x's gradient
         assert all_reduces == [("up", 1), ("attention.value", 1), ("attention.key", 2)]
 
@@ -144,6 +146,40 @@ def test_bytes_shows_a_layer_that_the_plan_forgets(tmp_path, with_attention):
     check_losses(losses(tmp_path, 2), values, "with a layer less")
     shown = printed_by("bytes", "-n", 2, "train.py", folder=tmp_path)
     assert "inside blocks.0" in shown or "not known" in shown, shown
+    assert re.search(r"OneFlow inserts \d+ more \(blocks\.0", shown.splitlines()[-1]), shown
+
+
+def shares(layout):
+    """{name: elements that a rank of 2 holds} of the classifier's parameters, by the shapes."""
+    shapes = {"embedding.weight": (50, 64), "head.weight": (2, 64), "head.bias": (2,)}
+    for block in ("blocks.0", "blocks.1"):
+        shapes.update({f"{block}.norm.weight": (64,), f"{block}.norm.bias": (64,)})
+        shapes.update({f"{block}.up.weight": (256, 64), f"{block}.up.bias": (256,)})
+        shapes.update({f"{block}.down.weight": (64, 256), f"{block}.down.bias": (64,)})
+    split = {
+        "Data parallel": r"none",
+        "Tensor parallel": r"blocks\.\d\.(up\..*|down\.weight)",
+        "Fully sharded": r".*",
+    }[layout]
+    return {name: np.prod(shape) // (2 if re.fullmatch(split, name) else 1) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("layout", ["Data parallel", "Tensor parallel", "Fully sharded"])
+def test_memory_by_kind_is_that_of_the_shards(tmp_path, pools, layout, mode):
+    sections = LAYOUTS[layout][0] + ["In a graph"] * (mode == "graph")
+    files = files_of(sections)
+    adam = "flow.optim.Adam(model.parameters(), lr=0.005)"
+    momentum, plain = (f"flow.optim.SGD(model.parameters(), lr=0.01{more})" for more in (", momentum=0.9", ""))
+    whole = 4 * sum(shares(layout).values())
+    for optimizer, moments in ((adam, 2), (momentum, 1), (plain, 0)):
+        files["train.py"] = files_of(sections)["train.py"].replace(adam, optimizer).replace("batches(20)", "batches(2)")
+        write(tmp_path, files)
+        for held in pools(2).call(MEMORY, path=str(tmp_path / "train.py")):
+            kinds = [held[kind] for kind in ("weights", "gradients", "state")]
+            Checks.equal(kinds, [whole, whole, moments * whole], layout, mode, optimizer)
+    words = " | ".join(map(bytes_in_words, (whole, whole, 2 * whole)))
+    assert f"| {layout.lower()} | {words} |" in SECTIONS["Memory of each rank"]
 
 
 TIED = """
