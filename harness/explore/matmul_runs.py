@@ -27,8 +27,8 @@ from harness.measure import theory
 from harness.measure.sbp import NAMES
 from harness.pool import Pool, PoolError
 from harness.report import atlas
+from harness.start.recipe import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PATH = ROOT / "docs" / "explore" / "runs.js"
 BEGIN, END = "const RUNS = ", ";\n"  # around the JSON: a page from disk may load a script, but no JSON
 VALUES = {

@@ -220,8 +220,3 @@ def head_activations(model, tokens, tensor, precision="fp32"):
     item = PRECISIONS[precision].activation
     logits = 4 if precision == "amp" else 8
     return tokens * (2 * item * model.hidden_size + logits * model.vocab_size / tensor)
-
-
-def idle_share(micro_batches, pipeline):
-    """The share of a step in which a stage is idle, (p - 1) / (m + p - 1): Y. Huang et al., arXiv:1811.06965."""
-    return (pipeline - 1) / (micro_batches + pipeline - 1)

@@ -8,9 +8,8 @@ import numpy as np
 
 from harness.pool import Pool
 from harness.report import atlas, runs, tables
-from harness.start.recipe import path_of
+from harness.start.recipe import ROOT, path_of
 
-ROOT = Path(__file__).resolve().parents[2]
 ATLAS = ROOT / "docs" / "sbp-atlas.md"
 TEMPLATE = Path(__file__).with_name("atlas_template.md")  # with a {name} for each table
 

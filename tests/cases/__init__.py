@@ -5,11 +5,10 @@
 
 from functools import lru_cache
 
-from harness.start.recipe import RECIPES, entry, path_of, world_sizes
+from harness.start.recipe import RECIPES, ROOT, entry, path_of, world_sizes
 from tests.cases import byhand, data, forward, memory, starting, state, train, transformer, your_model  # noqa: F401
 from tests.cases.recipe_case import CASES, GRAPH_ONLY, PROOFS, SIZES
 
-ROOT = RECIPES.parent
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
 ONE_LAYER = [name for name in CASES if path_of(name).parent in (RECIPES, RECIPES / "layouts")]
 TRANSFORMERS = [name for name in CASES if path_of(name).parent == RECIPES / "transformer"]

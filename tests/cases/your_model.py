@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.start.recipe import RECIPES
+from harness.start.recipe import ROOT
 from tests.cases import figures, reference_module
 from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, reduced
 from tests.cases.reference import unknown
@@ -18,7 +18,7 @@ MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buf",)}
 TENSOR_PARALLEL = {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}  # the other parameters are B
 LOCAL = ("local", [])
 LAYERS = 2
-PYTORCH = str(RECIPES.parent / "tests" / "data" / "pytorch_float32.safetensors")  # weights
+PYTORCH = str(ROOT / "tests" / "data" / "pytorch_float32.safetensors")  # weights
 RESHARD = {"reshard_after_forward": True}
 FEW_STEPS = {"batch": 6, "hidden_size": 12, "steps": 3, "seed": 1}
 
