@@ -5,7 +5,7 @@
 
 from functools import lru_cache
 
-from harness.start.recipe import RECIPES, ROOT, entry, path_of, world_sizes
+from harness.start.recipe import RECIPES, ROOT, entry, path_of, world_sizes  # noqa: F401
 from tests.cases import byhand, data, forward, memory, starting, state, train, transformer, your_model  # noqa: F401
 from tests.cases.recipe_case import CASES, GRAPH_ONLY, PROOFS, SIZES
 
