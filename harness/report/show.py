@@ -1,5 +1,7 @@
 """`launch.sh show` and `launch.sh bytes`: run a script on all ranks, and show its tensors and moves, or its bytes.
 
+Steps that send nothing are only counted, equal blocks of a model are one row, and the last line is the verdict.
+
 If each parameter of its function `train` or `run` has a default or is a recipe's placement, only that is called; else
 the whole script runs. Its output is not shown.
 """
@@ -111,11 +113,13 @@ def main(command, arguments):
             return TIME_LIMIT_REACHED
         return 128 + error.signal if error.signal else 1
     title = f"{options.script} {' '.join(options.arguments)}".strip() + f" on {options.nproc_per_node} ranks"
-    write = {"show": show, "bytes": list_bytes}[command]
     width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160))  # wide enough for any table
     console = Console(highlight=False, width=width)
     with console.capture() as captured:
-        write(console, title, results, memory, options)
+        if command == "show":
+            show(console, title, results, memory, options)
+        else:
+            list_bytes(console, title, results, options)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0
 
@@ -137,7 +141,7 @@ def show(console, title, results, memory, options):
     conclude(console, items, left_out, results)
 
 
-def list_bytes(console, title, results, _, options):
+def list_bytes(console, title, results, options):
     """Write the bytes of each move as a table."""
     items, left_out = shortened(tensors_and_moves(results))
     moves = [item for item in items if isinstance(item, Move)]

@@ -51,7 +51,7 @@ def amount(moves, steps):
 def place_of(move):
     """Where a move is: a layer, or the step itself."""
     if move.why == GRADIENT:
-        return move.what.split(" -> ")[1].replace("_optimizer", "")
+        return re.sub("^.* -> (Sys-DiffScale-ScalarMul-)?|_optimizer$|_out$", "", move.what)
     if move.sent is None:  # between two ops of a graph
         return re.split(" -> |-(?=[a-z_])", move.what)[0]
     return re.sub("^inside | = .*", "", move.what)

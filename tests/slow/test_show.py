@@ -12,7 +12,7 @@ import pytest
 
 from harness.measure.events import ONEFLOW, SCRIPT
 from harness.measure.steps import Move
-from harness.measure.theory import matmul_boxings
+from harness.measure.theory import Boxing, matmul_boxings
 from harness.report import show as program
 from harness.report.shorten import fold_blocks
 from tests.cases import ROOT
@@ -343,6 +343,14 @@ def test_matmul_moves_nothing_if_its_pair_of_sbps_is_legal():
     assert boxings(2, "S(0)", "S(0)", True, "S(0)") is None  # OneFlow has moved something, not known what
     for x, w in (("S(1)", "S(0)"), ("S(2)", "S(2)"), ("S(3)", "S(3)")):
         assert boxings(4, x, w, False, x) is None
+
+
+def test_axes_of_a_single_rank_do_not_count():
+    for old, ranks, new in (("B, P", [[0, 1]], "B"), ("P, S(0)", [[0], [1]], "B"), ("P, P", [[0, 1]], "B")):
+        boxing = Boxing((4,), (old, ranks), (new, [0, 1]), item=4)
+        assert (boxing.collective, boxing.total) == ("all-reduce", 32), old
+    assert Boxing((4,), ("S(0), B", [[0, 1]]), ("B, B", [[0, 1]])).total == 0
+    assert Boxing((4,), ("B, P", [[0, 1], [2, 3]]), ("B", [0, 1, 2, 3])).total is None
 
 
 @pytest.mark.parametrize(
