@@ -161,3 +161,36 @@ def gradient_of_out(shape, shape_of_x):
     if not shape:
         return np.float32(shape_of_x[0])
     return np.random.default_rng(2).standard_normal(tuple(shape), dtype=np.float32)
+
+
+class SumGraph(nn.Graph):
+    def __init__(self, layers, optimizer):
+        super().__init__()
+        self.layers = layers
+        self.add_optimizer(optimizer)
+
+    def build(self):
+        loss = sum(layer.weight.sum() for layer in self.layers)
+        loss.backward()
+        return loss
+
+
+def norm_of_update(group_sizes, graph):
+    """The norm of what SGD at lr=1 subtracts from all weights, where the optimizer clips to 1.0 with these groups."""
+    ranks = flow.placement.all("cpu")
+    layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(sum(group_sizes))])
+    layers.to_global(placement=ranks, sbp=flow.sbp.broadcast)
+    before, weights = [layer.weight.numpy().copy() for layer in layers], [layer.weight for layer in layers]
+    ends = np.cumsum(group_sizes)
+    groups = [
+        {"params": weights[end - size : end], "clip_grad_max_norm": 1.0, "clip_grad_norm_type": 2.0}
+        for size, end in zip(group_sizes, ends)
+    ]
+    optimizer = flow.optim.SGD(groups, lr=1.0)
+    if graph:
+        SumGraph(layers, optimizer)().numpy()
+    else:
+        sum(w.sum() for w in weights).backward()
+        optimizer.clip_grad()
+        optimizer.step()
+    return float(np.sqrt(sum(((old - w.numpy()) ** 2).sum() for old, w in zip(before, weights))))

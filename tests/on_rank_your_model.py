@@ -50,7 +50,7 @@ def refused(path, weights):
     """The error of open_safetensors or load for weights of another model, and whether the model is unchanged."""
     module = recipe.load(path)
     model = module.Classifier()
-    before = {name: w.numpy() for name, w in model.named_parameters()}
+    before = {name: w.numpy().copy() for name, w in model.named_parameters()}  # numpy() may share the memory
     try:
         module.load(model, weights)
     except ValueError as error:

@@ -12,7 +12,8 @@ from tests.cases.ladder import Checks
 from tests.cases.layers import expected
 
 PAGE = (ROOT / "docs" / "layers.md").read_text()
-RUN = f"{ROOT / 'tests' / 'on_rank_layers.py'}:run"
+ON_RANK_LAYERS = ROOT / "tests" / "on_rank_layers.py"
+RUN = f"{ON_RANK_LAYERS}:run"
 ON_RANK = ROOT / "tests" / "on_rank_refused.py"
 CONTROL = 60_000  # bytes of OneFlow's own messages for a step, at most
 TOLERANCE = 4e-6  # of the largest entry, or of 1
@@ -297,3 +298,10 @@ def test_what_is_used_instead_is_right(pools, function, arguments, kinds, graph)
     for kind in kinds:
         off = pools(2).call(f"{ON_RANK}:{function}", kind=kind, graph=graph, **arguments)
         Checks.that(max(off) <= ROUNDING, kind, function, arguments, "is off by", off)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_optimizer_clips_each_group_by_its_own_norm(pools, graph):
+    for sizes, norm in (([2], 1.0), ([1, 1], 2**0.5)):
+        for own in pools(2).call(f"{ON_RANK_LAYERS}:norm_of_update", group_sizes=sizes, graph=graph):
+            Checks.that(abs(own - norm) <= 1e-4, sizes, "update by", own, "and must by", norm)
