@@ -291,6 +291,7 @@ def fully_sharded_module(
     main=Main(
         values={"weights": [PYTORCH]},
         make_files=damaged,
+        figures=figures.only_rank_0(lambda *_: ["saved 15 tensors, 6,412 bytes"]),
         other_options=["--weights", PYTORCH],
         refused=[f"--weights FOLDER/{what}" for what in ("no_file", "short", "zip", "int16", "cut", "size", "other")],
     ),
