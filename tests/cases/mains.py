@@ -326,6 +326,7 @@ FIGURES = {
         * (not graph)
     ),
     "pipeline_module": parts_held,
+    "pytorch_weights": only_rank_0(lambda *_: ["saved 15 tensors, 6,412 bytes"]),
     "gpt": weights_of_gpt,
     "ring_all_reduce": ring_chunks,
     "data_loading": epochs,
