@@ -480,6 +480,38 @@ def scalar_parameter_and_shared_buffer():
     return Plain([WithScale(), WithScale()])
 
 
+class CountsInPlace(Block):
+    """A buffer that forward changes in place."""
+
+    def __init__(self, total):
+        super().__init__()
+        self.register_buffer("total", total)
+
+    def forward(self, x):
+        self.total.add_(0.1)
+        return super().forward(x) * self.total
+
+
+@trait
+def buffer_changed_in_place():
+    return Plain([CountsInPlace(flow.ones(1)), Block()])
+
+
+class CountsTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        total = flow.ones(1)
+        self.first, self.second = CountsInPlace(total), CountsInPlace(total)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@trait
+def shared_buffer_changed_in_place():
+    return Plain([CountsTwice(), Block()])
+
+
 class PassesWeight(Plain):
     """The head reads the weight of the embedding, which it is called with."""
 

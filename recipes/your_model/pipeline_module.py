@@ -25,6 +25,7 @@ import dataclasses
 import numpy as np
 import oneflow as flow
 from oneflow import nn
+from oneflow.core.job.job_pb2 import Job
 
 WORLD_SIZES = (2, 1, 3, 4)  # numbers of ranks; launch.sh refuses others
 
@@ -66,6 +67,7 @@ def assign_stages(model, parts, stages):
         raise ValueError(f"{len(parts)} parts for {len(stages)} stages: each stage needs a part")
     stage_of = [k * len(stages) // len(parts) for k in range(len(parts))]
     check_parts(model, parts, stage_of)
+    laid_out = {}  # (buffer, stage) -> its global tensor: a buffer that two modules of a stage share stays one
     for part, k in zip(parts, stage_of):
         for parameter in part.parameters():
             if not parameter.is_global:  # a tied one may be there already
@@ -73,7 +75,9 @@ def assign_stages(model, parts, stages):
         for layer in part.modules():
             for name, buffer in layer._buffers.items():
                 if buffer is not None and not buffer.is_global:
-                    layer._buffers[name] = buffer.to_global(placement=stages[k], sbp=flow.sbp.broadcast)
+                    if (buffer, k) not in laid_out:
+                        laid_out[buffer, k] = buffer.to_global(placement=stages[k], sbp=flow.sbp.broadcast)
+                    layer._buffers[name] = laid_out[buffer, k]
         move_inputs(part, stages[k])
     prepare_for_graph(model)
     return stage_of
@@ -152,6 +156,8 @@ def forward_in_graph(kind, proxy, args, kwargs):
     for table in ("_parameters", "_buffers", "_modules"):
         tables[table] = {name: getattr(proxy, name) for name in vars(layer)[table]}
     before = {**vars(layer), **tables["_buffers"]}
+    buffers = {name: buffer for name, buffer in tables["_buffers"].items() if buffer is not None}
+    outputs = {name: output_of(buffer) for name, buffer in buffers.items()}
     vars(layer).update(tables)
     try:
         out = kind.forward(layer, *args, **kwargs)
@@ -160,7 +166,19 @@ def forward_in_graph(kind, proxy, args, kwargs):
     for name, value in {**vars(layer), **tables["_buffers"]}.items():
         if name not in before or before[name] is not value:  # forward runs once, when the graph is compiled
             raise RuntimeError(f"{kind.__name__}.forward keeps {name} in self, which nn.Graph loses; return it instead")
+    for name, buffer in buffers.items():
+        if output_of(buffer) != outputs[name] and name != "num_batches_tracked":  # BatchNorm does not use its number
+            raise RuntimeError(
+                f"{kind.__name__}.forward changes buffer {name}, which nn.Graph loses; train in eager mode"
+            )
     return out
+
+
+def output_of(tensor):
+    """The output of an op that a tensor of a graph stands for; after a change in place it is another one."""
+    flow._C.identity(tensor)
+    job = Job.FromString(flow._oneflow_internal.GetSerializedCurrentJob())
+    return job.net.op[-1].user_conf.input["in"].s[0]
 
 
 class ThroughIdentity:

@@ -26,6 +26,7 @@ import re
 import numpy as np
 import oneflow as flow
 from oneflow import nn
+from oneflow.core.job.job_pb2 import Job
 
 WORLD_SIZES = (2, 1, 3, 4, 8)  # numbers of ranks; launch.sh refuses others
 B, S = flow.sbp.broadcast, flow.sbp.split
@@ -92,10 +93,13 @@ def lay_out(model, mesh, plan):
     kinds = kinds_of(model, plan)
     for parameter in model.parameters():
         parameter.data = parameter.detach().to_global(placement=mesh, sbp=(B, B))
+    laid_out = {}  # buffer -> its global tensor: a buffer that two modules share stays one
     for layer in model.modules():
         for name, buffer in layer._buffers.items():
             if buffer is not None:
-                layer._buffers[name] = buffer.to_global(placement=mesh, sbp=(B, B))
+                if buffer not in laid_out:
+                    laid_out[buffer] = buffer.to_global(placement=mesh, sbp=(B, B))
+                layer._buffers[name] = laid_out[buffer]
     for layer, kind in kinds.items():
         for name, parameter in layer.named_parameters(recurse=False):
             parameter.data = parameter.detach().to_global(sbp=(B, kind.split.get(name, B)))
@@ -153,6 +157,8 @@ def forward_in_graph(kind, proxy, args, kwargs):
     for table in ("_parameters", "_buffers", "_modules"):
         tables[table] = {name: getattr(proxy, name) for name in vars(layer)[table]}
     before = {**vars(layer), **tables["_buffers"]}
+    buffers = {name: buffer for name, buffer in tables["_buffers"].items() if buffer is not None}
+    outputs = {name: output_of(buffer) for name, buffer in buffers.items()}
     vars(layer).update(tables)
     try:
         out = kind.forward(layer, *args, **kwargs)
@@ -161,7 +167,19 @@ def forward_in_graph(kind, proxy, args, kwargs):
     for name, value in {**vars(layer), **tables["_buffers"]}.items():
         if name not in before or before[name] is not value:  # forward runs once, when the graph is compiled
             raise RuntimeError(f"{kind.__name__}.forward keeps {name} in self, which nn.Graph loses; return it instead")
+    for name, buffer in buffers.items():
+        if output_of(buffer) != outputs[name] and name != "num_batches_tracked":  # BatchNorm does not use its number
+            raise RuntimeError(
+                f"{kind.__name__}.forward changes buffer {name}, which nn.Graph loses; train in eager mode"
+            )
     return out
+
+
+def output_of(tensor):
+    """The output of an op that a tensor of a graph stands for; after a change in place it is another one."""
+    flow._C.identity(tensor)
+    job = Job.FromString(flow._oneflow_internal.GetSerializedCurrentJob())
+    return job.net.op[-1].user_conf.input["in"].s[0]
 
 
 class ThroughIdentity:

@@ -30,8 +30,9 @@ def trained(trait, layout, recipe):
 
 
 def lost_in_a_graph(layout, recipe):
-    """Two models that a graph would train differently from eager mode."""
-    return [trained(trait, layout, recipe) for trait in ("forward_hook", "value_kept_in_self")]
+    """Models that a graph would train differently from eager mode."""
+    traits = ("forward_hook", "value_kept_in_self", "buffer_changed_in_place")
+    return [trained(trait, layout, recipe) for trait in traits]
 
 
 def damaged(folder):

@@ -18,6 +18,10 @@ REFUSED = {
     "root_parameter": ("positions is in none of the parts", ["pipeline"], ALWAYS),
     "value_kept_in_self": ("keeps auxiliary in self, which nn.Graph loses; return it", LAYOUTS, IN_A_GRAPH),
     "counter_in_self": ("keeps calls in self, which nn.Graph loses; return it", LAYOUTS, IN_A_GRAPH),
+    **dict.fromkeys(
+        ("buffer_changed_in_place", "shared_buffer_changed_in_place"),
+        ("changes buffer total, which nn.Graph loses; train in eager mode", LAYOUTS, IN_A_GRAPH),
+    ),
     "forward_hook": ("has a forward hook, which nn.Graph does not call; train in eager mode", LAYOUTS, IN_A_GRAPH),
     "sliced_sequential": ("AssertionError", LAYOUTS, IN_A_GRAPH),  # OneFlow's own, for any model
     "lstm": ("LSTM.forward keeps _flat_weights in self, which nn.Graph loses", LAYOUTS, IN_A_GRAPH),
