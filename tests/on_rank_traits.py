@@ -512,6 +512,42 @@ def shared_buffer_changed_in_place():
     return Plain([CountsTwice(), Block()])
 
 
+@trait
+def max_norm():
+    model = Plain()
+    model.embedding = nn.Embedding(VOCAB, HIDDEN, max_norm=1.0)
+    return model
+
+
+@dataclasses.dataclass
+class Seen:
+    x: object = None
+
+
+class Collects(Block):
+    """Changes a list, a dict and a dataclass that it is called with, and reads what others put there."""
+
+    def forward(self, x, means, counts, state):
+        means.append(x.mean())
+        counts["blocks"] = counts.get("blocks", 0) + 1
+        counts["last"] = x
+        state.x = x + sum(means) + counts["blocks"]
+        return super().forward(x)
+
+
+class PassesCollections(Plain):
+    def forward(self, ids):
+        x, means, counts, state = self.embedding(ids), [], {}, Seen()
+        for block in self.blocks:
+            x = block(x, means, counts, state)
+        return self.head((x + state.x + counts["last"]).mean(1))
+
+
+@trait
+def collections_that_parts_change():
+    return PassesCollections([Collects(), Collects()])
+
+
 class PassesWeight(Plain):
     """The head reads the weight of the embedding, which it is called with."""
 

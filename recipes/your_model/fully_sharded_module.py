@@ -87,6 +87,8 @@ def shard(module, ranks, reshard_after_forward=False):
 def gather_in_forward(layer, reshard_after_forward):
     """Make the forward of a layer read whole parameters; their gradients become shards."""
     kind = type(layer)
+    if getattr(layer, "max_norm", None) is not None:
+        raise ValueError(f"{kind.__name__}.forward changes weight in place, as it has max_norm; shards lose that")
 
     def forward(self, *args, **kwargs):
         shards = self._parameters
@@ -153,8 +155,8 @@ def forward_in_graph(kind, proxy, args, kwargs):
     for table in ("_parameters", "_buffers", "_modules"):
         tables[table] = {name: getattr(proxy, name) for name in vars(layer)[table]}
     before = {**vars(layer), **tables["_buffers"]}
-    buffers = {name: buffer for name, buffer in tables["_buffers"].items() if buffer is not None}
-    outputs = {name: output_of(buffer) for name, buffer in buffers.items()}
+    watched = {**tables["_buffers"], **(tables["_parameters"] if may_change_parameters(layer) else {})}
+    outputs = {name: output_of(tensor) for name, tensor in watched.items() if tensor is not None}
     vars(layer).update(tables)
     try:
         out = kind.forward(layer, *args, **kwargs)
@@ -163,12 +165,18 @@ def forward_in_graph(kind, proxy, args, kwargs):
     for name, value in {**vars(layer), **tables["_buffers"]}.items():
         if name not in before or before[name] is not value:  # forward runs once, when the graph is compiled
             raise RuntimeError(f"{kind.__name__}.forward keeps {name} in self, which nn.Graph loses; return it instead")
-    for name, buffer in buffers.items():
-        if output_of(buffer) != outputs[name] and name != "num_batches_tracked":  # BatchNorm does not use its number
+    for name, output in outputs.items():
+        if output_of(watched[name]) != output and name != "num_batches_tracked":  # BatchNorm does not use its number
             raise RuntimeError(
-                f"{kind.__name__}.forward changes buffer {name}, which nn.Graph loses; train in eager mode"
+                f"{kind.__name__}.forward changes {name} in place, which nn.Graph loses; train in eager mode"
             )
     return out
+
+
+def may_change_parameters(layer):
+    """Whether it has a forward of yours, or max_norm; OneFlow's other layers only read their parameters."""
+    original = next(kind for kind in type(layer).__mro__ if kind.__module__ != __name__)
+    return not original.__module__.startswith("oneflow.") or getattr(layer, "max_norm", None) is not None
 
 
 def output_of(tensor):

@@ -85,19 +85,22 @@ def assign_stages(model, parts, stages):
 
 def check_parts(model, parts, stage_of):
     """Raises ValueError if a parameter or buffer is in no part, or a parameter on two stages, before any change."""
-    stages, buffers = {}, set()
+    stages, buffers, problems = {}, set(), []
+    names = {part: name for name, part in model.named_modules()}
     for part, k in zip(parts, stage_of):
         buffers.update(id(buffer) for buffer in part.buffers())  # one in two parts becomes two
         for name, parameter in part.named_parameters():
             first = stages.setdefault(id(parameter), k)
             if first != k:
-                raise ValueError(
-                    f"{name} of {type(part).__name__}, on stage {k}, is tied to a weight on stage {first}: "
-                    "pass the weight to the later part as an argument"
+                problems.append(
+                    f"{names.get(part, type(part).__name__)}.{name}, on stage {k}, is tied to a weight on stage "
+                    f"{first}: pass the weight to the later part as an argument"
                 )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) not in stages and id(tensor) not in buffers:
-            raise ValueError(f"{name} is in none of the parts")
+            problems.append(f"{name} is in none of the parts")
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def move_inputs(part, ranks):
@@ -105,23 +108,42 @@ def move_inputs(part, ranks):
     kind = type(part)
 
     def forward(self, *args, **kwargs):
-        return kind.forward(self, *moved(args, ranks), **moved(kwargs, ranks))
+        args, kwargs = moved(args, ranks), moved(kwargs, ranks)
+        before = [*items_of(args), *items_of(kwargs)]
+        out = kind.forward(self, *args, **kwargs)
+        after = [*items_of(args), *items_of(kwargs)]
+        is_changed = len(before) != len(after) or any(old is not new for old, new in zip(before, after))
+        if is_changed and flow._oneflow_internal.lazy_mode.is_enabled():  # a stage of a graph gets a copy
+            raise RuntimeError(f"{kind.__name__}.forward changes an argument, which nn.Graph loses; return it instead")
+        return out
 
     part.__class__ = type(kind.__name__, (kind,), {"forward": forward})
 
 
 def moved(value, ranks):
-    """A value with all its tensors on other ranks: a tensor, or a list, tuple, dict or dataclass of such values."""
+    """Move all tensors in a value to other ranks: a tensor, or a list, tuple, dict or dataclass of such values.
+
+    A list, dict or dataclass stays the caller's own, as the part may change it.
+    """
     if isinstance(value, flow.Tensor):
         return value.to_global(placement=ranks)
-    if isinstance(value, dict):
-        return {key: moved(item, ranks) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, tuple):
         items = [moved(item, ranks) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value):
-        return dataclasses.replace(value, **moved(vars(value), ranks))
+    if isinstance(value, list):
+        value[:] = [moved(item, ranks) for item in value]
+    elif isinstance(value, dict):
+        value.update({key: moved(item, ranks) for key, item in value.items()})
+    elif dataclasses.is_dataclass(value):
+        moved(vars(value), ranks)
     return value
+
+
+def items_of(value):
+    """A value, and all values in it."""
+    inside = vars(value) if dataclasses.is_dataclass(value) else value
+    inside = inside.values() if isinstance(inside, dict) else inside if isinstance(inside, (list, tuple)) else ()
+    return [value, *(item for each in inside for item in items_of(each))]
 
 
 def prepare_for_graph(model):
@@ -156,8 +178,8 @@ def forward_in_graph(kind, proxy, args, kwargs):
     for table in ("_parameters", "_buffers", "_modules"):
         tables[table] = {name: getattr(proxy, name) for name in vars(layer)[table]}
     before = {**vars(layer), **tables["_buffers"]}
-    buffers = {name: buffer for name, buffer in tables["_buffers"].items() if buffer is not None}
-    outputs = {name: output_of(buffer) for name, buffer in buffers.items()}
+    watched = {**tables["_buffers"], **(tables["_parameters"] if may_change_parameters(layer) else {})}
+    outputs = {name: output_of(tensor) for name, tensor in watched.items() if tensor is not None}
     vars(layer).update(tables)
     try:
         out = kind.forward(layer, *args, **kwargs)
@@ -166,12 +188,18 @@ def forward_in_graph(kind, proxy, args, kwargs):
     for name, value in {**vars(layer), **tables["_buffers"]}.items():
         if name not in before or before[name] is not value:  # forward runs once, when the graph is compiled
             raise RuntimeError(f"{kind.__name__}.forward keeps {name} in self, which nn.Graph loses; return it instead")
-    for name, buffer in buffers.items():
-        if output_of(buffer) != outputs[name] and name != "num_batches_tracked":  # BatchNorm does not use its number
+    for name, output in outputs.items():
+        if output_of(watched[name]) != output and name != "num_batches_tracked":  # BatchNorm does not use its number
             raise RuntimeError(
-                f"{kind.__name__}.forward changes buffer {name}, which nn.Graph loses; train in eager mode"
+                f"{kind.__name__}.forward changes {name} in place, which nn.Graph loses; train in eager mode"
             )
     return out
+
+
+def may_change_parameters(layer):
+    """Whether it has a forward of yours, or max_norm; OneFlow's other layers only read their parameters."""
+    original = next(kind for kind in type(layer).__mro__ if kind.__module__ != __name__)
+    return not original.__module__.startswith("oneflow.") or getattr(layer, "max_norm", None) is not None
 
 
 def output_of(tensor):

@@ -174,7 +174,10 @@ def tensor_parallel_module(
         refused_expressions=[
             "assign_stages(Classifier(), [Classifier()], placements('cpu', 2))",
             "assign_stages(Classifier(), [Classifier(), Classifier()], placements('cpu', 2))",
-            trained("tied_on_two_stages", "pipeline", "pipeline_module"),
+            *(
+                trained(trait, "pipeline", "pipeline_module")
+                for trait in ("tied_on_two_stages", "collections_that_parts_change")
+            ),
             *lost_in_a_graph("pipeline", "pipeline_module"),
         ],
     ),
@@ -241,6 +244,7 @@ def fully_sharded_sizes(n):
         refused=["--graph --reshard-after-forward"],
         refused_expressions=[
             "train(flow.placement.all('cpu'), graph=True, reshard_after_forward=True)",
+            "shard(nn.Embedding(4, 4, max_norm=1.0), flow.placement.all('cpu'))",
             *lost_in_a_graph("fully sharded", "fully_sharded_module"),
         ],
     ),

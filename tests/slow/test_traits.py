@@ -12,7 +12,7 @@ PATHS = {f"{name}_module": str(path_of(f"{name}_module")) for name in ("tensor_p
 LAYOUTS = {"data": 2, "tensor": 2, "data x tensor": 4, "fully sharded": 2, RESHARDED: 2, "pipeline": 2}  # -> ranks
 RUNS = [(layout, graph) for layout in LAYOUTS for graph in (False, True) if not (graph and layout == RESHARDED)]
 ALWAYS, IN_A_GRAPH = (False, True), (True,)
-# Trait -> what it is refused with, under which layouts, and whether in a graph alone
+# Trait, or trait and layout -> what it is refused with, under which layouts, and whether in a graph alone
 REFUSED = {
     "tied_on_two_stages": ("is tied to a weight on stage 0: pass the weight to the later part", ["pipeline"], ALWAYS),
     "root_parameter": ("positions is in none of the parts", ["pipeline"], ALWAYS),
@@ -20,7 +20,17 @@ REFUSED = {
     "counter_in_self": ("keeps calls in self, which nn.Graph loses; return it", LAYOUTS, IN_A_GRAPH),
     **dict.fromkeys(
         ("buffer_changed_in_place", "shared_buffer_changed_in_place"),
-        ("changes buffer total, which nn.Graph loses; train in eager mode", LAYOUTS, IN_A_GRAPH),
+        ("changes total in place, which nn.Graph loses; train in eager mode", LAYOUTS, IN_A_GRAPH),
+    ),
+    "max_norm": ("changes weight in place, which nn.Graph loses", LAYOUTS, IN_A_GRAPH),
+    **dict.fromkeys(
+        (("max_norm", "fully sharded"), ("max_norm", RESHARDED)),
+        ("changes weight in place, as it has max_norm", LAYOUTS, ALWAYS),
+    ),
+    "collections_that_parts_change": (
+        "forward changes an argument, which nn.Graph loses; return it instead",
+        ["pipeline"],
+        IN_A_GRAPH,
     ),
     "forward_hook": ("has a forward hook, which nn.Graph does not call; train in eager mode", LAYOUTS, IN_A_GRAPH),
     "sliced_sequential": ("AssertionError", LAYOUTS, IN_A_GRAPH),  # OneFlow's own, for any model
@@ -40,7 +50,7 @@ def test_trait_trains_as_on_one_device_or_is_refused(pools, layout, graph):
     names = FEW if graph and layout in ("data", "data x tensor") else pool.call(f"{ON_RANK}:names")[0]
     for by_name in pool.call(f"{ON_RANK}:outcomes", names=names, layout=layout, graph=graph, paths=PATHS):
         for name, outcome in by_name.items():
-            words, layouts, modes = REFUSED.get(name, ("", [], ()))
+            words, layouts, modes = REFUSED.get((name, layout), REFUSED.get(name, ("", [], ())))
             if layout in layouts and graph in modes:
                 Checks.that(words in str(outcome), layout, name, "is not refused:", outcome)
             else:
