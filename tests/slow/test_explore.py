@@ -328,7 +328,8 @@ def test_step_takes_the_time_of_its_parts_and_sends_their_bytes(steps):
         parts["idle"] = seconds + update - sum(parts.values())
         assert step["seconds"] == pytest.approx(seconds + update), state
         assert step["shares"] == pytest.approx({kind: part / step["seconds"] for kind, part in parts.items()}, abs=1e-9)
-        assert step["idleFormula"] == pytest.approx(formulas.idle_share(micro, mesh["pipeline"])), state
+        stages = mesh["pipeline"]
+        assert step["idleFormula"] == pytest.approx((stages - 1) / (micro + stages - 1)), state
 
 
 def test_memory_of_a_step_is_that_of_plan(steps):
