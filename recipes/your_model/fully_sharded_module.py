@@ -196,7 +196,7 @@ class ThroughIdentity:
         return flow._C.identity(self.read())
 
 
-def make_model(ranks, hidden_size, num_layers, reshard_after_forward):
+def make_model(ranks, hidden_size, num_layers, reshard_after_forward=False):
     """The sharded model. No rank ever holds more than one full block."""
     model = shard(Classifier(hidden_size=hidden_size, num_layers=0), ranks, reshard_after_forward)
     for _ in range(num_layers):
