@@ -11,8 +11,8 @@ from harness.measure.calls import replaced
 from harness.measure.entry import call_entry
 from harness.measure.frames import arrays_by_name, optimizer_state
 from harness.measure.graph import gradient_bytes
-from harness.measure.memory import memory_size
 from harness.measure.observe import RECORDED, observed
+from harness.measure.rank_memory import memory_size
 from harness.measure.recorder import Recorder
 from harness.measure.sbp import label
 from harness.measure.sent import quiet

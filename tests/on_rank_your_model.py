@@ -7,7 +7,7 @@ import numpy as np
 import oneflow as flow
 
 from harness.measure.calls import replaced
-from harness.measure.memory import memory_size
+from harness.measure.rank_memory import memory_size
 from harness.measure.sent import sent_by
 from harness.measure.tensors import layout_of
 from harness.start import recipe

@@ -5,7 +5,7 @@ import itertools
 from harness.report.atlas import MODES
 from harness.start.recipe import HARNESS, all_paths, entry, path_of, world_sizes
 
-MEMORY = f"{HARNESS / 'measure' / 'memory.py'}:memory"
+MEMORY = f"{HARNESS / 'measure' / 'rank_memory.py'}:memory"
 MEASURE_SCRIPT = f"{HARNESS / 'measure' / 'script.py'}:measure_script"
 PER_STEP = f"{HARNESS / 'measure' / 'training.py'}:per_step"
 # The sizes at which runs and steps are measured.

@@ -166,7 +166,7 @@ def list_bytes(console, title, results, options):
 
 
 def write_memory(console, memory):
-    """Write the peak of each rank's memory, and what it is made of. memory: of memory.memory, by rank."""
+    """Write the peak of each rank's memory, and what it is made of. memory: of rank_memory.memory, by rank."""
     table = Table(title="\npeak of each rank's memory", title_justify="left")
     for name in ("rank", "peak", "weights", "gradients", "optimizer state", "rest"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -21,7 +21,6 @@ Source: Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
 """
 
 import argparse
-import contextlib
 
 import numpy as np
 import oneflow as flow
@@ -94,23 +93,28 @@ def gather_in_forward(layer, reshard_after_forward):
         shards = self._parameters
         self._parameters = {name: w if w is None else gathered(w) for name, w in shards.items()}
         try:
-            with saved_as_shards(self, shards) if reshard_after_forward else contextlib.nullcontext():
+            if not reshard_after_forward:
+                return kind.forward(self, *args, **kwargs)
+            with saved_as_shards({self._parameters[k].global_id(): w for k, w in shards.items() if w is not None}):
                 return kind.forward(self, *args, **kwargs)
         finally:
             self._parameters = shards
 
-    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "_gathers_parameters": True})
+    attributes = {"forward": forward, "__module__": kind.__module__, "_gathers_parameters": True}
+    layer.__class__ = type(kind.__name__, (kind,), attributes)
 
 
 def gathered(parameter):
     return parameter.to_global(sbp=flow.sbp.broadcast, grad_sbp=parameter.sbp)
 
 
-def saved_as_shards(layer, shards):
-    """A context in which autograd keeps the shard of each whole parameter, and gathers it again in backward."""
-    if any(w.is_lazy for w in layer._parameters.values() if w is not None):
+def saved_as_shards(shard_of):
+    """A context in which autograd keeps a shard in place of a gathered parameter, and gathers it again in backward.
+
+    shard_of: the `global_id` of the gathered parameter -> its shard.
+    """
+    if flow._oneflow_internal.lazy_mode.is_enabled():
         raise RuntimeError("reshard_after_forward is for eager mode: nn.Graph keeps gathered weights until backward")
-    shard_of = {w.global_id(): shards[name] for name, w in layer._parameters.items() if w is not None}
 
     def pack(tensor):
         shard = shard_of.get(tensor.global_id()) if tensor.is_global else None
@@ -139,7 +143,8 @@ def prepare_layer(layer):
             return kind.forward(self, *args, **kwargs)
         return forward_in_graph(kind, self, args, kwargs)
 
-    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "_prepared_for_graph": True})
+    attributes = {"forward": forward, "__module__": kind.__module__, "_prepared_for_graph": True}
+    layer.__class__ = type(kind.__name__, (kind,), attributes)
 
 
 def forward_in_graph(kind, proxy, args, kwargs):
@@ -155,7 +160,7 @@ def forward_in_graph(kind, proxy, args, kwargs):
     for table in ("_parameters", "_buffers", "_modules"):
         tables[table] = {name: getattr(proxy, name) for name in vars(layer)[table]}
     before = {**vars(layer), **tables["_buffers"]}
-    watched = {**tables["_buffers"], **(tables["_parameters"] if may_change_parameters(layer) else {})}
+    watched = {**tables["_buffers"], **(tables["_parameters"] if may_change_parameters(kind, layer) else {})}
     outputs = {name: output_of(tensor) for name, tensor in watched.items() if tensor is not None}
     vars(layer).update(tables)
     try:
@@ -173,10 +178,11 @@ def forward_in_graph(kind, proxy, args, kwargs):
     return out
 
 
-def may_change_parameters(layer):
+def may_change_parameters(kind, layer):
     """Whether it has a forward of yours, or max_norm; OneFlow's other layers only read their parameters."""
-    original = next(kind for kind in type(layer).__mro__ if kind.__module__ != __name__)
-    return not original.__module__.startswith("oneflow.") or getattr(layer, "max_norm", None) is not None
+    is_of_a_recipe = {"split", "_gathers_parameters"} & set(vars(kind))  # Column, Row, or of a fully sharded layer
+    only_reads = kind.__module__.startswith("oneflow.") or is_of_a_recipe
+    return not only_reads or getattr(layer, "max_norm", None) is not None
 
 
 def output_of(tensor):

@@ -105,7 +105,8 @@ def lay_out(model, mesh, plan):
             parameter.data = parameter.detach().to_global(sbp=(B, kind.split.get(name, B)))
         # a subclass of nn.Linear keeps its forward; its super().forward is then that of Column or Row
         original = type(layer)
-        layer.__class__ = kind if original is nn.Linear else type(original.__name__, (original, kind), {})
+        attributes = {"__module__": original.__module__}
+        layer.__class__ = kind if original is nn.Linear else type(original.__name__, (original, kind), attributes)
     prepare_for_graph(model)
     return model
 
@@ -141,7 +142,8 @@ def prepare_layer(layer):
             return kind.forward(self, *args, **kwargs)
         return forward_in_graph(kind, self, args, kwargs)
 
-    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward, "_prepared_for_graph": True})
+    attributes = {"forward": forward, "__module__": kind.__module__, "_prepared_for_graph": True}
+    layer.__class__ = type(kind.__name__, (kind,), attributes)
 
 
 def forward_in_graph(kind, proxy, args, kwargs):
@@ -157,7 +159,7 @@ def forward_in_graph(kind, proxy, args, kwargs):
     for table in ("_parameters", "_buffers", "_modules"):
         tables[table] = {name: getattr(proxy, name) for name in vars(layer)[table]}
     before = {**vars(layer), **tables["_buffers"]}
-    watched = {**tables["_buffers"], **(tables["_parameters"] if may_change_parameters(layer) else {})}
+    watched = {**tables["_buffers"], **(tables["_parameters"] if may_change_parameters(kind, layer) else {})}
     outputs = {name: output_of(tensor) for name, tensor in watched.items() if tensor is not None}
     vars(layer).update(tables)
     try:
@@ -175,10 +177,11 @@ def forward_in_graph(kind, proxy, args, kwargs):
     return out
 
 
-def may_change_parameters(layer):
+def may_change_parameters(kind, layer):
     """Whether it has a forward of yours, or max_norm; OneFlow's other layers only read their parameters."""
-    original = next(kind for kind in type(layer).__mro__ if kind.__module__ != __name__)
-    return not original.__module__.startswith("oneflow.") or getattr(layer, "max_norm", None) is not None
+    is_of_a_recipe = {"split", "_gathers_parameters"} & set(vars(kind))  # Column, Row, or of a fully sharded layer
+    only_reads = kind.__module__.startswith("oneflow.") or is_of_a_recipe
+    return not only_reads or getattr(layer, "max_norm", None) is not None
 
 
 def output_of(tensor):

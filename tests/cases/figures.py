@@ -77,7 +77,7 @@ def sums_of_blocks(header, first):
     """The table of rank 0: of each tensor from number `first` on, the sum of the block on each rank."""
 
     def lines(n, rank, facts, graph, report):
-        by_rank = [{name: total for name, _, _, total in one[0]["tensors"]} for one in report["facts_of_ranks"]]
+        by_rank = [{name: total for name, _, _, total in calls[0]["tensors"]} for calls in report["facts_of_ranks"]]
         rows = list(by_rank[0])[first:]
         return [header, *(f"{name:12} {' '.join(str(int(sums[name])) for sums in by_rank)}" for name in rows)]
 
@@ -98,7 +98,7 @@ def epochs(n, rank, facts, graph, report):
 
 def means_of_means(n, rank, facts, graph, report):
     """The rows of each rank, and on rank 0 the mean of the ranks' means: of loss and accuracy together."""
-    samples = [one[0]["tensors"] for one in report["facts_of_ranks"]]
+    samples = [calls[0]["tensors"] for calls in report["facts_of_ranks"]]
     means = [total / shape[0] for tensors in samples for name, shape, _, total in tensors if name == "samples"]
     lines = [f"{share(25, n, rank)} of 25 rows: loss ..."]
     printed = re.search(r"mean of the ranks' means: loss ([\d.]+), accuracy ([\d.]+)", report["out"])

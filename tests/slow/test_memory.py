@@ -9,7 +9,7 @@ from harness.start.recipe import HARNESS, path_of
 from tests.cases import ROOT
 from tests.cases.ladder import MAIN, OBSERVE, Checks
 
-MEMORY = f"{HARNESS / 'measure' / 'memory.py'}:memory"
+MEMORY = f"{HARNESS / 'measure' / 'rank_memory.py'}:memory"
 COMPILED = f"{ROOT / 'tests' / 'on_rank_memory.py'}:compiled"
 LARGE = {"batch": 16, "in_features": 1024, "hidden_size": 4096, "out_features": 1024, "steps": 2}
 WEIGHTS = 4 * 2 * 1024 * 4096  # bytes of both weights at these sizes
