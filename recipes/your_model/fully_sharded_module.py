@@ -95,7 +95,7 @@ def gather_in_forward(layer, reshard_after_forward):
         try:
             if not reshard_after_forward:
                 return kind.forward(self, *args, **kwargs)
-            with saved_as_shards({self._parameters[k].global_id(): w for k, w in shards.items() if w is not None}):
+            with saved_as_shards(self._parameters, shards):
                 return kind.forward(self, *args, **kwargs)
         finally:
             self._parameters = shards
@@ -108,13 +108,11 @@ def gathered(parameter):
     return parameter.to_global(sbp=flow.sbp.broadcast, grad_sbp=parameter.sbp)
 
 
-def saved_as_shards(shard_of):
-    """A context in which autograd keeps a shard in place of a gathered parameter, and gathers it again in backward.
-
-    shard_of: the `global_id` of the gathered parameter -> its shard.
-    """
+def saved_as_shards(whole, shards):
+    """A context in which autograd keeps a shard in place of a whole parameter, and gathers it again in backward."""
     if flow._oneflow_internal.lazy_mode.is_enabled():
         raise RuntimeError("reshard_after_forward is for eager mode: nn.Graph keeps gathered weights until backward")
+    shard_of = {whole[name].global_id(): w for name, w in shards.items() if w is not None}
 
     def pack(tensor):
         shard = shard_of.get(tensor.global_id()) if tensor.is_global else None

@@ -15,7 +15,7 @@ TENSOR_PARALLEL, WEIGHTS = str(path_of("tensor_parallel_module")), str(path_of("
 
 def test_split_weights_alone_send_ten_times_as_much(pools, tmp_path):
     """Without Column and Row, every layer stays an nn.Linear."""
-    classes = "kind if original is nn.Linear else type(original.__name__, (original, kind), {})"
+    classes = "kind if original is nn.Linear else type(original.__name__, (original, kind), attributes)"
     weights_alone = str(changed(TENSOR_PARALLEL, tmp_path, (classes, "original")))
     paths = (TENSOR_PARALLEL, weights_alone)
     sent = [pools(2).call(PER_STEP, path=path, batch=256, hidden_size=512)[0]["sent"] for path in paths]
