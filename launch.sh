@@ -11,6 +11,7 @@ Run a OneFlow script on several ranks of this machine.
   ./launch.sh list             list the recipes
   ./launch.sh show SCRIPT      draw what each rank holds, and what moves
   ./launch.sh bytes SCRIPT     list the bytes that each step sends
+  ./launch.sh verify SCRIPT    compare the values with those on one rank
   ./launch.sh shell -n 2       type statements that every rank runs
   ./launch.sh plan ...         choose a layout for a model and a cluster
   ./launch.sh test             run the tests; test --all: the slow ones too
@@ -22,7 +23,6 @@ examples
   ./launch.sh -n 4 data_parallel --graph     on 4 ranks, inside an nn.Graph
   ./launch.sh -n 3 ~/mine.py --my-option     a script of yours
   ./launch.sh show --memory -n 2 ~/mine.py   and the peak memory of each rank
-  ./launch.sh bytes -n 4 row_parallel --graph
   ./launch.sh test -k pipeline               tests with this word in their names
 
 options
@@ -109,7 +109,7 @@ if [[ $1 == plan ]]; then
     exec "$python" "$here/harness/plan" "${@:2}"
 fi
 case $1 in # a typing error must not set up 3.9 GB
-    -* | shell | show | bytes | test | docs | bench | meshes | mutate) ;;
+    -* | shell | show | bytes | verify | test | docs | bench | meshes | mutate) ;;
     *)
         name=${1%.py}
         [[ -f $1 ]] || compgen -G "$here/recipes/$name.py" >/dev/null || compgen -G "$here/recipes/*/$name.py" >/dev/null \

@@ -53,6 +53,10 @@ def main(command, *arguments):
         from harness.report import show
 
         return show.main(command, arguments)
+    if command == "verify":
+        from harness.verify import command as verify
+
+        return verify.main(arguments)
     if command == "shell":
         from harness.shell import program
 

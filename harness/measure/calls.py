@@ -7,6 +7,8 @@ from unittest import mock
 import oneflow as flow
 
 CREATORS = ("tensor", "ones", "zeros", "empty", "full", "rand", "randn")
+RANDOM = ("randint", "randperm", "normal", "bernoulli", "multinomial", "randn_like", "randint_like")
+DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 OPTIMIZERS = [kind for kind in vars(flow.optim).values() if isinstance(kind, type) and "step" in vars(kind)]
 # kind of call -> (owner, attribute) of every name by which a script, or a layer of OneFlow, calls the function
 PLACES = {
@@ -19,9 +21,12 @@ PLACES = {
         (flow.Tensor, "__matmul__"),
     ],
     "to_global": [(flow.Tensor, "to_global")],
+    "to_local": [(flow.Tensor, "to_local")],
     "backward": [(flow.Tensor, "backward")],
     "read": [(flow.Tensor, "numpy"), (flow.Tensor, "item"), (flow.Tensor, "__repr__")],
     "create": [(flow, name) for name in CREATORS],
+    "random": [*((flow, name) for name in RANDOM), (flow._C, "uniform_")],
+    "dropout": [(owner, name) for owner in (flow._C, flow.nn.functional) for name in DROPOUT if hasattr(owner, name)],
     "module": [(flow.nn.Module, "__call__")],
     "module to_global": [(flow.nn.Module, "to_global")],
     "graph": [(flow.nn.Graph, "__call__")],

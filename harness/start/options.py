@@ -69,14 +69,16 @@ def find_script(options):
         raise UsageError(f"{path}: {error}") from None
 
 
-def checked(arguments, flags=()):
+def checked(arguments, flags=(), values=None):
     """The parsed command line: the script is looked up, and missing options are filled in. Raises UsageError.
 
-    flags: more options without a value, of the command.
+    flags: more options without a value, of the command. values: {option: (type, default)} of more that have a value.
     """
     known = parser()
     for flag in flags:
         known.add_argument(flag, action="store_true")
+    for option, (kind, default) in (values or {}).items():
+        known.add_argument(option, type=kind, default=default)
     options = known.parse_args(arguments)
     if options.script is None and options.module is None:
         raise UsageError("name a Python script, such as recipes/data_parallel.py")

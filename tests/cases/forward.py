@@ -147,10 +147,16 @@ def signature_sizes(n):
     return {"uneven": {"batch": 7, "in_features": 7, "out_features": 7, "seed": 1}, **(larger if n == 2 else {})}
 
 
+def signature_table(*_):
+    """The table of rank 0, for sizes that are equal."""
+    rows = [f"{x:4}" + "".join(f"{out:>6}" for out in row) for x, row in zip(SBPS, SIGNATURES["equal"])]
+    return ["x, w" + "".join(f"{w:>6}" for w in SBPS), *rows]
+
+
 @case_of_recipe(
     signature_sizes,
     measured_at=dict(batch=720, in_features=720, out_features=720),
-    main=Main(not_compared={"x": INPUT, "w": INPUT}),
+    main=Main(not_compared={"x": INPUT, "w": INPUT}, figures=figures.only_rank_0(signature_table)),
 )
 def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_features=4, matmul_scale=1.0):
     ranks, pairs = list(range(n)), [(x, w) for x in SBPS for w in SBPS]

@@ -135,7 +135,7 @@ CLOSING = re.compile(r"on a single device|in numpy|of a single rank|of a single 
 IN_PROGRAM = "returned"  # spawn.py's shards are arrays: FIGURES has their line
 SHAPE = r"(\([\d, ]*\))"
 OF_ALL = re.compile(  # what each rank prints of its own, and may be the same on several
-    rf"{SHAPE} of |its sum after training|^epoch |^column 0|^nn.Dropout keeps \[|^last row|^local |^rows |"
+    rf"{SHAPE} of |its sum after training|^epoch |^column 0|^nn.Dropout keeps \[|^last row|^local |^rows \(|"
     r"tensors for backward|weights$|numbers of the parameters$"
 )
 

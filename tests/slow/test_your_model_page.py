@@ -287,3 +287,12 @@ def test_page_copies_each_recipe_that_its_scripts_import():
     commands = [line for block in blocks_of(PAGE.read_text(), "bash") for line in block.splitlines()]
     copies = [command for command in commands if command.startswith("cp ")]
     assert copies == [f"cp {path_of(name).relative_to(ROOT)} ." for name in COPIED]
+
+
+@pytest.mark.parametrize("against", [[], ["--against", "single.py"]])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_verify_finds_no_difference(tmp_path, layout, against):
+    sections, n = LAYOUTS[layout]
+    write(tmp_path, {**files_of(sections), "single.py": SCRIPT})
+    printed = printed_by("verify", "-n", n, *against, "train.py", folder=tmp_path)
+    Checks.that("all values agree" in printed, printed)

@@ -1,0 +1,244 @@
+"""What a difference looks like, and so what is likely to cause it. Each says nothing unless its numbers fit."""
+
+import itertools
+
+import numpy as np
+
+from harness.measure.sbp import Partial, Split, parse
+from harness.verify.compare import comparable
+from harness.verify.values import difference
+
+PAGE = "docs/silently-wrong.md#"
+RACE = PAGE + "micro-batches-train-ready-made-layers-wrongly"
+BATCH_NORM = PAGE + "batchnorm-normalizes-each-shard-by-itself"
+RANDPERM = PAGE + "tensors-in-b-from-randperm-and-bernoulli-differ-from-rank-to-rank"
+ROWS = PAGE + "the-gradient-of-weightids-differs-from-rank-to-rank"
+CAST = PAGE + "a-tensor-in-p-loses-its-fractions-when-it-is-cast-to-integers"
+NORM = PAGE + "the-norm-from-tnorm-linalgnorm-or-vector_norm-is-too-large"
+TRAITS = "docs/your-model.md#does-your-model-have-one-of-these"
+STACK = PAGE + "the-gradient-of-stack-of-split-tensors-is-wrong"
+LARGEST = PAGE + "the-gradient-of-amax-maxdim-or-logsumexp-of-a-tensor-in-p-is-nan"
+PARAMETER = PAGE + "a-parameter-in-p-is-never-updated"
+ORDER = PAGE + "the-order-of-ranks-in-a-placement-is-ignored"
+PART = PAGE + "a-loss-from-to_local-is-only-this-ranks-part"
+BEGIN = PAGE + "where-does-the-difference-begin"
+TOO_LARGE = (
+    "a sum over the ranks adds the whole value n times, or it is divided by what one rank holds; "
+    "global tensors need no factor of the number of ranks"
+)
+TOO_SMALL = (
+    "it is divided by the number of ranks once too often; the mean of a global tensor is that of all ranks already"
+)
+LOOKED_AT = 40  # values before the difference: what it was computed from is among them
+
+
+def cause_of(comparison, many, again):
+    """The likely cause of the first difference, in one line, or None.
+
+    many, again: the Run on n ranks, and a second one.
+    """
+    first = comparison.first
+    for look in SIGNATURES:
+        words = look(first, comparison, many, again)
+        if words:
+            return words
+    return wrong_on_some_ranks(first) or where_it_is(first, comparison)
+
+
+def from_run_to_run(first, comparison, many, again):
+    if first.key not in again or first.many is None:
+        return None
+    other = comparable(again, first.key)
+    if other is None or difference(first.many, other) <= first.rounding:
+        return None
+    if first.value.facts.get("micro_batches", 1) > 1:
+        return f"it differs from run to run: micro-batches read parameters while they change ({RACE})"
+    return "it differs from run to run: random numbers without a seed, or ranks that do not wait for each other"
+
+
+def copies_apart(first, comparison, many, again):
+    if not first.apart:
+        return None
+    a, b, _ = first.apart[0]
+    words = f"the copies on ranks {a} and {b} differ, although B says that they are equal"
+    module = first.value.facts.get("module", "")
+    if "BatchNorm" in module:
+        return f"{words}: each rank takes the statistics of its own rows ({BATCH_NORM})"
+    if first.key.kind == "entry":
+        return f"{words}: each rank has drawn its own ({RANDPERM})"
+    return f"{words}: weight[ids] has such a gradient ({ROWS}), or a line changes what only its own rank holds"
+
+
+def parameter_in_p(first, comparison, many, again):
+    if first.key.kind != "parameter" or "P" not in first.value.layout.axes:
+        return None
+    return f"a parameter in P is not one that optimizers can update ({PARAMETER})"
+
+
+def fraction_lost(first, comparison, many, again):
+    """A tensor in P of whole numbers, which is less than it must be by less than 1 for each rank."""
+    if first.value.layout.sbp != "P" or first.many.dtype.kind != "i":
+        return None
+    if first.error >= len(first.value.layout.members):
+        return None
+    return f"a cast to integers drops the fraction of each rank's part of a tensor in P ({CAST})"
+
+
+def norm_of_shards(first, comparison, many, again):
+    """A tensor in P whose parts are the norms of the shards: the norm is the root of the sum of their squares."""
+    if first.value.layout.sbp != "P" or first.many.dtype.kind != "f":
+        return None
+    squares = sum(block.astype(np.float64) ** 2 for block in many.blocks(first.key).values())
+    if difference(np.sqrt(squares), first.one) > max(first.rounding, 1e-5 * abs(first.one).max(initial=0)):
+        return None
+    return f"it is the sum of the norms of the shards, and not the norm ({NORM})"
+
+
+def unequal_micro_batches(first, comparison, many, again):
+    if first.key.kind != "graph output" or first.value.facts.get("micro_batches", 1) < 2:
+        return None
+    words = "micro-batch i is the i-th part of each rank's rows, so that padding counts otherwise than on one rank"
+    return f"{words} ({TRAITS})"
+
+
+def not_a_number(first, comparison, many, again):
+    if first.many.dtype.kind != "f" or not np.isnan(first.many).any() or np.isnan(first.one).any():
+        return None
+    return f"it has NaN on {many.world_size} ranks alone: amax, max or logsumexp of a tensor in P has ({LARGEST})"
+
+
+def factor(first, comparison, many, again):
+    """The value is that of one rank times a number of ranks, or divided by it."""
+    sizes = {many.world_size, *first.value.layout.grid.shape} - {1}
+    one, n_ranks = first.one.astype(np.float64), first.many.astype(np.float64)
+    for size in sorted(sizes, reverse=True):
+        if difference(n_ranks, one * size) <= first.rounding * size:
+            return f"{size} times too large: {TOO_LARGE}"
+        if difference(n_ranks * size, one) <= first.rounding * size:
+            return f"{size} times too small: {TOO_SMALL}"
+    return None
+
+
+def order_of_shards(first, comparison, many, again):
+    """The blocks of the ranks are right, and stand in another order."""
+    layout = first.value.layout
+    if layout.sbp == "local" or len(layout.axes) > 1 or not isinstance(parse(layout.sbp)[0], Split):
+        return None
+    dim, n = parse(layout.sbp)[0].dim, len(layout.members)
+    if n > 4 or first.one.shape[dim] % n:
+        return None
+    blocks = np.split(first.one, n, axis=dim)
+    for order in itertools.permutations(range(n)):
+        moved = np.concatenate([blocks[i] for i in order], axis=dim)
+        if list(order) != list(range(n)) and difference(first.many, moved) <= first.rounding:
+            words = (
+                f"the blocks of ranks {', '.join(map(str, layout.members))} are those of {', '.join(map(str, order))}"
+            )
+            return (
+                f"{words}: OneFlow sorts the ranks of a placement ({PAGE}#the-order-of-ranks-in-a-placement-is-ignored)"
+            )
+    return None
+
+
+def another_order(first, comparison, many, again):
+    """The numbers are right, up to their signs, and stand in other places."""
+    if first.one.size < 2 or first.one.dtype.kind == "b":
+        return None
+    in_order = [np.sort(np.abs(array), axis=None) for array in (first.many, first.one)]
+    if difference(*in_order) > first.rounding:
+        return None
+    words = "the numbers are right and stand in other places"
+    return f"{words}: stack of a split tensor has such a gradient ({STACK})" if "gradient" in first.key.kind else words
+
+
+def missing_ranks(first, comparison, many, again):
+    """The value is the addend of some ranks of a tensor in P, where it should be that of all."""
+    for key in reversed(comparison.agreeing[-LOOKED_AT:]):
+        value = many[key]
+        if value.shape != first.value.shape or not any(isinstance(sbp, Partial) for sbp in parse_or_none(value)):
+            continue
+        blocks = many.blocks(key)
+        if any(block.shape != value.shape for block in blocks.values()):
+            continue
+        for count in range(1, len(blocks)):
+            for ranks in itertools.combinations(blocks, count):
+                if difference(first.many, sum(blocks[rank] for rank in ranks)) <= first.rounding:
+                    who = f"rank {in_words(ranks)}"
+                    return f"it is the part of {who} of a tensor in P, which is a sum over all ranks ({PART})"
+    return None
+
+
+def statistics_of_a_shard(first, comparison, many, again):
+    """On each rank the block is off by a factor and a constant for each feature: it was normalized by itself."""
+    value = first.value
+    if value.layout.sbp == "local" or not any(isinstance(sbp, Split) for sbp in parse(value.layout.sbp)):
+        return None
+    if first.one.ndim < 2 or first.key.kind not in ("output", "graph output"):
+        return None
+    for rank in value.layout.members:
+        part = tuple(slice(*bounds) for bounds in value.layout.block(value.shape, rank))
+        right, seen = (columns_of(array[part]) for array in (first.one, first.many))
+        if len(right) < 3:
+            return None
+        mean, spread = right.mean(0), right.std(0)
+        fitted = (right - mean) / np.where(spread, spread, 1) * seen.std(0) + seen.mean(0)
+        if difference(fitted, seen) > max(first.rounding, 1e-4 * np.abs(seen).max(initial=0)):
+            return None
+    return f"each rank has normalized its own rows, by their mean and variance ({BATCH_NORM})"
+
+
+def columns_of(array):
+    """A tensor (rows, features, ...) as (all but features, features), in float64."""
+    return np.moveaxis(array, 1, -1).reshape(-1, array.shape[1]).astype(np.float64)
+
+
+def wrong_on_some_ranks(first):
+    """The blocks of some ranks are right."""
+    layout = first.value.layout
+    if layout.sbp == "local" or not all(isinstance(sbp, Split) for sbp in parse(layout.sbp)):
+        return None
+    wrong = []
+    for rank in layout.members:
+        part = tuple(slice(*bounds) for bounds in layout.block(first.value.shape, rank))
+        if difference(first.many[part], first.one[part]) > first.rounding:
+            wrong.append(rank)
+    if len(wrong) == len(layout.members):
+        return None
+    return f"only the block of rank {in_words(wrong)} is wrong: look for code that depends on the rank"
+
+
+def where_it_is(first, comparison):
+    """In which part of a step the difference begins."""
+    kinds = {key.kind for key in comparison.agreeing}
+    taken = first.value.facts.get("took_block")
+    if taken:
+        return f"it comes after to_local() in {taken}, which gives a rank its own block alone; is the rest needed too?"
+    if first.key.kind == "parameter" and "gradient" in kinds:
+        return f"the gradients are right and the update is not: clipping, the optimizer's state or its groups ({BEGIN})"
+    if first.key.kind.startswith("gradient") and "loss" in kinds:
+        return f"forward and the loss are right and backward is not ({BEGIN})"
+    return None
+
+
+SIGNATURES = (
+    from_run_to_run,
+    copies_apart,
+    parameter_in_p,
+    not_a_number,
+    fraction_lost,
+    norm_of_shards,
+    factor,
+    order_of_shards,
+    another_order,
+    missing_ranks,
+    statistics_of_a_shard,
+    unequal_micro_batches,
+)
+
+
+def in_words(ranks):
+    return ", ".join(map(str, ranks))
+
+
+def parse_or_none(value):
+    return [] if value.layout.sbp == "local" else parse(value.layout.sbp)

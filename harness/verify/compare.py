@@ -1,0 +1,138 @@
+"""Compare the values of a run on n ranks with those on one rank, and say which differ by more than rounding."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from harness.verify.values import Key, Value, difference
+
+BY_NAME = ("initial", "input", "output", "gradient of an output", "loss", "gradient", "parameter", "graph output")
+GRAPH_AND_EAGER = 2e-5  # relative: Adam's bias correction is float32 in a graph and float64 in eager mode
+MARGIN = 30  # times what the nudged runs differ: in five recipes, right runs differed by 4 times at most
+TIMES_EPSILON = 16  # the least that counts as a rounding difference, in units in the last place of the largest number
+
+
+@dataclass
+class Outcome:
+    """A value that differs.
+
+    error: the largest difference. rounding: the largest that rounding explains. apart: [(rank, rank, difference)] of
+    copies of it that should be equal; then the value that differs is that of the second rank.
+    """
+
+    key: Key
+    value: Value
+    error: float
+    rounding: float
+    many: np.ndarray = None  # the whole value on n ranks
+    one: np.ndarray = None  # and on one
+    apart: list = field(default_factory=list)
+
+
+@dataclass
+class Comparison:
+    """agreeing: keys of equal values before the first difference; differing: Outcomes; skipped: number of values.
+
+    steps: of training that were compared.
+    """
+
+    agreeing: list
+    differing: list
+    skipped: int
+    steps: int
+
+    @property
+    def first(self):
+        return self.differing[0] if self.differing else None
+
+
+def pairs_of(many, one):
+    """([(key in `many`, key in `one`)] of values that are the same one, number of others in `many`)."""
+    times = [Counter(key[:3] for key in run.keys) for run in (many, one)]
+    pairs = [(key, key) for key in many.keys if times[0][key[:3]] == times[1][key[:3]] and key in one]
+    return pairs, len(many.keys) - len(pairs)
+
+
+def pairs_by_name(many, one):
+    """The same for two different scripts: values of the same kind, module or parameter, in the same order."""
+    numbered = []
+    for run in (many, one):
+        seen, keys = Counter(), {}
+        for key in run.keys:
+            if key.kind in BY_NAME:
+                kind = "loss" if key.kind == "graph output" and run[key].shape == () else key.kind
+                name = "" if kind == "loss" else key.name
+                seen[kind, name] += 1
+                keys[kind, name, seen[kind, name]] = key
+        numbered.append(keys)
+    pairs = [(key, numbered[1][name]) for name, key in numbered[0].items() if name in numbered[1]]
+    return pairs, len(numbered[0]) - len(pairs)
+
+
+def compare(many, one, nudged, pairs, skipped):
+    """The Comparison of two Runs. nudged: Runs like `one`, whose entries were changed in their last bit.
+
+    pairs, skipped: of pairs_of or pairs_by_name.
+    """
+    agreeing, differing = [], []
+    undetermined = {}  # name of a parameter -> where its gradient may have any sign
+    relative = relative_rounding(one, nudged, [pair[1] for pair in pairs])
+    modes = [any(key.kind == "graph output" for key in run.keys) for run in (many, one)]
+    if modes[0] != modes[1]:
+        parameters = [key for key in relative if key[0] == "parameter"]
+        relative.update({key: max(relative[key], GRAPH_AND_EAGER) for key in parameters})
+    for key, key_of_one in pairs:
+        value = many[key]
+        of_many, of_one = comparable(many, key), comparable(one, key_of_one)
+        if of_many is None or of_one is None or of_many.shape != of_one.shape:
+            skipped += 1
+            continue
+        rounding = relative[key_of_one[:3]] * largest(of_one)
+        apart = [pair for pair in many.apart(key) if pair[2] > rounding]
+        ignored = undetermined.get(key.name) if key.kind == "parameter" else None
+        if ignored is not None and ignored.any():
+            of_many, apart = np.where(ignored, of_one, of_many), []
+        if value.facts.get("computed"):  # such as the addends of a mean that is divided later
+            of_many = of_one
+        error = max([difference(of_many, of_one), *(pair[2] for pair in apart)])
+        if key.kind == "gradient":
+            undetermined[key.name] = (np.abs(of_one) <= rounding) | undetermined.get(key.name, False)
+        if error > rounding:
+            differing.append(Outcome(key, value, error, rounding, of_many, of_one, apart))
+        elif not differing:
+            agreeing.append(key)
+    steps = max((many[key].step for key in many.keys if key.kind == "parameter"), default=0)
+    return Comparison(agreeing, differing, skipped, steps)
+
+
+def comparable(run, key):
+    """The whole value; of a graph with micro-batches the sum over them, as on n ranks they have other rows."""
+    whole = run.whole(key)
+    if whole is not None and whole.ndim and run[key].facts.get("micro_batches", 1) > 1:
+        return whole.sum(0) if key.kind in ("graph output", "read") else whole
+    return whole
+
+
+def relative_rounding(one, nudged, keys):
+    """{kind, name and place of a value: the largest difference that rounding explains, relative to its largest number}.
+
+    The nudged runs are few, and a value may be equal by luck: all its occurrences are taken together.
+    """
+    relative = {}
+    for key in keys:
+        value = comparable(one, key)
+        if value is None:
+            continue
+        least = TIMES_EPSILON * np.finfo(value.dtype).eps if value.dtype.kind == "f" else 0.0
+        others = [comparable(run, key) for run in nudged if key in run]
+        moved = [difference(value, other) for other in others if other is not None and other.shape == value.shape]
+        moved = max(filter(np.isfinite, moved), default=0.0) / (largest(value) or 1)
+        relative[key[:3]] = max(relative.get(key[:3], 0.0), least, MARGIN * moved)
+    return relative
+
+
+def largest(value):
+    """The largest finite absolute value."""
+    finite = np.abs(value[np.isfinite(value)]) if value.dtype.kind == "f" else np.abs(value)
+    return float(finite.max(initial=0))

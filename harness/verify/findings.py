@@ -1,0 +1,205 @@
+"""What `launch.sh verify` says."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Optional
+
+import numpy as np
+
+from harness.verify.compare import MARGIN
+
+NAMES = {  # kind of a value -> what it is called
+    "entry": "the tensor that {} makes",
+    "initial": "{} before training",
+    "input": "the input of {}",
+    "output": "the output of {}",
+    "matmul": "the result of {}",
+    "to_global": "the result of {}",
+    "before": "the tensor before {}",
+    "loss": "the loss",
+    "gradient of an output": "the gradient of the output of {}",
+    "gradient": "the gradient of {}",
+    "parameter": "{} after the update",
+    "graph output": "the output of {}",
+    "read": "the tensor whose value {} reads",
+}
+PLURALS = {
+    "initial": "initial parameters",
+    "input": "inputs",
+    "output": "outputs of modules",
+    "matmul": "matmuls",
+    "to_global": "results of to_global",
+    "loss": "losses",
+    "gradient of an output": "gradients of outputs",
+    "gradient": "gradients of parameters",
+    "parameter": "parameters after an update",
+    "graph output": "outputs of graphs",
+    "read": "values read",
+}
+LARGE = 2**20  # bytes: smaller weights may well be whole on every rank
+COPIES = "docs/silently-wrong.md#every-rank-reads-every-sample"
+DROPPED = "docs/silently-wrong.md#from-local-to-b-the-values-of-the-other-ranks-are-lost"
+PART = "docs/silently-wrong.md#a-loss-from-to_local-is-only-this-ranks-part"
+
+
+@dataclass
+class Findings:
+    """What was found. told: how many ranks the script was told that there are when it ran on one."""
+
+    options: object  # the command line
+    told: int
+    comparison: object
+    cause: Optional[str] = None
+    wrong_entries: list = field(default_factory=list)  # lines
+    suspicious: list = field(default_factory=list)  # lines on what is right in value
+
+    @property
+    def differs(self):
+        return bool(self.comparison.first or self.wrong_entries)
+
+    def as_dict(self):
+        first = self.comparison.first
+        return {
+            "agrees": not self.differs,
+            "ranks": self.options.nproc_per_node,
+            "told_on_one_rank": self.told,
+            "steps": self.comparison.steps,
+            "agreeing": len(self.comparison.agreeing),
+            "differing": len(self.comparison.differing),
+            "not_compared": self.comparison.skipped,
+            "wrong_entries": self.wrong_entries,
+            "first_difference": first and self.first_as_dict(first),
+            "likely_cause": self.cause,
+            "suspicious": self.suspicious,
+        }
+
+    def first_as_dict(self, first):
+        return {
+            "what": name_of(first.key),
+            "step": first.value.step,
+            "places": [f"{file}:{line}" for file, line in first.key.place],
+            "shape": first.value.shape,
+            "sbp": first.value.layout.sbp,
+            "ranks": first.value.layout.ranks,
+            "error": first.error,
+            "explained_by_rounding": first.rounding,
+        }
+
+    def as_text(self):
+        compared = self.comparison
+        count = len(compared.agreeing) + len(compared.differing)
+        steps = f"{compared.steps} step{'s' * (compared.steps > 1)}, " if compared.steps else ""
+        other = self.options.against or "the same script"
+        lines = [f"{self.options.nproc_per_node} ranks against {other} on 1 rank: {steps}{count} values"]
+        lines += self.wrong_entries
+        if compared.first:
+            lines += self.lines_of_first(compared.first)
+        else:
+            lines.append("all values agree" if not self.wrong_entries else "apart from that, all values agree")
+        if compared.skipped:
+            lines.append(f"not compared: {compared.skipped} values that one rank computes in another number or shape")
+        if self.told > 1:
+            words = f"on one rank the script was told that there are {self.told}"
+            lines.append(f"not noticed: a factor of {self.told} too many or too few, as {words}")
+        return "\n".join(lines + self.suspicious)
+
+    def lines_of_first(self, first):
+        value, agreeing = first.value, self.comparison.agreeing
+        place = f", {first.key.place[0][0].rsplit('/', 1)[-1]}:{first.key.place[0][1]}" if first.key.place else ""
+        lines = [f"first difference: step {value.step}, {name_of(first.key)} {value.shape}{place}"]
+        lines.append(
+            f"  {how_large(first, self.options.nproc_per_node)}; {value.layout.sbp} on ranks {value.layout.ranks}"
+        )
+        if self.cause:
+            lines.append(f"  likely: {self.cause}")
+        counts = {kind: sum(key.kind == kind for key in agreeing) for kind in PLURALS}
+        words = ", ".join(f"{PLURALS[kind]} {count}" for kind, count in counts.items() if count)
+        lines.append(f"before it {len(agreeing)} values agree" + (f": {words}" if words else ""))
+        return lines
+
+
+def name_of(key):
+    return NAMES[key.kind].format(key.name)
+
+
+def how_large(first, ranks):
+    """How large a difference is, beside what rounding explains."""
+    if first.apart:
+        a, b, apart = first.apart[0]
+        words = f"the copies of ranks {a} and {b} differ by {apart:.3g}"
+    elif not np.isfinite(first.error):
+        return f"on {ranks} ranks it has NaN or infinite numbers"
+    else:
+        ratio = ratio_of(first)
+        if ratio is not None and abs(ratio - 1) > 0.01:
+            words = f"on {ranks} ranks it is {ratio:.3f} times that of one rank"
+        else:
+            largest = np.abs(first.one[np.isfinite(first.one)]).max(initial=0) if first.one.size else 0
+            words = f"it differs by {first.error:.3g}, where the largest number is {float(largest):.3g}"
+    if not first.rounding:
+        return words
+    times = first.error / first.rounding * MARGIN
+    return f"{words}, {'over 1,000' if times > 1000 else f'{times:.0f}'} times what rounding does"
+
+
+def ratio_of(first):
+    """The number by which the value is that of one rank, None if there is none."""
+    one, many = first.one.astype(np.float64), first.many.astype(np.float64)
+    square = float((one * one).sum())
+    if not np.isfinite(square) or square == 0 or not np.isfinite(many).all():
+        return None
+    ratio = float((one * many).sum()) / square
+    return ratio if np.abs(many - ratio * one).max(initial=0) <= first.rounding * max(1, abs(ratio)) else None
+
+
+def wrong_entries(many):
+    """A line for each place where every rank passed the same values to S, so that they are there n times."""
+    lines = {}
+    for key, passed in passed_by_ranks(many):
+        layout = many[key].layout
+        if "S" in layout.sbp and len(layout.axes) == 1 and len(layout.members) > 1:
+            shapes, digests, constant = zip(*passed)
+            if len(set(digests)) == 1 and not any(constant):
+                words = f"each rank passes the same {shapes[0]} to {layout.sbp}, so the tensor {many[key].shape} has it"
+                lines[key.place] = f"wrong: {where(key)}: {words} {len(layout.members)} times ({COPIES})"
+    return list(lines.values())
+
+
+def other_parameters(one):
+    """A line for parameters that only one of two scripts has; of the same script there are none."""
+    lines = []
+    for key, words in (
+        ("unknown", "only the script for one device has"),
+        ("missing", "the script for one device lacks"),
+    ):
+        names = one.facts[0].get(key, [])
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            lines.append(f"wrong: {words} parameters of these names and shapes: {', '.join(names[:5])}{more}")
+    return lines
+
+
+def suspicious(many):
+    """Lines on what is right in value, and may not be meant."""
+    lines = {}
+    for key, passed in passed_by_ranks(many):
+        if set(many[key].layout.axes) == {"B"} and len({digest for _, digest, _ in passed}) > 1:
+            lines[key.place] = (
+                f"look at {where(key)}: the ranks pass different values, and B takes those of rank 0 ({DROPPED})"
+            )
+    for place in {place for facts in many.facts for place in facts["parts"]}:
+        lines[place] = f"look at {place}: to_local() of a tensor in P is only this rank's part of the sum ({PART})"
+    return list(lines.values())
+
+
+def passed_by_ranks(many):
+    """(key, [what digest says of the local tensor of each rank]) of each local tensor that becomes global."""
+    for key in many.keys:
+        values = [values[key] for values in many.by_rank if key in values]
+        if key.kind == "entry" and len(values) == many.world_size and all("local" in value.facts for value in values):
+            members = many[key].layout.members
+            yield key, [value.facts["local"] for rank, value in enumerate(values) if rank in members]
+
+
+def where(key):
+    return f"{Path(key.place[0][0]).name}:{key.place[0][1]}" if key.place else "the script"

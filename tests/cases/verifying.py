@@ -1,0 +1,94 @@
+"""Run `launch.sh verify` on ranks of the test pools, which is faster than a job for each run."""
+
+import re
+
+from harness.verify.command import OBSERVE, CannotVerify, findings, options_of
+from harness.verify.findings import name_of
+from tests.cases import ROOT
+from tests.cases.ladder import Checks
+
+PAGE = ROOT / "docs" / "verify.md"
+HEADER = "| mistake | first difference | likely cause |\n| --- | --- | --- |\n"
+PROGRAMS = str(ROOT / "tests" / "programs_to_verify.py")
+TWICE, HALF = "2 times too large", "2 times too small"
+OWN_BLOCK = r"after to_local\(\)"
+SAME = "wrong: .*each rank passes the same"
+# Program with a mistake -> what verify says of it
+MISTAKES = {
+    "divided_by_ranks": f"the loss .*{HALF}",
+    "times_ranks": f"the loss .*{TWICE}",
+    "divided_by_own_rows": f"the loss .*{TWICE}",
+    "learning_rate_times_ranks": "up.weight after the update.*the gradients are right and the update is not",
+    "mean_of_means": f"the loss .*{OWN_BLOCK}",
+    "same_batch_on_all_ranks": SAME,
+    "batch_norm": "the output of norm .*batchnorm-normalizes",
+    "shuffled_in_b": "the tensor that randperm makes.*tensors-in-b-from-randperm",
+    "cast_of_a_sum": "the tensor whose value numpy reads.*a-tensor-in-p-loses",
+    "clipped_by_a_norm": "the tensor before to_global.*the-norm-from",
+    "clipped_by_own_norm": "the gradient of down.bias .*the copies of ranks 0 and 1 differ",
+    "bias_in_p": "down.bias after the update.*a-parameter-in-p",
+    "rows_of_an_embedding": "the gradient of .*the-gradient-of-weightids",
+    "stacked": "the gradient of .*the-gradient-of-stack",
+    "maximum_of_p": "the gradient of .*has NaN.*the-gradient-of-amax",
+    "attention_to_own_keys": f"the output of Attention .*{OWN_BLOCK}",
+    "mask_without_offset": SAME,
+    "positions_without_offset": SAME,
+    "softmax_of_own_columns": f"the loss .*{OWN_BLOCK}",
+    "norm_of_own_features": f"the input of Linear.*{OWN_BLOCK}",
+    "gradients_added_twice": TWICE,
+    "weights_changed_on_one_rank": "down.bias after the update.*the copies of ranks 0 and 1 differ",
+    "expert_gradients_times_ranks": TWICE,
+    "part_of_an_auxiliary_loss": f"the loss .*{OWN_BLOCK}",
+    "labels_shifted_in_blocks": f"the tensor that to_global makes .*{OWN_BLOCK}",
+    "padded_micro_batches": "the output of Graph.*the i-th part of each rank's rows",
+    "learning_rate_in_a_graph": "after the update.*the gradients are right and the update is not",
+}
+RANKS = {"maximum_of_p": 3}  # by default 2
+
+
+def verified(pools, *arguments):
+    """The Findings of verify with these arguments."""
+    return findings(options_of(list(map(str, arguments))), lambda ranks, **call: pools(ranks).call(OBSERVE, **call))
+
+
+def check_right(pools, *arguments):
+    """Verify must find no difference, and must have compared something."""
+    found = verified(pools, *arguments)
+    Checks.that(not found.differs, found.as_text())
+    Checks.that(found.comparison.agreeing, "nothing was compared")
+
+
+def wrong(pools, program):
+    """The Findings of a program of programs_to_verify.py with its mistake."""
+    return verified(pools, "-n", RANKS.get(program, 2), PROGRAMS, program, "--wrong")
+
+
+def row_of(program, found):
+    """The row of a program in the table of the page."""
+    first = found.comparison.first
+    if first:
+        what, cause = name_of(first.key), found.cause
+    else:
+        what = re.search(r"each rank passes .*\) to \S+(?=, so)", found.wrong_entries[0])[0]
+        cause = "the batch is there n times " + found.wrong_entries[0][found.wrong_entries[0].rindex("(") :]
+    link = re.search(r"\(docs/([\w-]*\.md#[\w-]*)\)", cause)
+    cause = re.split(r"[:;,]| \(docs| in \S+:\d", cause)[0]
+    return f"| `{program}` | {what} | {cause}{f' ([why]({link[1]}))' if link else ''} |"
+
+
+def check_wrong(pools, program):
+    """Verify must find the mistake in a program of programs_to_verify.py, and say what MISTAKES has."""
+    found = wrong(pools, program)
+    text = found.as_text()
+    Checks.that(re.search(MISTAKES[program], text, re.DOTALL), f"{MISTAKES[program]!r} is not in\n{text}")
+    Checks.that(
+        row_of(program, found) in PAGE.read_text(), "run benchmarks/verified.py programs: the page lacks its row"
+    )
+
+
+def refusal(pools, *arguments):
+    """Why verify cannot verify a script."""
+    try:
+        return f"it can: {verified(pools, *arguments).as_text()}"
+    except CannotVerify as reason:
+        return str(reason)

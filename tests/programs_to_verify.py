@@ -1,0 +1,424 @@
+"""Programs that `launch.sh verify` must find right, and with --wrong must find wrong, as test_verify.py checks.
+
+    python -m oneflow.distributed.launch --nproc_per_node 2 tests/programs_to_verify.py divided_by_ranks [--wrong]
+
+Each function is a program of its own; `wrong` is a mistake after public reports, or an entry of silently-wrong.md.
+"""
+
+import sys
+
+import numpy as np
+import oneflow as flow
+from oneflow import nn
+
+B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
+ROWS = S(0)
+cross_entropy = nn.functional.cross_entropy
+
+
+def everywhere():
+    return flow.placement.all("cpu")
+
+
+def ranks():
+    return everywhere().ranks.size
+
+
+class MLP(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.norm = norm
+        self.down = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.down(flow.relu(self.norm(self.up(x))))
+
+
+def model(norm=None, seed=0):
+    flow.manual_seed(seed)
+    return MLP(norm or nn.Identity()).to_global(placement=everywhere(), sbp=B)
+
+
+def batch(rng, rows=8, sbp=ROWS):
+    x = flow.tensor(rng.standard_normal((rows, 8), dtype=np.float32), placement=everywhere(), sbp=sbp)
+    return x, flow.tensor(rng.integers(4, size=rows), placement=everywhere(), sbp=sbp)
+
+
+def train(model, loss_of, before_update=lambda: None, lr=0.1, optimizer=flow.optim.SGD, data=batch):
+    """Four steps; loss_of(x, y) -> the loss."""
+    optimizer, rng = optimizer(model.parameters(), lr=lr), np.random.default_rng(0)
+    for _ in range(4):
+        loss = loss_of(*data(rng))
+        optimizer.zero_grad()
+        loss.backward()
+        before_update()
+        optimizer.step()
+        loss.numpy()
+
+
+def tensor_parallel(layer_bias=B):
+    """An MLP whose first layer is column parallel, its second row parallel."""
+    mlp = model()
+    for layer, weight, bias in ((mlp.up, S(0), S(0)), (mlp.down, S(1), layer_bias)):
+        layer.weight.data = layer.weight.data.to_global(sbp=weight)
+        layer.bias.data = layer.bias.data.to_global(sbp=bias)
+    return mlp
+
+
+def in_b(rng):
+    return batch(rng, sbp=B)
+
+
+def divided_by_ranks(wrong):
+    mlp = model()
+    train(mlp, lambda x, y: cross_entropy(mlp(x), y) / (flow.env.get_world_size() if wrong else 1))
+
+
+def times_ranks(wrong):
+    mlp = model()
+    scale = flow.env.get_world_size() if wrong else 1
+    train(mlp, lambda x, y: cross_entropy(mlp(x), y, reduction="sum") * scale)
+
+
+def divided_by_own_rows(wrong):
+    """The sum over all rows, divided by the rows of one rank."""
+    mlp = model()
+
+    def loss(x, y):
+        rows = x.to_local().shape[0] if wrong else x.shape[0]
+        return cross_entropy(mlp(x), y, reduction="sum") / rows
+
+    train(mlp, loss)
+
+
+def learning_rate_times_ranks(wrong):
+    mlp = model()
+    train(mlp, lambda x, y: cross_entropy(mlp(x), y), lr=0.1 * (flow.env.get_world_size() if wrong else 1))
+
+
+def mean_of_means(wrong):
+    """Each rank averages over its own valid tokens, and the averages are averaged."""
+    mlp = model()
+
+    def loss(x, y):
+        losses, valid = cross_entropy(mlp(x), y, reduction="none"), (y != 0).float()
+        if not wrong:
+            return (losses * valid).sum() / valid.sum()
+        own = (losses.to_local() * valid.to_local()).sum() / valid.to_local().sum()
+        return own.to_global(placement=everywhere(), sbp=P) / flow.env.get_world_size()
+
+    train(mlp, loss)
+
+
+def same_batch_on_all_ranks(wrong):
+    mlp = model()
+
+    def data(rng):
+        x, y = rng.standard_normal((8, 8), dtype=np.float32), rng.integers(4, size=8)
+        own = slice(None) if wrong else slice(*(8 // ranks() * (flow.env.get_rank() + i) for i in (0, 1)))
+        return [flow.tensor(array[own]).to_global(placement=everywhere(), sbp=S(0)) for array in (x, y)]
+
+    train(mlp, lambda x, y: cross_entropy(mlp(x), y), data=data)
+
+
+def batch_norm(wrong):
+    mlp = model(nn.BatchNorm1d(16) if wrong else nn.LayerNorm(16))
+    train(mlp, lambda x, y: cross_entropy(mlp(x), y))
+
+
+def shuffled_in_b(wrong):
+    flow.manual_seed(1)
+    mlp = model(seed=flow.env.get_rank() if wrong else 0)
+
+    def loss(x, y):
+        order = flow.randperm(8, placement=everywhere(), sbp=B)
+        return cross_entropy(mlp(x.to_global(sbp=B)[order]), y.to_global(sbp=B)[order])
+
+    train(mlp, loss)
+
+
+def cast_of_a_sum(wrong):
+    """The sum of the losses as a whole number: each rank's part loses its fraction."""
+    mlp = model()
+    with flow.no_grad():
+        x, y = batch(np.random.default_rng(0))
+        total = cross_entropy(mlp(x), y, reduction="sum")
+        (total if wrong else total.to_global(sbp=B)).to(flow.int64).numpy()
+
+
+def clipped_by_a_norm(wrong, norm_of=lambda gradient: flow.linalg.norm(gradient)):
+    """Clipping by a norm that is that of shards."""
+    mlp = tensor_parallel()
+
+    def clip():
+        gradients = [parameter.grad for parameter in mlp.parameters()]
+        if not wrong:
+            nn.utils.clip_grad_norm_(mlp.parameters(), 0.1)
+            return
+        norm = flow.sqrt(sum(norm_of(gradient).to_global(sbp=B) ** 2 for gradient in gradients))
+        for gradient in gradients:
+            gradient.mul_(0.1 / norm.numpy().item())
+
+    train(mlp, lambda x, y: cross_entropy(mlp(x), y), clip, data=in_b)
+
+
+def clipped_by_own_norm(wrong):
+    """Clipping by the norm of what this rank holds."""
+    mlp = tensor_parallel()
+
+    def clip():
+        parts = [parameter.grad for parameter in mlp.parameters()]
+        parts = [part.to_local() for part in parts] if wrong else parts
+        norm = sum((part * part).sum().numpy().item() for part in parts) ** 0.5
+        for parameter in mlp.parameters():
+            parameter.grad.mul_(0.1 / norm)
+
+    train(mlp, lambda x, y: cross_entropy(mlp(x), y), clip, data=in_b)
+
+
+def bias_in_p(wrong):
+    mlp = tensor_parallel(layer_bias=P if wrong else B)
+    train(mlp, lambda x, y: cross_entropy(mlp(x), y), data=in_b)
+
+
+def rows_of_an_embedding(wrong):
+    """weight[ids] in place of nn.Embedding."""
+    flow.manual_seed(0)
+    table = nn.Embedding(10, 4).to_global(placement=everywhere(), sbp=B)
+
+    def data(rng):
+        return (flow.tensor(rng.integers(10, size=8), placement=everywhere(), sbp=S(0)),)
+
+    train(table, lambda ids: ((table.weight[ids] if wrong else table(ids)) ** 2).sum(), data=data)
+
+
+def rotated(x, wrong):
+    """Interleaved pairs (a, b) -> (-b, a) of the last dimension."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    if wrong:
+        return flow.stack([-b, a], dim=-1).reshape(*x.shape)
+    return flow.cat([(-b).unsqueeze(-1), a.unsqueeze(-1)], dim=-1).reshape(*x.shape)
+
+
+def stacked(wrong):
+    """The gradient of stack of a split tensor."""
+    mlp = tensor_parallel()
+    train(mlp, lambda x, y: cross_entropy(mlp.down(rotated(mlp.up(x), wrong)), y), data=in_b)
+
+
+def maximum_of_p(wrong):
+    """The gradient of logsumexp of logits in P; it shows from 3 ranks on."""
+    flow.manual_seed(0)
+    head = nn.Linear(12, 32, bias=False).to_global(placement=everywhere(), sbp=B)
+    head.weight.data = head.weight.data.to_global(sbp=S(1))
+
+    def data(rng):
+        return (flow.tensor(rng.standard_normal((32, 12), dtype=np.float32), placement=everywhere(), sbp=S(1)),)
+
+    def loss(x):
+        logits = head(x)
+        return flow.logsumexp(logits if wrong else logits.to_global(sbp=B), 1).sum()
+
+    train(head, loss, data=data)
+
+
+class Attention(nn.Module):
+    """One head; the sequence is split. wrong: what is taken of the rank's own block alone."""
+
+    def __init__(self, wrong=""):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.wrong = wrong
+
+    def forward(self, x):  # (batch, sequence, 8) in S(1)
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.wrong == "keys":
+            q, k, v = (t.to_local() for t in (q, k, v))
+            out = flow.matmul(flow.softmax(flow.matmul(q, k.transpose(1, 2)), dim=-1), v)
+            return out.to_global(placement=x.placement, sbp=S(1))
+        k, v = k.to_global(sbp=B), v.to_global(sbp=B)
+        scores = flow.matmul(q, k.transpose(1, 2))
+        return flow.matmul(flow.softmax(scores + self.mask(x), dim=-1), v)
+
+    def mask(self, x):
+        """Causal, in S(0) of the queries; each rank makes its own rows."""
+        length = x.shape[1]
+        own = length // x.placement.ranks.size
+        first = 0 if self.wrong == "mask" else own * flow.env.get_rank()
+        rows = np.where(np.arange(length) <= np.arange(first, first + own)[:, None], 0, -1e9).astype(np.float32)
+        return flow.tensor(rows).to_global(placement=x.placement, sbp=S(0))
+
+
+def train_attention(own, add=lambda x: x):
+    flow.manual_seed(0)
+    attention = Attention(own).to_global(placement=everywhere(), sbp=B)
+
+    def data(rng):
+        return (flow.tensor(rng.standard_normal((2, 8, 8), dtype=np.float32), placement=everywhere(), sbp=S(1)),)
+
+    train(attention, lambda x: (attention(add(x)) ** 2).sum(), data=data)
+
+
+def attention_to_own_keys(wrong):
+    train_attention("keys" if wrong else "")
+
+
+def mask_without_offset(wrong):
+    train_attention("mask" if wrong else "")
+
+
+def positions_without_offset(wrong):
+    """Each rank adds the positions from 0 on."""
+
+    def add(x):
+        own = 8 // ranks()
+        first = 0 if wrong else own * flow.env.get_rank()
+        positions = flow.arange(first, first + own).float().reshape(own, 1) / 8
+        return x + positions.to_global(placement=x.placement, sbp=S(0))
+
+    train_attention("", add)
+
+
+def softmax_of_own_columns(wrong):
+    """Probabilities of a split vocabulary, normalized by the sum of the rank's own columns."""
+    flow.manual_seed(0)
+    head = nn.Linear(8, 16).to_global(placement=everywhere(), sbp=B)
+    head.weight.data, head.bias.data = head.weight.data.to_global(sbp=S(0)), head.bias.data.to_global(sbp=S(0))
+
+    def loss(x, _):
+        logits = head(x)
+        if wrong:
+            probs = flow.softmax(logits.to_local(), dim=-1).to_global(placement=x.placement, sbp=S(1))
+        else:
+            probs = flow.softmax(logits.to_global(sbp=B), dim=-1)
+        return (probs * probs).sum()
+
+    train(head, loss, data=in_b)
+
+
+def norm_of_own_features(wrong):
+    """Layer normalization of a split hidden size by each rank's own features."""
+    mlp = tensor_parallel()
+
+    def loss(x, y):
+        hidden = mlp.up(x)
+        if wrong:
+            local = hidden.to_local()
+            normed = nn.functional.layer_norm(local, local.shape[1:]).to_global(placement=x.placement, sbp=S(1))
+        else:
+            normed = nn.functional.layer_norm(hidden.to_global(sbp=B), (16,))
+        return cross_entropy(mlp.down(normed), y)
+
+    train(mlp, loss, data=in_b)
+
+
+def gradients_added_twice(wrong):
+    """An all-reduce by hand of gradients that OneFlow has added already."""
+    mlp = model()
+
+    def reduce():
+        for parameter in mlp.parameters() if wrong else ():
+            own = parameter.grad.to_local().clone()
+            flow.comm.all_reduce(own)
+            parameter.grad.copy_(own.to_global(placement=everywhere(), sbp=B))
+
+    train(mlp, lambda x, y: cross_entropy(mlp(x), y), reduce)
+
+
+def weights_changed_on_one_rank(wrong):
+    """A line that only the last rank runs, on its copy of a weight."""
+    mlp = model()
+
+    def clamp():
+        if wrong and flow.env.get_rank() == ranks() - 1:
+            with flow.no_grad():
+                mlp.down.bias.to_local().zero_()
+
+    train(mlp, lambda x, y: cross_entropy(mlp(x), y), clamp)
+
+
+def expert_gradients_times_ranks(wrong):
+    """Experts split over the ranks, whose gradients are scaled as if they were replicated."""
+    flow.manual_seed(0)
+    experts = nn.Linear(8, 16).to_global(placement=everywhere(), sbp=B)
+    experts.weight.data, experts.bias.data = (
+        experts.weight.data.to_global(sbp=S(0)),
+        experts.bias.data.to_global(sbp=S(0)),
+    )
+
+    def scale():
+        for parameter in experts.parameters() if wrong else ():
+            parameter.grad.mul_(ranks())
+
+    train(experts, lambda x, _: (experts(x.to_global(sbp=B)) ** 2).mean(), scale)
+
+
+def part_of_an_auxiliary_loss(wrong):
+    """The balance of experts is computed from the rank's own tokens."""
+    mlp = model()
+
+    def loss(x, y):
+        logits = mlp(x)
+        probs = flow.softmax(logits, dim=-1)
+        if wrong:
+            own = probs.to_local().mean(0)
+            balance = (own * own).sum().to_global(placement=x.placement, sbp=P) / ranks()
+        else:
+            balance = (probs.mean(0) ** 2).sum()
+        return cross_entropy(logits, y) + balance
+
+    train(mlp, loss)
+
+
+def labels_shifted_in_blocks(wrong):
+    """Each token's label is the next token; each rank shifts its own block of the sequence."""
+    flow.manual_seed(0)
+    table = nn.Embedding(12, 12).to_global(placement=everywhere(), sbp=B)
+
+    def data(rng):
+        ids = flow.tensor(rng.integers(12, size=(2, 8)), placement=everywhere(), sbp=S(1))
+        if not wrong:
+            return ids, flow.roll(ids.to_global(sbp=B), -1, 1).to_global(sbp=S(1))
+        return ids, flow.roll(ids.to_local(), -1, 1).to_global(placement=everywhere(), sbp=S(1))
+
+    train(table, lambda ids, y: cross_entropy(table(ids).reshape(-1, 12), y.reshape(-1)), data=data)
+
+
+class Graph(nn.Graph):
+    def __init__(self, mlp, optimizer, ignored, micro_batches):
+        super().__init__()
+        self.mlp, self.ignored = mlp, ignored
+        self.add_optimizer(optimizer)
+        self.config.set_gradient_accumulation_steps(micro_batches)
+
+    def build(self, x, y):
+        loss = cross_entropy(self.mlp(x), y, ignore_index=self.ignored)
+        loss.backward()
+        return loss
+
+
+def padded_micro_batches(wrong):
+    """A micro-batch of a graph is a part of each rank's rows, and padding makes their numbers of tokens unequal."""
+    mlp = model()
+    graph = Graph(mlp, flow.optim.SGD(mlp.parameters(), lr=0.1), 0 if wrong else -100, 2)
+    y = np.array([1, 2, 0, 0, 1, 2, 1, 2])  # 0 is padding
+    for _ in range(3):
+        x = flow.tensor(
+            np.random.default_rng(0).standard_normal((8, 8), dtype=np.float32), placement=everywhere(), sbp=S(0)
+        )
+        graph(x, flow.tensor(y, placement=everywhere(), sbp=S(0))).numpy()
+
+
+def learning_rate_in_a_graph(wrong):
+    mlp = model()
+    optimizer = flow.optim.SGD(mlp.parameters(), lr=0.1 / (flow.env.get_world_size() if wrong else 1))
+    graph = Graph(mlp, optimizer, -100, 1)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        graph(*batch(rng)).numpy()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]("--wrong" in sys.argv[2:])
