@@ -91,7 +91,8 @@ class Observer(Recorder):
         if not tensors_in(result) or not result.is_global:
             return result
         if result.is_lazy:
-            self.random.append((at(place_now()), call.name))
+            if call.kind == "random" or call.name in ("rand", "randn"):
+                self.random.append((at(place_now()), call.name))
             return result
         facts = {"computed": self.is_computed(call, result)}
         if local is not None:
@@ -119,7 +120,8 @@ class Observer(Recorder):
         with self.pause(), flow.no_grad():
             whole = self.nudged(whole)
             value = flow.tensor(whole, dtype=result.dtype, placement=result.placement, sbp=result.sbp)
-        if not result.requires_grad and "out" not in call.keywords:
+        is_in_place = "out" in call.keywords or call.name.endswith("_")
+        if not (result.requires_grad or is_in_place):
             return value
         if not same_shape:
             raise CannotReplay(f"{at(place)} makes a tensor that needs gradients, of another shape than on all ranks")
@@ -309,7 +311,8 @@ def block_of(tensor):
     if tensor.is_global and flow.env.get_rank() not in tensor.placement.ranks:
         return None
     local = tensor.detach().to_local() if tensor.is_global else tensor.detach()
-    return local.numpy()
+    is_in_numpy = local.dtype not in (flow.bfloat16, flow.float16)
+    return (local if is_in_numpy else local.float()).numpy()
 
 
 def digest(local):
