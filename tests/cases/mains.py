@@ -192,6 +192,7 @@ def check_main(pools, path, name, graph=False, options=True):
     """The main at `path`, on the first number of ranks that the recipe takes; AssertionError if something is wrong."""
     n = proven_on(name)[0]
     arguments = main_of(name).arguments + ["--graph"] * (graph and len(modes(name)) == 2)
+    options = options and not (graph and PROOFS[name].eager_only)  # main refuses that one with --graph
     call = {"path": str(path), "arguments": arguments, "options": options, "values": main_of(name).values}
     reports = pools(n).call(f"{ON_RANK}:rehearse", **call)
     check_print(name, n, reports, arguments)

@@ -21,7 +21,6 @@ CANNOT = {
     "hello_ranks": "on one rank the script does something else",
     "global_and_local": "on one rank the script does something else: AssertionError in line",
     "ddp": "no global tensor of it can be compared",
-    "data_loading": "no global tensor of it can be compared",
     "random_numbers": "dropout draws random numbers that another run cannot repeat; set its p to 0",
 }
 OPTIONS = {"gpt": {3: ["--pipeline", "3", "--num-layers", "3"]}}
@@ -153,7 +152,7 @@ def test_exit_codes_and_json(tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["-n", "1", "data_parallel"], "verify compares several ranks with one"),
+        (["-n", "1", "single_device"], "verify compares several ranks with one"),
         (["--steps", "0", "data_parallel"], "--steps must be 1 or more, got 0"),
         (["--against", "no.py", "data_parallel"], "--against no.py: there is no such file"),
         (["no.py"], "no.py: no such file"),
