@@ -67,6 +67,30 @@ exit() ends the shell. A tutorial: docs/shell.md
 END
 }
 
+usage_of_verify() {
+    cat <<'END'
+Compare what a script computes on n ranks with what it computes on one.
+
+  ./launch.sh verify [-n N] [OPTIONS] SCRIPT [ARG ...]
+
+Both runs begin with the same weights and batches, and train for three steps.
+The first value that differs by more than rounding is named, with its line.
+
+  -n N                number of ranks (default: the first of the script's
+                      WORLD_SIZES, or 2)
+  --steps N           training steps to compare (default: 3)
+  --against "FILE [ARG ...]"
+                      compare with another script, for a single device, whose
+                      parameters have the same names
+  --json              print the result as JSON
+  --timeout SECONDS   for each run of the script (default: 600; 0: no limit)
+  -m MODULE           in place of SCRIPT: a module, as in python -m
+
+Exit code 0: all agree; 1: a value differs; 2: it cannot be verified, and why.
+How to read it, and what it cannot see: docs/verify.md
+END
+}
+
 list() {
     echo "The recipes. Run one by its name: ./launch.sh data_parallel"
     local chapter='' path line
@@ -91,6 +115,13 @@ case ${1-} in
     shell)
         case ${2-} in -h | --help)
             usage_of_shell
+            exit 0
+            ;;
+        esac
+        ;;
+    verify)
+        case ${2-} in -h | --help)
+            usage_of_verify
             exit 0
             ;;
         esac
