@@ -192,7 +192,23 @@ def suspicious(many):
             )
     for place in {place for facts in many.facts for place in facts["parts"]}:
         lines[place] = f"look at {place}: to_local() of a tensor in P is only this rank's part of the sum ({PART})"
-    return list(lines.values())
+    return [*lines.values(), *whole_weights(many)]
+
+
+def whole_weights(many):
+    """A line on large weights that every rank holds whole, if others are split."""
+    values = [many[key] for key in many.keys if key.kind == "initial"]
+    are_split = [value for value in values if "S" in value.layout.sbp]
+    sizes = {value.key.name: np.prod(value.shape) * np.dtype(value.dtype).itemsize for value in values}
+    whole = [value.key.name for value in values if set(value.layout.axes) == {"B"} and len(value.layout.members) > 1]
+    large = [name for name in whole if sizes[name] >= LARGE]
+    if not are_split or not large:
+        return []
+    total = sum(sizes[name] for name in large) / 1e6
+    more = f" and {len(large) - 3} more" if len(large) > 3 else ""
+    return [
+        f"look at {', '.join(large[:3])}{more}: whole on every rank, {total:,.0f} MB, while other weights are split"
+    ]
 
 
 def passed_by_ranks(many):

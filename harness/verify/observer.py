@@ -57,9 +57,8 @@ class Observer(Recorder):
         self.paths = {}  # module -> its path in the outermost module
         self.random = []  # places of random numbers that cannot be replayed, each with what draws them
         self.parts = []  # places where the rank's own addend of a tensor in P is taken
-        self.took_block = False  # whether to_local was called: local tensors may be computed from global ones
+        self.took_block = None  # the place of the last to_local: local tensors may be computed from global ones
         self.outputs = {}  # id of an output of a graph -> (the output, number of micro-batches)
-        self.own = []  # places of local tensors that may be, and are others on one rank; the recorded ones are used
 
     def observe(self, kind, name, tensor, **facts):
         """Record a tensor, unless it has no value; returns its Key."""
