@@ -107,6 +107,7 @@ def red_test(path, name):
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
         (copy / ".venv").symlink_to(ROOT / ".venv")
         shutil.copy(path, copy / path_of(name).relative_to(ROOT))
+        tests = tests if "-k" in tests else [*tests, "-k", name]  # as CONTRIBUTING.md tells those who change it
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         done = subprocess.run(command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode == 0:

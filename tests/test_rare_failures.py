@@ -105,7 +105,7 @@ def save_safetensors(path, target):
     return operations
 
 
-def test_safetensors_file_is_on_disk_before_it_gets_its_name_and_named_before_the_ranks_go_on(pools, tmp_path):
+def test_file_of_pytorch_weights_is_on_disk_before_it_gets_its_name_and_named_before_the_ranks_go_on(pools, tmp_path):
     target = tmp_path / "model.safetensors"
     arguments = {"path": str(path_of("pytorch_weights")), "target": str(target)}
     operations, of_rank_1 = pools(2).call(f"{__file__}:save_safetensors", **arguments)
@@ -126,7 +126,7 @@ def resumed(path, checkpoint_dir, graph):
 
 
 @MODES
-def test_training_that_resumes_has_the_bits_of_one_in_one_run(pools, tmp_path, graph):
+def test_elastic_training_that_resumes_has_the_bits_of_one_in_one_run(pools, tmp_path, graph):
     arguments = {"path": str(path_of("elastic_training")), "checkpoint_dir": str(tmp_path), "graph": graph}
     for results in pools(2).call(f"{__file__}:resumed", **arguments):
         (weight, losses), *others = results
@@ -172,7 +172,7 @@ def addresses_by_file(path, target):
     return addresses, written
 
 
-def test_file_by_which_ranks_meet_gets_its_name_when_it_is_complete(pools, tmp_path):
+def test_rendezvous_file_gets_its_name_when_it_is_complete(pools, tmp_path):
     """Else a rank may read half of an address. And rank 0 alone writes it."""
     target, path = str(tmp_path / "job"), str(path_of("rendezvous"))
     [[[address, of_rank_1], written]] = pools(1).call(f"{__file__}:addresses_by_file", path=path, target=target)
@@ -191,7 +191,7 @@ def checked_shard(path, shift):
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_shard_of_another_rank_ends_the_job(pools, shift):
+def test_hello_ranks_ends_the_job_if_a_rank_has_the_shard_of_another(pools, shift):
     """As where two ranks of a host have the same LOCAL_RANK."""
     results = pools(2).call(f"{__file__}:checked_shard", path=str(path_of("hello_ranks")), shift=shift)
     for rank, result in enumerate(results):

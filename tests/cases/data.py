@@ -13,7 +13,7 @@ UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}
 
 @case_of_recipe(
     {"uneven": UNEVEN_SAMPLES, "few": {"samples": 5, "batch": 3, "seed": 4}},
-    tests=["tests/slow/test_data.py", "-k", "data_loading"],
+    tests=["tests/slow/test_data.py"],
     equivalent={
         r"flow\.tensor\(own, .*::-1\]\.copy\(\)": "the numbers of the samples are sorted afterwards",
         r"^of_all_ranks = .*: flow\.sbp\.split\(0\) -> flow\.sbp\.split\(1\)$": "they are sorted afterwards",
@@ -137,7 +137,7 @@ COLUMNS = {"columns": {"dim": 1}, "uneven columns": {**UNEVEN_NUMBERS, "dim": 1}
     {"uneven": UNEVEN_NUMBERS, **COLUMNS},
     every_size=True,
     whole_job=True,
-    tests=["tests/slow/test_data.py", "-k", "manual_seed"],
+    tests=["tests/slow/test_data.py"],
     main=Main(
         not_compared={
             "weight": "it is drawn, and nothing else draws it",

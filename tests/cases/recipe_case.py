@@ -69,7 +69,7 @@ class Proof:
     # whether its case trains in a loop of its own, not with `reference.descend`
     own_steps: bool = False
     main: Main = field(default_factory=Main)
-    # pytest's arguments for the tests that `mutate` also runs: of fixes that do not show in values
+    # files with tests of fixes that do not show in values; `mutate` runs those with the recipe's name, or with -k
     tests: list = field(default_factory=list)
     # pattern of a change that `mutate` makes -> why nothing changes
     equivalent: dict = field(default_factory=dict)

@@ -12,7 +12,7 @@ from tests.cases.reference import Value
 @case_of_recipe(
     {},
     whole_job=True,
-    tests=["tests/test_rare_failures.py", "-k", "shard_of_another"],
+    tests=["tests/test_rare_failures.py"],
     main=Main(
         not_compared={"mine": DERIVED},
         figures=figures.only_rank_0(lambda n, *_: [f"all {n} ranks are there, once each; number of hosts: 1"]),
@@ -34,7 +34,7 @@ def hello_ranks(n, graph=False, nodes=1):
 @case_of_recipe(
     {},
     whole_job=True,
-    tests=["tests/test_rare_failures.py", "tests/slow/test_starting.py", "-k", "ranks_meet_gets or launcher_meet"],
+    tests=["tests/test_rare_failures.py", "tests/slow/test_starting.py"],
     main=Main(
         values={"init_method": []},
         elsewhere={"init_method": "it is read before OneFlow is imported"},
@@ -60,10 +60,7 @@ def rendezvous(n, graph=False):
     {"uneven": UNEVEN, "three ranks": {**UNEVEN, "ranks": 3}},
     whole_job=True,
     refused=dict.fromkeys(("--ranks 0", "--ranks 5"), "1 to 4, a row of x for each rank"),
-    tests=[
-        *("tests/test_spawn.py", "tests/test_recipes.py", "tests/slow/test_starting.py"),
-        *("-k", "spawned or does_not_work and spawn"),
-    ],
+    tests=["tests/test_spawn.py", "tests/test_recipes.py", "tests/slow/test_starting.py"],
     equivalent={
         r"-> flow.matmul\(x, .*to_global\(sbp=\[flow.sbp.broadcast\].*\(self.w\)\)$": "the weight is B already",
         r"^rank == 0 -> (True|False)$": "it only says how long a rank waits for rank 0",
@@ -86,10 +83,7 @@ def spawn(n, graph=False, ranks=2, **sizes):
     whole_job=True,
     own_steps=True,
     refused={"--steps 0": "1 or more", "--save-every 0": "1 or more"},
-    tests=[
-        *("tests/test_rare_failures.py", "tests/slow/test_starting.py"),
-        *("-k", "checkpoint_is_on_disk or resumes or death or do_not_see"),
-    ],
+    tests=["tests/test_rare_failures.py", "tests/slow/test_starting.py"],
     equivalent={r" - 1 -> True$": "the job ends when one rank dies, and when all do"},
     main=Main(
         alone={"checkpoint_dir": None, "save_every": 2, "steps": 4},

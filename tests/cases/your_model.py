@@ -286,7 +286,7 @@ def fully_sharded_module(
 
 @case_of_recipe(
     {"other": {"batch": 6, "steps": 2, "seed": 1}},
-    tests=["tests/test_your_model.py", "tests/test_rare_failures.py", "-k", "your_model or safetensors"],
+    tests=["tests/test_your_model.py", "tests/test_rare_failures.py", "-k", "your_model or pytorch_weights"],
     equivalent={
         r"^nn\.Linear\(4 \* hidden_size, hidden_size\) -> type\(": "the block reads its weight, and does not call it",
         r"h\.to_global\(grad_sbp=B\)$": "it is B either way",

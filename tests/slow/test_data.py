@@ -82,7 +82,7 @@ DIMS = pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 
 @DIMS
 @pytest.mark.parametrize("graph", [False, True])
-def test_manual_seed_repeats_the_mask_and_does_not_reach_nn_dropout(pools, graph, dim):
+def test_random_numbers_of_manual_seed_repeat_the_mask_but_not_that_of_nn_dropout(pools, graph, dim):
     first, again, other = (seen(pools, "random_numbers", 2, graph=graph, seed=seed, dim=dim)[0] for seed in (1, 1, 2))
     masks = {name: [run[name]["value"] != 0 for run in (first, again, other)] for name in ("out", "repeated")}
     assert (masks["out"][0] == masks["out"][1]).all() and (masks["out"][0] != masks["out"][2]).any()
@@ -94,7 +94,7 @@ def test_manual_seed_repeats_the_mask_and_does_not_reach_nn_dropout(pools, graph
 @DIMS
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("graph", [False, True])
-def test_mask_keeps_its_share_and_the_mean(pools, n, graph, dim):
+def test_random_numbers_of_a_mask_keep_its_share_and_the_mean(pools, n, graph, dim):
     [rank, *_] = seen(pools, "random_numbers", n, graph=graph, batch=300, features=200, dim=dim)
     out, size = rank["out"]["value"], 300 * 200
     assert abs((out != 0).mean() - 0.5) < 5 * np.sqrt(0.5 * 0.5 / size)  # 5 standard deviations
@@ -102,7 +102,7 @@ def test_mask_keeps_its_share_and_the_mean(pools, n, graph, dim):
 
 
 @DIMS
-def test_mask_depends_on_the_number_of_ranks(pools, dim):
+def test_random_numbers_of_a_mask_depend_on_the_number_of_ranks(pools, dim):
     two, four = (seen(pools, "random_numbers", n, dim=dim)[0] for n in (2, 4))
     assert (two["weight"]["value"] == four["weight"]["value"]).all()
     assert (two["mask"]["value"] != four["mask"]["value"]).any()

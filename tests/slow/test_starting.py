@@ -37,20 +37,22 @@ def meetings(hosts, tmp_path_factory):
     return {"address": by_address, "file": by_file, "folder": folder}
 
 
-def test_ranks_of_a_launcher_meet_by_a_file(meetings, tmp_path):  # meetings begin here, and are read at the end
+def test_rendezvous_of_the_ranks_of_a_launcher_by_a_file(
+    meetings, tmp_path
+):  # meetings begin here, and are read at the end
     job = Run(LAUNCH, "-n", 3, RENDEZVOUS, "--init-method", f"file://{tmp_path}/job").wait()
     assert (job.code, job.err) == (0, "") and "[0] the sum over ranks is 3, as in numpy: 0 1 2\n" in job.out
     assert os.listdir(tmp_path) == []
 
 
-def test_rank_that_waits_in_vain_for_the_file_says_so(hosts, tmp_path):
+def test_rendezvous_in_vain_is_said_by_the_rank_that_waits(hosts, tmp_path):
     script = changed(RENDEZVOUS, tmp_path, ("time.monotonic() + 60", "time.monotonic() + 1"))
     [run] = ended(by_hand(hosts, script, [1], "--init-method", f"file://{tmp_path}/job", WORLD_SIZE="2"))
     assert (run.code, run.err) == (1, f"rank 1 waited 60 seconds for rank 0 to write {tmp_path}/job\n")
 
 
 @pytest.mark.parametrize("where", [(0, 1, 0, 1), (1, 0, 0, 1)], ids=["in turns", "inside out"])
-def test_hello_tells_hosts_apart(hosts, where):
+def test_hello_ranks_tells_hosts_apart(hosts, where):
     """Hosts are numbered by their first rank, and local ranks as in OneFlow."""
     if not hosts.real:
         pytest.skip(NO_HOSTS)
@@ -89,7 +91,7 @@ def test_spawned_rank_that_dies_in_its_import_ends_the_program(tmp_path):
 
 
 @pytest.mark.parametrize("started", [1, 3])
-def test_program_that_is_terminated_leaves_no_rank(started):
+def test_spawn_leaves_no_rank_if_the_program_is_terminated(started):
     run = Run(sys.executable, SPAWN, "--ranks", 3, **BARE)
     wait_until(lambda: len(run.alive()) > started or run.process.poll() is not None, f"{started} ranks")
     [run] = ended([run.signal(signal.SIGTERM)])
@@ -107,7 +109,7 @@ def graph(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_weights_after_a_death_are_those_of_an_undisturbed_run_bit_by_bit(request, tmp_path, mode):
+def test_elastic_training_after_a_death_has_the_weights_of_an_undisturbed_run_bit_by_bit(request, tmp_path, mode):
     more = ["--graph"] * (mode == "graph")
     run = train(tmp_path / "saved", "--steps", 6, "--die", 5, *more, options=("--max-restarts", 1))
     assert "killed by signal 9" in run.err and "[0] resumes after step 4, from its checkpoint\n" in run.out
@@ -122,7 +124,7 @@ DEATHS = {  # before this line -> the step from whose checkpoint the job resumes
 
 
 @pytest.mark.parametrize("line", DEATHS)
-def test_death_while_a_checkpoint_is_written_loses_none(eager, tmp_path, line):
+def test_elastic_training_loses_no_checkpoint_by_a_death_while_one_is_written(eager, tmp_path, line):
     """Rank 0 is killed once, while it saves step 4: before the checkpoint has its name, and before step 2's goes."""
     folder, indent, step = tmp_path / "checkpoints", " " * (len(line) - len(line.lstrip())), DEATHS[line]
     killed, last = "pathlib.Path(checkpoint_dir, 'killed')", f"checkpoints(checkpoint_dir)[-1:] == [{step}]"
@@ -133,7 +135,7 @@ def test_death_while_a_checkpoint_is_written_loses_none(eager, tmp_path, line):
     assert saved(folder) == eager
 
 
-def test_death_after_a_step_that_is_saved_loses_no_checkpoint(eager, tmp_path):
+def test_elastic_training_loses_no_checkpoint_by_a_death_after_a_step_that_is_saved(eager, tmp_path):
     """Although rank 0 is slow to give it its name."""
     slow = ("        os.replace(", "        __import__('time').sleep(3)\n        os.replace(")
     script = changed(ELASTIC, tmp_path, slow)
@@ -142,7 +144,7 @@ def test_death_after_a_step_that_is_saved_loses_no_checkpoint(eager, tmp_path):
     assert saved(tmp_path / "saved") == eager
 
 
-def test_training_resumes_on_fewer_ranks_and_on_more(tmp_path):
+def test_elastic_training_resumes_on_fewer_ranks_and_on_more(tmp_path):
     """The recipe compares the losses with those on one rank: on other numbers of ranks, sums round differently."""
     train(tmp_path / "saved", "--die", 3, "--graph", n=3, code=137)
     assert "resumes after step 2, from its" in train(tmp_path / "saved", "--steps", 6, "--graph", n=1).out
@@ -172,7 +174,7 @@ def test_script_of_the_page_on_clusters_saves_a_checkpoint_at_sigterm(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["address", "file"])
-def test_ranks_meet(hosts, meetings, how):
+def test_rendezvous_of_hosts(hosts, meetings, how):
     """Rank 0 prints where it is when all are there; the others print nothing, and no file is left."""
     runs = ended(meetings[how])
     assert [(run.code, run.err) for run in runs] == [(0, "")] * 4

@@ -32,7 +32,7 @@ def same_bits(run, other, *what):
 
 @MODES
 @pytest.mark.parametrize("worlds", [(2, 4, 2, 1), (3, 2), (1, 3)], ids=str)
-def test_training_resumes_on_another_number_of_ranks(pools, tmp_path, graph, worlds):
+def test_checkpoint_resumes_on_another_number_of_ranks(pools, tmp_path, graph, worlds):
     before = None
     for k, n in enumerate(worlds):
         weights = ("rows", "columns", "whole")[k % 3]
@@ -47,7 +47,7 @@ def test_training_resumes_on_another_number_of_ranks(pools, tmp_path, graph, wor
         before = run
 
 
-def test_next_job_resumes(pools, tmp_path):
+def test_next_job_resumes_from_the_checkpoint(pools, tmp_path):
     for n, steps in ((2, 4), (3, 8)):
         arguments = ["--checkpoint-dir", str(tmp_path), "--steps", str(steps)]
         answers = pools(n).call(MAIN, path=CHECKPOINT, arguments=arguments)
@@ -56,7 +56,7 @@ def test_next_job_resumes(pools, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["2", "4", "6", "8"]
 
 
-def test_training_resumes_from_the_newest_of_several(pools, tmp_path):
+def test_training_resumes_from_the_newest_of_several_checkpoints(pools, tmp_path):
     train_on(pools(2), tmp_path, steps=10, save_every=3)
     assert sorted(os.listdir(tmp_path)) == ["10", "3", "6", "9"]
     assert train_on(pools(2), tmp_path, steps=11)["steps"] == 1
@@ -66,7 +66,7 @@ def test_training_resumes_from_the_newest_of_several(pools, tmp_path):
 @pytest.mark.parametrize(
     "n, weights", [(1, "rows"), (2, "rows"), (2, "columns"), (2, "whole"), (3, "columns"), (4, "rows")]
 )
-def test_training_that_was_stopped_has_the_bits_of_one_that_was_not(pools, tmp_path, n, weights, graph):
+def test_training_from_a_checkpoint_has_the_bits_of_one_that_was_not_stopped(pools, tmp_path, n, weights, graph):
     options = {"graph": graph, "weights": weights, "size": 8}
     at_once = train_on(pools(n), tmp_path / "at once", steps=4, **options)
     for steps in (2, 4):
@@ -111,7 +111,7 @@ def test_ranks_wait_forever_if_rank_0_alone_cannot_read_the_checkpoint(pools, tm
 
 @pytest.mark.parametrize("weights", ["whole", "rows", "columns"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_bytes_to_save_and_load(pools, tmp_path, n, weights):
+def test_bytes_to_save_and_load_a_checkpoint(pools, tmp_path, n, weights):
     size = {"rows": 480, "columns": 1200}
     tensor, extra = 4 * 480 * 1200, (n - 1) / n**2 * (weights == "columns")
     by_rank = pools(n).call(
