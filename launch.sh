@@ -86,7 +86,8 @@ The first value that differs by more than rounding is named, with its line.
   --timeout SECONDS   for each run of the script (default: 600; 0: no limit)
   -m MODULE           in place of SCRIPT: a module, as in python -m
 
-Exit code 0: all agree; 1: a value differs; 2: it cannot be verified, and why.
+Exit code 0: all agree; 1: a value differs; 2: it cannot be verified, and why;
+124: a run took too long.
 How to read it, and what it cannot see: docs/verify.md
 END
 }

@@ -48,8 +48,8 @@ def cause_of(comparison, many, again):
 def from_run_to_run(first, comparison, many, again):
     if first.key not in again or first.many is None:
         return None
-    other = comparable(again, first.key)
-    if other is None or difference(first.many, other) <= first.rounding:
+    before, now = (comparable(run, first.key) for run in (many, again))
+    if before is None or now is None or difference(before, now) <= first.rounding:
         return None
     if first.value.facts.get("micro_batches", 1) > 1:
         return f"it differs from run to run: micro-batches read parameters while they change ({RACE})"

@@ -105,7 +105,7 @@ def findings(options, call=None):
             again, _ = observed(call, options.nproc_per_node, folder / "again", script=script, steps=options.steps)
             cause = cause_of(comparison, many, again)
         wrong = [*wrong_entries(many), *other_parameters(one)]
-        return Findings(options, told, comparison, cause, wrong, suspicious(many))
+        return Findings(options, told, comparison, cause, wrong, suspicious(many, one))
 
 
 def single_device(command):

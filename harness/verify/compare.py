@@ -7,12 +7,16 @@ import numpy as np
 
 from harness.verify.values import Key, Value, difference
 
-BY_NAME = ("initial", "input", "output", "gradient of an output", "loss", "gradient", "parameter", "graph output")
+BY_NAME = (
+    *("initial", "input", "output", "gradient of an output"),
+    *("loss", "gradient", "parameter", "buffer", "graph output"),
+)
 GRAPH_AND_EAGER = 2e-5  # relative: Adam's bias correction is float32 in a graph and float64 in eager mode
 MARGIN = 30  # times what the nudged runs differ: in five recipes, right runs differed by 4 times at most
 MANY = 10_000  # elements: in a tensor with as many, a few may differ because rounding moved a number across 0 in ReLU
 FEW = 1e-4  # of the elements
 AFTER_A_KINK = 1e-2  # what such an element changes in others, relative to the norm of the tensor
+ONE_BY_ONE = 0.25  # some losses of OneFlow add row after row: in units in the last place, for each row
 TIMES_EPSILON = 16  # the least that counts as a rounding difference, in units in the last place of the largest number
 
 
@@ -142,17 +146,24 @@ def relative_rounding(one, nudged, keys):
 
     The nudged runs are few, and a value may be equal by luck: all its occurrences are taken together.
     """
-    relative = {}
+    relative, rows = {}, rows_of_outputs(one)
     for key in keys:
         value = comparable(one, key)
         if value is None:
             continue
-        least = TIMES_EPSILON * np.finfo(value.dtype).eps if value.dtype.kind == "f" else 0.0
+        times = max(TIMES_EPSILON, rows * ONE_BY_ONE) if value.ndim == 0 else TIMES_EPSILON
+        least = times * np.finfo(value.dtype).eps if value.dtype.kind == "f" else 0.0
         others = [comparable(run, key) for run in nudged if key in run]
         moved = [moved_by(value, other) for other in others if other is not None and other.shape == value.shape]
         moved = max(filter(np.isfinite, moved), default=0.0) / (largest(value) or 1)
         relative[key[:3]] = max(relative.get(key[:3], 0.0), least, MARGIN * moved)
     return relative
+
+
+def rows_of_outputs(run):
+    """The largest number of rows, such as tokens, in the output of a module or matmul."""
+    shapes = [run[key].shape for key in run.keys if key.kind in ("output", "matmul")]
+    return max((int(np.prod(shape[:-1] if len(shape) > 1 else shape)) for shape in shapes), default=1)
 
 
 def moved_by(value, other):

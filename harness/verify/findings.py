@@ -20,6 +20,7 @@ NAMES = {  # kind of a value -> what it is called
     "gradient of an output": "the gradient of the output of {}",
     "gradient": "the gradient of {}",
     "parameter": "{} after the update",
+    "buffer": "the buffer {} after the update",
     "graph output": "the output of {}",
     "read": "the tensor whose value {} reads",
 }
@@ -33,6 +34,7 @@ PLURALS = {
     "gradient of an output": "gradients of outputs",
     "gradient": "gradients of parameters",
     "parameter": "parameters after an update",
+    "buffer": "buffers",
     "graph output": "outputs of graphs",
     "read": "values read",
 }
@@ -67,6 +69,7 @@ class Findings:
             "agreeing": len(self.comparison.agreeing),
             "differing": len(self.comparison.differing),
             "not_compared": self.comparison.skipped,
+            "few_elements_differ": self.comparison.kinks,
             "wrong_entries": self.wrong_entries,
             "first_difference": first and self.first_as_dict(first),
             "likely_cause": self.cause,
@@ -156,16 +159,30 @@ def ratio_of(first):
 
 
 def wrong_entries(many):
-    """A line for each place where every rank passed the same values to S, so that they are there n times."""
-    lines = {}
+    """A line for each place where in each step every rank passes the same batch to S, so that it is there n times."""
+    return [f"wrong: {words}" for words, changes in passed_to_all(many) if changes]
+
+
+def passed_to_all(many):
+    """(a line, whether the values change from call to call) of the places where all ranks pass the same values to S.
+
+    Values that do not change may be meant so, such as the positions or the mask of each row.
+    """
+    places = {}  # place -> [(key, the digests of the ranks, whether all numbers are equal)]
     for key, passed in passed_by_ranks(many):
         layout = many[key].layout
         if "S" in layout.sbp and len(layout.axes) == 1 and len(layout.members) > 1:
             shapes, digests, constant = zip(*passed)
-            if len(set(digests)) == 1 and not any(constant):
-                words = f"each rank passes the same {shapes[0]} to {layout.sbp}, so the tensor {many[key].shape} has it"
-                lines[key.place] = f"wrong: {where(key)}: {words} {len(layout.members)} times ({COPIES})"
-    return list(lines.values())
+            places.setdefault(key.place, []).append((key, shapes[0], set(digests), any(constant)))
+    for calls in places.values():
+        key, shape, _, _ = calls[-1]
+        if all(len(digests) == 1 and not constant for *_, digests, constant in calls):
+            words = (
+                f"each rank passes the same {shape} to {many[key].layout.sbp}, so the tensor {many[key].shape} has it"
+            )
+            times = len(many[key].layout.members)
+            changes = len(set().union(*(digests for *_, digests, _ in calls))) > 1
+            yield f"{where(key)}: {words} {times} times ({COPIES})", changes
 
 
 def other_parameters(one):
@@ -182,9 +199,19 @@ def other_parameters(one):
     return lines
 
 
-def suspicious(many):
+def has_nan(array):
+    return array is not None and array.dtype.kind == "f" and bool(np.isnan(array).any())
+
+
+def suspicious(many, one):
     """Lines on what is right in value, and may not be meant."""
-    lines = {}
+    lines = {words: f"look at {words}" for words, changes in passed_to_all(many) if not changes}
+    for place in {place for facts in one.facts for place in facts["other_blocks"]}:
+        words = "this local tensor has other numbers on one rank; is each rank's part computed from its own rows alone?"
+        lines[place] = f"look at {place}: {words}"
+    not_numbers = [key for key in many.keys if key.kind in ("loss", "graph output") and has_nan(many.whole(key))]
+    for key in not_numbers[:1]:
+        lines["NaN"] = f"look at {where(key)}: {name_of(key)} is NaN in step {many[key].step}, and NaN equals NaN here"
     for key, passed in passed_by_ranks(many):
         if set(many[key].layout.axes) == {"B"} and len({digest for _, digest, _ in passed}) > 1:
             lines[key.place] = (

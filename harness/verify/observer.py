@@ -17,7 +17,7 @@ from harness.measure.recorder import Recorder
 from harness.measure.script import run_script
 from harness.measure.tensors import layout_of, tensors_in
 from harness.verify.one_rank import on_one_rank
-from harness.verify.values import Key, Run, Value, Writer
+from harness.verify.values import Key, Run, Value, Writer, difference
 
 HARNESS = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = tuple({*map(os.path.realpath, [*sysconfig.get_paths().values(), sys.prefix, os.path.dirname(os.__file__)])})
@@ -58,6 +58,8 @@ class Observer(Recorder):
         self.random = []  # places of random numbers that cannot be replayed, each with what draws them
         self.parts = []  # places where the rank's own addend of a tensor in P is taken
         self.took_block = None  # the place of the last to_local: local tensors may be computed from global ones
+        self.other_blocks = []  # places of local tensors that hold other numbers than those which take their place
+        self.models = []  # the outermost modules that were called
         self.outputs = {}  # id of an output of a graph -> (the output, number of micro-batches)
 
     def observe(self, kind, name, tensor, **facts):
@@ -99,9 +101,11 @@ class Observer(Recorder):
         own, compared = result, result
         if self.replay is not None and not facts["computed"]:
             compared = result = self.replaced(call, own)
-            rows_alone = layout_of(own).sbp == "S(0)"  # with other rows, such as those of a micro-batch
-            if local is not None and self.took_block and own.shape == result.shape and not rows_alone:
-                compared = own  # else a tensor that was computed from a rank's block would agree with itself
+            if local is not None and own.shape == result.shape:
+                if self.took_block and layout_of(own).sbp != "S(0)":
+                    compared = own  # else a tensor that was computed from a rank's block would agree with itself
+                elif have_other_numbers(own, result):
+                    self.other_blocks.append(at(place_now()))
         self.observe("entry", call.name, compared, **facts)
         return result
 
@@ -111,8 +115,8 @@ class Observer(Recorder):
         key = Key("entry", call.name, place, self.seen["entry", call.name, place] + 1)
         whole = self.replay.whole(key) if key in self.replay else None
         same_shape = whole is not None and whole.shape == tuple(result.shape)
-        is_part = call.kind == "to_global" and whole is not None  # of the batch, say, of which each rank loads its own
-        if self.strict and not same_shape:
+        is_part = whole is not None and call.kind == "to_global"  # of the batch, say, of which each rank loads its own
+        if self.strict and not (same_shape or (is_part and "S" in self.replay[key].layout.sbp)):
             raise CannotReplay(f"{at(place)} makes another tensor than on all ranks, of shape {tuple(result.shape)}")
         self.replayed += same_shape or is_part
         if not (same_shape or is_part):
@@ -130,9 +134,9 @@ class Observer(Recorder):
         return result
 
     def is_computed(self, call, result):
-        """Whether a local tensor that becomes global was computed from a global one, so that it is not replayed."""
+        """Whether the script computes a tensor, from global ones or from the number of ranks: it is not replayed."""
         if call.kind != "to_global":
-            return False
+            return call.name == "tensor" and result.numel() == 1  # such as a factor of the number of ranks
         local = call.arguments[0]
         is_addend = self.took_block and "P" in layout_of(result).sbp
         return bool(is_addend or (local.requires_grad and not local.is_leaf))
@@ -205,6 +209,8 @@ class Observer(Recorder):
             self.write(key, gradient)
 
     def add_names(self, module):
+        if module not in self.models:
+            self.models.append(module)
         for path, part in module.named_modules():
             self.paths.setdefault(part, path or type(module).__name__)
         for path, parameter in module.named_parameters():
@@ -248,6 +254,7 @@ class Observer(Recorder):
         result = call.proceed()
         for parameter in parameters:
             self.observe("parameter", names[id(parameter)], parameter)
+        self.observe_buffers()
         self.updates[id(optimizer)] += 1
         self.referenced.append(optimizer)
         return result
@@ -275,6 +282,13 @@ class Observer(Recorder):
             self.observe("gradient", self.names[id(parameter)], gradient)
         for parameter in trained:
             self.observe("parameter", self.names[id(parameter)], parameter, **facts)
+        self.observe_buffers()
+
+    def observe_buffers(self):
+        """Observe the buffers of the models after an update, such as the statistics of BatchNorm."""
+        for model in self.models:
+            for path, buffer in model.named_buffers():
+                self.observe("buffer", path, buffer)
 
     def stop_if_enough(self):
         """Raises EnoughSteps if an optimizer or graph has made the last step that is looked at."""
@@ -304,6 +318,12 @@ class SingleDevice(Observer):
             with self.pause(), flow.no_grad():
                 parameter.copy_(flow.tensor(self.nudged(whole), dtype=parameter.dtype, device=parameter.device))
         super().begin(path, parameter)
+
+
+def have_other_numbers(own, result):
+    """Whether two tensors differ by more than the order of their numbers and rounding."""
+    a, b = (np.sort(block_of(tensor), axis=None) for tensor in (own, result))
+    return difference(a, b) > 1e-5 * float(np.abs(b).max(initial=0))
 
 
 def block_of(tensor):
@@ -377,5 +397,6 @@ def observe_script(folder, script, steps, replay=None, world_size=None, nudge=No
         if run is not None and strict and cannot is None:
             fewer = sum(key.kind == "entry" and not run[key].facts["computed"] for key in run.keys) - observer.replayed
             cannot = f"on one rank it makes {fewer} tensors fewer" if fewer else None
-    writer.close(random=observer.random, parts=observer.parts, **facts)
+    facts.update(random=observer.random, parts=observer.parts, other_blocks=observer.other_blocks)
+    writer.close(**facts)
     return cannot
