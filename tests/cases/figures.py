@@ -108,12 +108,14 @@ def means_of_means(n, rank, facts, graph, report):
 
 
 def saved_by_half(n, rank, facts, graph, report):
-    """The first half of the ranks trains first, and saves where all load from."""
+    """The first half of the ranks trains first, half of the steps, and saves where all load from."""
     first, second = computing(report)[:2]
     shape = next(shape for name, _, shape, _ in facts[0]["tensors"] if name == "w")
     lines = [f"saved w {tuple(shape) if rank < max(1, n // 2) else (0, 0)} of {tuple(shape)}"]
     if first["checkpoint_dir"] is None or first["checkpoint_dir"] != second["checkpoint_dir"]:
         lines.append("a checkpoint of the first call, which the second loads")
+    if first["steps"] != second["steps"] // 2:
+        lines.append("half of the steps in the first call")
     return lines
 
 

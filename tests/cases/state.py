@@ -31,7 +31,7 @@ def resumed(n):
         not_compared={"0 losses": "the second call returns them too"},
         alone={"checkpoint_dir": None, "save_every": 2, "weights": "rows", "steps": 4},
         further={"weights": "whole", "steps": 2},
-        other_options=["--steps", "5", "--save-every", "1", "--weights", "columns"],
+        other_options=["--steps", "6", "--save-every", "1", "--weights", "columns"],
         figures=figures.saved_by_half,
     ),
 )
