@@ -79,7 +79,7 @@ def write_table(pools):
 def try_mutants(options):
     outcomes = []
     with tempfile.TemporaryDirectory() as folder, pool_cache(partial(Pool, timeout=60, repeat=True)) as pools:
-        for name in options.recipes or CASES:
+        for name in options.recipes or [name for name in CASES if max(proven_on(name)) > 1]:
             for change, noticed, in_place in tried(pools, name, options.every, Path(folder) / f"{name}.py"):
                 outcomes.append((noticed, in_place))
                 if not noticed:
