@@ -19,7 +19,7 @@ from harness.start.recipe import ROOT
 LAUNCH = str(ROOT / "launch.sh")
 LONG = 300  # seconds for what takes few: only what hangs, or is left behind, takes longer
 LIMIT = 2 * LONG  # of launch.sh, so that a job ends too when the process that waits for it has been killed
-NO_JOB = ("list", "show", "bytes", "shell", "plan", "test", "docs", "bench", "meshes", "mutate", "--help")
+NO_JOB = ("list", "show", "bytes", "verify", "shell", "plan", "test", "docs", "bench", "meshes", "mutate", "--help")
 MARK = "COOKBOOK_TEST_JOB"
 NO_LIBIBVERBS = "libibverbs not available, ibv_fork_init skipped"
 WAITS = re.compile(r"^launch\.sh: waiting for .*\n", flags=re.MULTILINE)
