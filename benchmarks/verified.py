@@ -5,12 +5,10 @@
 
 programs: those of tests/programs_to_verify.py, each with its mistake. mutants: of the changes of mutations.py to the
 lesson of a recipe, every K-th is tried, if main then finds a difference from the same code on a single device. Prints
-those that verify does not notice, and the shares: noticed, and with the first difference in the function that was
-changed, or in one that it calls or that calls it.
+those that verify does not notice, and how many it does.
 """
 
 import argparse
-import ast
 import sys
 import tempfile
 from functools import partial
@@ -37,23 +35,8 @@ def differs_by_main(pools, n, path, options):
     return any(code == 1 for code, _, _ in answers)
 
 
-def function_at(source, line):
-    """The name of the innermost function around a line."""
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    around = [node for node in functions if node.lineno <= line <= node.end_lineno]
-    return max(around, key=lambda node: node.lineno).name if around else ""
-
-
-def functions_of(found, source):
-    """The functions of the recipe whose lines the place of the first difference has, or a wrong entry names."""
-    first = found.comparison.first
-    lines = [line for _, line in first.key.place] if first else []
-    lines += [int(entry.split(":")[2]) for entry in found.wrong_entries]
-    return {function_at(source, line) for line in lines}
-
-
 def tried(pools, name, every, path):
-    """Yield (change, whether verify notices it, whether in the function that was changed) of some mutants."""
+    """Yield (change, whether verify notices it, None if it cannot verify it) of some mutants."""
     n, options = proven_on(name)[0], ["--graph"] if modes(name) == (True,) else []
     lesson = [mutant for mutant in mutants(path_of(name).read_text()) if not mutant.in_main]
     for mutant in lesson[::every]:
@@ -63,10 +46,9 @@ def tried(pools, name, every, path):
         try:
             found = verified(pools, "-n", n, path, *options)
         except (CannotVerify, PoolError):
-            yield f"{name}.py:{mutant.line}: {mutant.change}", None, False
+            yield f"{name}.py:{mutant.line}: {mutant.change}", None
             continue
-        place = function_at(mutant.source, mutant.line) in functions_of(found, mutant.source)
-        yield f"{name}.py:{mutant.line}: {mutant.change}", found.differs, place
+        yield f"{name}.py:{mutant.line}: {mutant.change}", found.differs
 
 
 def write_table(pools):
@@ -80,15 +62,13 @@ def try_mutants(options):
     outcomes = []
     with tempfile.TemporaryDirectory() as folder, pool_cache(partial(Pool, timeout=60, repeat=True)) as pools:
         for name in options.recipes or [name for name in CASES if max(proven_on(name)) > 1]:
-            for change, noticed, in_place in tried(pools, name, options.every, Path(folder) / f"{name}.py"):
-                outcomes.append((noticed, in_place))
+            for change, noticed in tried(pools, name, options.every, Path(folder) / f"{name}.py"):
+                outcomes.append(noticed)
                 if not noticed:
                     print(f"{change}\n    {'cannot be verified' if noticed is None else 'NOT NOTICED'}", flush=True)
-    noticed = sum(bool(seen) for seen, _ in outcomes)
-    cannot = sum(seen is None for seen, _ in outcomes)
-    in_place = sum(place for _, place in outcomes)
-    print(f"{len(outcomes)} changes that main notices: verify notices {noticed}, {in_place} of them in the function")
-    print(f"that was changed; {cannot} cannot be verified, {len(outcomes) - noticed - cannot} are not noticed")
+    noticed, cannot = sum(map(bool, outcomes)), outcomes.count(None)
+    words = f"verify notices {noticed}, cannot verify {cannot}, and misses {len(outcomes) - noticed - cannot}"
+    print(f"{len(outcomes)} changes that main notices: {words}")
 
 
 def main():
