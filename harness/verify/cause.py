@@ -131,12 +131,9 @@ def order_of_shards(first, comparison, many, again):
     for order in itertools.permutations(range(n)):
         moved = np.concatenate([blocks[i] for i in order], axis=dim)
         if list(order) != list(range(n)) and difference(first.many, moved) <= first.rounding:
-            words = (
-                f"the blocks of ranks {', '.join(map(str, layout.members))} are those of {', '.join(map(str, order))}"
-            )
-            return (
-                f"{words}: OneFlow sorts the ranks of a placement ({PAGE}#the-order-of-ranks-in-a-placement-is-ignored)"
-            )
+            there = in_words(layout.members[i] for i in order)
+            words = f"ranks {in_words(layout.members)} hold the blocks of {there}"
+            return f"{words}: OneFlow sorts the ranks of a placement ({ORDER})"
     return None
 
 

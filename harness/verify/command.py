@@ -87,6 +87,7 @@ def findings(options, call=None):
             arguments.update(world_size=told, strict=told == 1)
         else:
             (one, _), told = observed(call, 1, folder / "single", **arguments), 1
+            refuse_random(one)
 
         def nudged(seed):
             run, cannot = observed(call, 1, folder / f"nudged {seed}", nudge=seed, **arguments)
@@ -110,7 +111,10 @@ def findings(options, call=None):
 
 def single_device(command):
     """The arguments of run_script for a command such as "single.py --layers 2". Raises UsageError."""
-    path, *arguments = shlex.split(command) or [""]
+    try:
+        path, *arguments = shlex.split(command) or [""]
+    except ValueError as error:
+        raise UsageError(f"--against {command}: {error}") from None
     if not Path(path).is_file():
         raise UsageError(f"--against {path}: there is no such file; name the script for a single device")
     return {"path": str(Path(path).resolve()), "module": None, "argv": arguments}
@@ -138,7 +142,9 @@ def options_of(arguments):
     options = checked(arguments, ["--json"], {"--steps": (int, 3), "--against": (str, None)})
     if options.steps < 1:
         raise UsageError(f"--steps must be 1 or more, got {options.steps}")
-    if options.nnodes * options.nproc_per_node < 2:
+    if options.nnodes > 1:
+        raise UsageError("verify runs on one host: type no --nnodes, and -n 4 for four ranks")
+    if options.nproc_per_node < 2:
         raise UsageError("verify compares several ranks with one: type -n 2 or more")
     return options
 

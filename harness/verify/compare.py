@@ -100,12 +100,13 @@ def compare(many, one, nudged, pairs, skipped):
         apart = [pair for pair in many.apart(key) if pair[2] > rounding]
         ignored = undetermined.get(key.name) if key.kind == "parameter" else None
         if ignored is not None and ignored.any():
-            of_many, apart = np.where(ignored, of_one, of_many), []
+            of_many = np.where(ignored, of_one, of_many)
         if value.facts.get("computed"):  # such as the addends of a mean that is divided later
             of_many = of_one
         error = max([difference(of_many, of_one), *(pair[2] for pair in apart)])
         if key.kind == "gradient":
-            undetermined[key.name] = (np.abs(of_one) <= rounding) | undetermined.get(key.name, False)
+            unsure = (np.abs(of_one) <= rounding) & ((of_one != 0) | (of_many != 0))
+            undetermined[key.name] = unsure | undetermined.get(key.name, False)
         if error > rounding and not apart:
             if is_kink(of_many, of_one, rounding):
                 kinks += 1

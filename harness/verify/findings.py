@@ -1,12 +1,12 @@
 """What `launch.sh verify` says."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Optional
 
 import numpy as np
 
 from harness.verify.compare import MARGIN
+from harness.verify.values import at
 
 NAMES = {  # kind of a value -> what it is called
     "entry": "the tensor that {} makes",
@@ -84,7 +84,7 @@ class Findings:
             "shape": first.value.shape,
             "sbp": first.value.layout.sbp,
             "ranks": first.value.layout.ranks,
-            "error": first.error,
+            "error": first.error if np.isfinite(first.error) else None,  # JSON has no infinity
             "explained_by_rounding": first.rounding,
         }
 
@@ -111,8 +111,8 @@ class Findings:
 
     def lines_of_first(self, first):
         value, agreeing = first.value, self.comparison.agreeing
-        place = f", {first.key.place[0][0].rsplit('/', 1)[-1]}:{first.key.place[0][1]}" if first.key.place else ""
-        lines = [f"first difference: step {value.step}, {name_of(first.key)} {value.shape}{place}"]
+        what = f"{name_of(first.key)} {value.shape}, {at(first.key.place)}"
+        lines = [f"first difference: step {value.step}, {what}"]
         lines.append(
             f"  {how_large(first, self.options.nproc_per_node)}; {value.layout.sbp} on ranks {value.layout.ranks}"
         )
@@ -182,7 +182,7 @@ def passed_to_all(many):
             )
             times = len(many[key].layout.members)
             changes = len(set().union(*(digests for *_, digests, _ in calls))) > 1
-            yield f"{where(key)}: {words} {times} times ({COPIES})", changes
+            yield f"{at(key.place)}: {words} {times} times ({COPIES})", changes
 
 
 def other_parameters(one):
@@ -211,11 +211,13 @@ def suspicious(many, one):
         lines[place] = f"look at {place}: {words}"
     not_numbers = [key for key in many.keys if key.kind in ("loss", "graph output") and has_nan(many.whole(key))]
     for key in not_numbers[:1]:
-        lines["NaN"] = f"look at {where(key)}: {name_of(key)} is NaN in step {many[key].step}, and NaN equals NaN here"
+        lines["NaN"] = (
+            f"look at {at(key.place)}: {name_of(key)} is NaN in step {many[key].step}, and NaN equals NaN here"
+        )
     for key, passed in passed_by_ranks(many):
         if set(many[key].layout.axes) == {"B"} and len({digest for _, digest, _ in passed}) > 1:
             lines[key.place] = (
-                f"look at {where(key)}: the ranks pass different values, and B takes those of rank 0 ({DROPPED})"
+                f"look at {at(key.place)}: the ranks pass different values, and B takes those of rank 0 ({DROPPED})"
             )
     for place in {place for facts in many.facts for place in facts["parts"]}:
         lines[place] = f"look at {place}: to_local() of a tensor in P is only this rank's part of the sum ({PART})"
@@ -245,7 +247,3 @@ def passed_by_ranks(many):
         if key.kind == "entry" and len(values) == many.world_size and all("local" in value.facts for value in values):
             members = many[key].layout.members
             yield key, [value.facts["local"] for rank, value in enumerate(values) if rank in members]
-
-
-def where(key):
-    return f"{Path(key.place[0][0]).name}:{key.place[0][1]}" if key.place else "the script"

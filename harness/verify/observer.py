@@ -17,7 +17,7 @@ from harness.measure.recorder import Recorder
 from harness.measure.script import run_script
 from harness.measure.tensors import layout_of, tensors_in
 from harness.verify.one_rank import on_one_rank
-from harness.verify.values import Key, Run, Value, Writer, difference
+from harness.verify.values import Key, Run, Value, Writer, at, difference
 
 HARNESS = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = tuple({*map(os.path.realpath, [*sysconfig.get_paths().values(), sys.prefix, os.path.dirname(os.__file__)])})
@@ -104,7 +104,7 @@ class Observer(Recorder):
             if local is not None and own.shape == result.shape:
                 if self.took_block and layout_of(own).sbp != "S(0)":
                     compared = own  # else a tensor that was computed from a rank's block would agree with itself
-                elif have_other_numbers(own, result):
+                elif "S" in layout_of(own).sbp and have_other_numbers(own, result):
                     self.other_blocks.append(at(place_now()))
         self.observe("entry", call.name, compared, **facts)
         return result
@@ -337,7 +337,7 @@ def block_of(tensor):
 
 def digest(local):
     """What tells whether ranks passed the same values: (shape, hash of the values, whether they are all equal)."""
-    array = local.detach().numpy()
+    array = block_of(local)
     return (
         array.shape,
         hashlib.sha256(array.tobytes()).hexdigest(),
@@ -360,11 +360,6 @@ def place_now():
             places.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
     return tuple(places)
-
-
-def at(place):
-    """A place as users write it, such as "train.py:31"."""
-    return f"{Path(place[0][0]).name}:{place[0][1]}" if place else "the script"
 
 
 def observe_script(folder, script, steps, replay=None, world_size=None, nudge=None, strict=True):

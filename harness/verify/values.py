@@ -19,6 +19,11 @@ class Key(NamedTuple):
     number: int  # how often these three came before
 
 
+def at(place):
+    """A place as users write it, such as "train.py:31"."""
+    return f"{Path(place[0][0]).name}:{place[0][1]}" if place else "the script"
+
+
 @dataclass
 class Value:
     """A tensor as a rank saw it."""

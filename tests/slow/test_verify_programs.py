@@ -6,9 +6,14 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from harness.measure.sbp import Layout
 from harness.start.recipe import all_paths, entry, path_of, world_sizes
+from harness.verify.cause import cause_of
+from harness.verify.compare import Comparison, Outcome
+from harness.verify.values import Key, Value
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
 from tests.cases.verifying import MISTAKES, PAGE, PROGRAMS, RANKS, check_right, check_wrong, refusal, verified
@@ -48,6 +53,45 @@ def test_recipes(pools, name, n, options):
 def test_programs(pools, program):
     check_wrong(pools, program)
     check_right(pools, "-n", RANKS.get(program, 2), PROGRAMS, program)
+
+
+def test_links_lead_to_a_heading():
+    for path in (ROOT / "harness" / "verify").glob("*.py"):
+        text = (
+            path.read_text()
+            .replace('PAGE + "', '"docs/silently-wrong.md#')
+            .replace('PAGE = "docs/silently-wrong.md#"', "")
+        )
+        for page, anchor in re.findall(r"(docs/[\w-]+\.md)#([^\"'\s)]+)", text):
+            headings = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.M)
+            slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            Checks.that(anchor in slugs, path.name, "links to", page, anchor)
+
+
+def one_difference(sbp, many, one, kind="output"):
+    """What cause_of says of a value on 2 ranks, many, which is `one` on a single rank."""
+    value = Value(Key(kind, "x", (), 1), 1, Layout(sbp, [0, 1]), many.shape, "float32")
+    first = Outcome(value.key, value, abs(many - one).max(), 1e-6, many, one)
+
+    class Runs(dict):
+        world_size = 2
+
+        def blocks(self, key):
+            return {0: np.array([[1.0, 2.0]]), 1: np.array([[5.0, 7.0]])}
+
+    before = Value(Key("matmul", "y", (), 1), 1, Layout("P", [0, 1]), (1, 2), "float32")
+    comparison = Comparison([before.key], [first], 0, 1, 0)
+    return cause_of(comparison, Runs({before.key: before}), {}) or ""
+
+
+def test_causes_that_no_program_has():
+    rows = np.arange(8, dtype=float).reshape(4, 2) ** 2
+    Checks.that("hold the blocks of 1, 0" in one_difference("S(0)", rows[[2, 3, 0, 1]], rows), "the order of shards")
+    part = one_difference("B", np.array([[5.0, 7.0]]), np.array([[6.0, 9.0]]))
+    Checks.that("the part of rank 1 of a tensor in P" in part, part)
+    wrong = rows.copy()
+    wrong[3, 1] += 1
+    Checks.that("only the block of rank 1 is wrong" in one_difference("S(0)", wrong, rows), "a rank that is wrong")
 
 
 def test_every_program_is_tried():
@@ -155,6 +199,8 @@ def test_exit_codes_and_json(tmp_path):
         (["-n", "1", "single_device"], "verify compares several ranks with one"),
         (["--steps", "0", "data_parallel"], "--steps must be 1 or more, got 0"),
         (["--against", "no.py", "data_parallel"], "--against no.py: there is no such file"),
+        (["--against", "'no.py", "data_parallel"], "No closing quotation"),
+        (["--nnodes", "2", "--master_addr", "h", "--master_port", "2000", "data_parallel"], "verify runs on one host"),
         (["no.py"], "no.py: no such file"),
     ],
 )
