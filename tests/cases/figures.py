@@ -20,9 +20,9 @@ def only_rank_0(function):
 
 def bubble(n, rank, facts, graph, report):
     m = computing(report)[0]["micro_batches"]
-    in_graph, eager = round(100 * (n - 1) / (m + n - 1)), round(100 * (n - 1) / n)
-    words = f"{in_graph}% in a graph; in eager mode {eager}%, as with m = 1"
-    return [f"pipeline bubble, (n-1)/(m+n-1) with n = {n} and m = {m}: {words}"]
+    return [
+        f"pipeline bubble, (n-1)/(m+n-1) with n = {n} and m = {m}: {round(100 * (n - 1) / (m + n - 1))}% of the time"
+    ]
 
 
 def all_reduces(n, rank, facts, graph, report):

@@ -262,6 +262,10 @@ TAKEN = {
         "random_numbers activation_checkpointing auto_parallel loss_placement replicate_scatter_gather all_gather_kv "
         "ulysses ring_attention",
     ),
+    "as many as micro-batches of 8, or of 3 for each rank of 24": (
+        range(2, 9),
+        "pipeline_schedules interleaved_pipeline",
+    ),
     "as many as rows of 4": (
         range(2, 5),
         "data_parallel model_parallel row_parallel sbp_conversions matmul_signatures global_and_local fully_sharded "

@@ -1,7 +1,5 @@
 """The chapter of training: an MLP of two layers under each strategy."""
 
-from functools import partial
-
 import numpy as np
 
 from tests.cases import figures, reference
@@ -13,7 +11,6 @@ from tests.cases.recipe_case import (
     in_steps,
     placed,
     reduced,
-    through_stages,
     weights_of,
 )
 from tests.cases.reference import Value
@@ -97,31 +94,6 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
 
 
 @case_of_recipe(
-    {"other": MICRO, "many": {"batch": 9, "micro_batches": 9}},
-    variants=[{"micro_batches": 8}],
-    main=Main(figures=figures.of_pipeline, other_options=["--micro-batches", "4"]),
-)
-def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
-    values = reference.trained(steps=steps, matmul_scale=matmul_scale, layers=n, weights_divided_by=2, **sizes)
-    layout = placed(values, [n - 1], x=("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)})
-    if graph:
-        layout = {name: place for name, place in layout.items() if not name.endswith(" grad")}
-    rows, widths = values["x"].exact.shape[0] // micro_batches, [values[f"w{k}"].exact.shape for k in range(n)]
-    inputs, outputs = ([("B", [k], (rows, widths[k][side])) for k in range(n)] for side in (0, 1))
-    moves = [(("B", [max(k - 1, 0)]), ("B", [k])) for k in range(n)]
-    boundary = values["x"].exact.shape[0] * widths[0][1]
-    return Case(
-        layout,
-        values,
-        in_steps(graph, steps, [(inputs[k], f"w{k}", outputs[k]) for k in range(n)], passes=micro_batches),
-        in_steps(graph, steps, through_stages(graph, moves), passes=micro_batches),
-        reads=[("B", [n - 1])] * steps,
-        stages=[(k, [k]) for k in range(n)],
-        sends=[boundary * ((k < n - 1) + (k > 0)) for k in range(n)],
-    )
-
-
-@case_of_recipe(
     {"other": {**UNEVEN, "batch": 16, "in_features": 12, "hidden_size": 20, "out_features": 8}},
     variants=[{"hidden_size": 8}],  # little weight: what is left runs along axis 1
 )
@@ -142,29 +114,6 @@ def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
         parts if graph else {},
         reads=[("P, B", mesh)] * steps,
         sends=[weights_of(values) / 2 + values["y"].exact.size / 2] * 4,
-    )
-
-
-@case_of_recipe(
-    {"uneven": UNEVEN}, main=Main(figures=partial(figures.blocks, words=", and nothing of the other stage"))
-)
-def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
-    momentum = reference.Optimizer("momentum")
-    values, parts = reference.train_mlp(reference.mlp_inputs(**sizes), momentum, steps, matmul_scale, parts=2)
-    batch, hidden = values["x"].exact.shape[0], values["w0"].exact.shape[1]
-    first, last = [0, 1], [2, 3]
-    layout = placed(values, last, x=("S(0)", first), y="S(0)", w0=("B", first))
-    if graph:
-        layout.update({"w0 grad": ("P", first), "w1 grad": ("P", last)})
-    inner = [("S(0)", ranks, (batch, hidden)) for ranks in (first, last)]
-    return Case(
-        layout,
-        values,
-        in_steps(graph, steps, [("x", "w0", inner[0]), (inner[1], "w1", ("S(0)", last, values["y"].exact.shape))]),
-        in_steps(graph, steps, [(inner[0][:2], inner[1][:2])]),
-        parts if graph else {},
-        reads=[("P", last)] * steps,
-        sends=[values[w].exact.size + hidden * batch / 2 for w in ("w0", "w1") for _ in range(2)],
     )
 
 

@@ -11,8 +11,8 @@ rank 0 sends its rows to rank 2, and rank 1 to rank 3. train_pipeline.py adds mi
 
 Moves: within a stage an all-reduce of its weight's gradient: each rank sends w0 or w1. Between the stages half of
        relu(x @ w0) from each of ranks 0 and 1, and backward half of its gradient from each of ranks 2 and 3.
-Run:   ./launch.sh recipes/training/train_data_pipeline.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 4 recipes/training/train_data_pipeline.py [--graph]
+Run:   ./launch.sh recipes/pipelines/train_data_pipeline.py [--graph]
+       python -m oneflow.distributed.launch --nproc_per_node 4 recipes/pipelines/train_data_pipeline.py [--graph]
 Use it when the batch alone cannot feed all ranks and links are slow: put each stage inside a host.
 Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
 """

@@ -6,13 +6,14 @@
     w0         (4, 8)                         whole      nothing    B
     w1         (8, 4)                         nothing    whole      B
 
-With one batch, one stage works at a time. A graph cuts the batch into m micro-batches, and stage 0 takes the next while
-stage 1 has the first: the bubble, when stages wait, is (n-1)/(m+n-1) of the time; the weights come out the same. Eager
-mode takes one micro-batch after the other through all stages: the same values, without overlap.
+With one batch, one stage works at a time. Cut into m micro-batches, stage 0 takes the next while stage 1 has the first:
+the bubble, when stages wait, is (n-1)/(m+n-1) of the time; the weights come out the same. Eager mode runs GPipe: first
+forward of all micro-batches, then backward, and a stage holds what backward needs of all m. In a graph it holds a fixed
+number of them. pipeline_schedules.py has other orders, such as 1F1B.
 
 Moves: forward each stage's output, backward its gradient, (batch, hidden) between neighbours, for any m.
-Run:   ./launch.sh recipes/training/train_pipeline.py [--graph] [--micro-batches 4]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/training/train_pipeline.py [--graph]
+Run:   ./launch.sh recipes/pipelines/train_pipeline.py [--graph] [--micro-batches 4]
+       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/pipelines/train_pipeline.py [--graph]
 Use it when there are many layers, or links are slow: it moves the least. Choose m several times n.
 Source: Y. Huang et al., "GPipe", arXiv:1811.06965.
 """
@@ -102,8 +103,7 @@ def main():
     _, alone = train([flow.placement(args.device, [0])] * n, args.graph, micro_batches=m)  # on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if rank == 0:
-        idle = f"{(n - 1) / (m + n - 1):.0%} in a graph; in eager mode {(n - 1) / n:.0%}, as with m = 1"
-        print(f"pipeline bubble, (n-1)/(m+n-1) with n = {n} and m = {m}: {idle}")
+        print(f"pipeline bubble, (n-1)/(m+n-1) with n = {n} and m = {m}: {(n - 1) / (m + n - 1):.0%} of the time")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 

@@ -1,0 +1,274 @@
+"""Pipeline schedules: the order of the calls is the schedule.
+
+    loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0     rank 1     SBP
+    x0         (2, 4)                         whole      nothing    B
+    y0         (2, 4)                         nothing    whole      B
+    w0         (4, 8)                         whole      nothing    B
+    w1         (8, 4)                         nothing    whole      B
+
+x0, y0: micro-batch 0 of 4. An eager rank runs its own calls in the order of the program and skips all others. So a
+schedule is a table of calls, a row a rank: F forward, B backward; or in place of B first I, the gradient of the input,
+for which the stage before waits, and later W, that of the weight. n ranks, m micro-batches; I and W take as long as F:
+    gpipe          all F, then all B             waits (n-1)/(m+n-1)      rank k holds m micro-batches
+    1f1b           F and B in turn               waits (n-1)/(m+n-1)      n-k
+    zero_bubble    1f1b, with W in the pauses    waits (n-1)/(3m+n-1)     n
+Moves: forward each stage's output, backward its gradient, (batch, hidden) between neighbours, in any schedule.
+Run:   ./launch.sh recipes/pipelines/pipeline_schedules.py [--schedule gpipe] [--table FILE] [--measure]
+       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/pipelines/pipeline_schedules.py
+Use it to choose when a rank waits and what it holds. It needs eager mode; in an nn.Graph OneFlow chooses the order.
+Source: GPipe, arXiv:1811.06965; 1F1B, arXiv:2006.09503; zero bubble, ZB-H1 in arXiv:2401.10241.
+"""
+
+import argparse
+import pathlib
+import re
+import time
+
+import numpy as np
+import oneflow as flow
+
+WORLD_SIZES = range(2, 9)  # numbers of ranks; launch.sh refuses others
+
+
+class Stage(flow.nn.Module):
+    """relu(x @ w), the last stage x @ w. `backward` computes the gradient of x alone, `weight_backward` that of w."""
+
+    def __init__(self, w, ranks, last):
+        super().__init__()
+        self.w = flow.nn.Parameter(flow.tensor(w, placement=ranks, sbp=flow.sbp.broadcast))
+        self.ranks = ranks
+        self.last = last
+        self.pending = {}  # micro-batch -> what the gradient of w needs
+
+    def forward(self, x, micro_batch):
+        def keep(grad):
+            self.pending[micro_batch] = x.detach(), grad
+
+        out = flow.matmul(x, self.w.detach())
+        out.register_hook(keep)
+        return out if self.last else flow.relu(out)
+
+    def weight_backward(self, micro_batch):
+        x, grad = self.pending.pop(micro_batch)
+        w_grad = flow.matmul(x, grad, transpose_a=True)
+        self.w.grad = w_grad if self.w.grad is None else self.w.grad + w_grad
+
+
+def gpipe(n, micro_batches):
+    """A row for each rank: its calls, (operation, stage, micro-batch), in its order."""
+    return [[(op, k, m) for op in "FB" for m in range(micro_batches)] for k in range(n)]
+
+
+def one_f_one_b(n, micro_batches):
+    table = []
+    for k in range(n):
+        forward = [("F", k, m) for m in range(micro_batches)]
+        row = forward[: n - 1 - k]  # until the first micro-batch comes back
+        for m in range(micro_batches):
+            row += forward[n - 1 - k + m :][:1]
+            row.append(("B", k, m))
+        table.append(row)
+    return table
+
+
+def zero_bubble(n, micro_batches):
+    """1F1B in which stage k computes the gradient of its weight k micro-batches late."""
+    table = []
+    for k, row in enumerate(one_f_one_b(n, micro_batches)):
+        calls = []
+        for op, _, m in row:
+            if op == "F":
+                calls.append(("F", k, m))
+            else:
+                calls.append(("I", k, m))
+                if m >= k:
+                    calls.append(("W", k, m - k))
+        calls += [("W", k, m) for m in range(max(micro_batches - k, 0), micro_batches)]
+        table.append(calls)
+    return table
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}
+
+
+def read_table(text, n):
+    """The table of n lines that a reader has written, a line for each rank, such as F0 F1 B0 B1; raises ValueError."""
+    lines = text.splitlines()
+    if len(lines) != n:
+        raise ValueError(f"{len(lines)} lines for {n} ranks; it takes a line for each rank")
+    table = []
+    for k, line in enumerate(lines):
+        words = [word for word in line.split() if word != "."]
+        for word in words:
+            if not re.fullmatch(r"[FBIW]\d+", word):
+                raise ValueError(f"line {k + 1}: {word} is not F, B, I or W and a number, such as F0")
+        table.append([(word[0], k, int(word[1:])) for word in words])
+    check(table)
+    return table
+
+
+def check(table):
+    """Raises ValueError if a rank lacks a call, repeats one, or waits for a call that waits for it."""
+    micro_batches = 1 + max((m for row in table for _, _, m in row), default=0)
+    for k, row in enumerate(table):
+        for m in range(micro_batches):
+            calls = " ".join(op for op, _, i in row if i == m)
+            if calls not in ("F B", "F I W"):
+                raise ValueError(f"rank {k} has {calls or 'nothing'} for micro-batch {m}; it takes F B or F I W")
+    in_turns(table)
+
+
+def in_turns(table):
+    """What the ranks do at the same time, turn by turn: the call of each rank, or None where it waits.
+
+    Raises ValueError if no rank can go on.
+    """
+    last = max(k for row in table for _, k, _ in row)
+    rows, done, turns = [list(row) for row in table], set(), []
+    while any(rows):
+        turn = [row[0] if row and needs(row[0], last) <= done else None for row in rows]
+        if not any(turn):
+            stuck = ", ".join(f"{row[0][0]}{row[0][2]} of rank {rank}" for rank, row in enumerate(rows) if row)
+            raise ValueError(f"{stuck}: each of these waits for a call that comes later")
+        for row, call in zip(rows, turn):
+            if call:
+                row.pop(0)
+                done.add(call)
+                done.add(("I" if call[0] == "B" else call[0], *call[1:]))
+        turns.append(turn)
+    return turns
+
+
+def needs(call, last):
+    """The calls that must end before this one. last: the number of the last stage."""
+    op, k, m = call
+    if op == "F":
+        return {("F", k - 1, m)} if k else set()
+    if op == "W":
+        return {("I", k, m)}
+    return {("F", k, m)} | ({("I", k + 1, m)} if k < last else set())
+
+
+def run_step(model, table, x, y):
+    """Make the calls of a table on lists of micro-batches; returns the loss. The gradients of the weights add up."""
+    last, elements = len(model) - 1, sum(part.nelement() for part in y)
+    inputs = {(0, m): part.detach().requires_grad_() for m, part in enumerate(x)}
+    outputs, out_grads, loss = {}, {}, 0
+    for turn in in_turns(table):
+        calls = [call for call in turn if call]
+        for op, k, m in calls:
+            if op == "F":
+                outputs[k, m] = model[k](inputs[k, m], m)
+                if k == last:
+                    outputs[k, m] = flow.nn.functional.mse_loss(outputs[k, m], y[m], reduction="sum") / elements
+                    loss = loss + outputs[k, m].detach()
+            if op in "BI":
+                outputs.pop((k, m)).backward(out_grads.pop((k, m), None))
+            if op in "BW":
+                model[k].weight_backward(m)
+        for op, k, m in calls:  # sends come after what ranks compute meanwhile, so that no rank waits for one too early
+            if op == "F" and k < last:
+                inputs[k + 1, m] = outputs[k, m].detach().to_global(placement=model[k + 1].ranks).requires_grad_()
+            if op in "BI" and k > 0:
+                out_grads[k - 1, m] = inputs.pop((k, m)).grad.to_global(placement=model[k - 1].ranks)
+    return loss
+
+
+def placements(device, n):
+    """The ranks of each stage: one rank a stage."""
+    return [flow.placement(device, [rank]) for rank in range(n)]
+
+
+def make(stages, micro_batches, batch, in_features, hidden_size, out_features):
+    """The model, and the micro-batches of x and y."""
+    features = [in_features, *[hidden_size] * (len(stages) - 1), out_features]
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((batch, in_features), dtype=np.float32)
+    y = rng.standard_normal((batch, out_features), dtype=np.float32)
+    weights = [rng.standard_normal(shape, dtype=np.float32) / 2 for shape in zip(features, features[1:])]
+
+    x = [flow.tensor(part, placement=stages[0], sbp=flow.sbp.broadcast) for part in np.array_split(x, micro_batches)]
+    y = [flow.tensor(part, placement=stages[-1], sbp=flow.sbp.broadcast) for part in np.array_split(y, micro_batches)]
+    last = len(stages) - 1
+    model = flow.nn.Sequential(*[Stage(w, stages[k], last=k == last) for k, w in enumerate(weights)])
+    return model, x, y
+
+
+def train(stages, schedule="1f1b", steps=3, micro_batches=4, batch=8, in_features=4, hidden_size=8, out_features=4):
+    """Train in float32 on a placement for each stage; returns the model and the loss of each step.
+
+    schedule: its name, or a table for these stages and micro-batches.
+    """
+    table = SCHEDULES[schedule](len(stages), micro_batches) if isinstance(schedule, str) else schedule
+    model, x, y = make(stages, micro_batches, batch, in_features, hidden_size, out_features)
+    optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = run_step(model, table, x, y)
+        optimizer.step()
+        losses.append(loss.numpy())  # collective: all ranks call it
+    return model, losses
+
+
+def seconds_of_step(stages, table, micro_batches, size=1024):
+    """The time of a step with larger matrices, without the update: the shortest of six."""
+    model, x, y = make(stages, micro_batches, 64 * micro_batches, size, size, size)
+    seconds = []
+    for _ in range(6):
+        flow.comm.barrier()
+        begin = time.perf_counter()
+        run_step(model, table, x, y)
+        for stage in model:
+            stage.w.grad.to_local().numpy()  # waits until it is computed
+        flow.comm.barrier()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+def describe(table):
+    """A line for each rank: its calls in turns, how often it waits, the micro-batches that it holds at most."""
+    turns = in_turns(table)
+    for rank, row in enumerate(table):
+        calls = [turn[rank] for turn in turns]
+        names = " ".join(f"{call[0]}{call[2]}" if call else ". " for call in calls)
+        held = np.cumsum([1 if op == "F" else -1 if op in "BW" else 0 for op, _, _ in row]).max()
+        yield f"rank {rank}: {names}  waits {calls.count(None) / len(calls):.0%}, holds {held}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    parser.add_argument("--micro-batches", type=int, choices=[1, 2, 3, 4, 6, 8], default=4)
+    parser.add_argument("--table", metavar="FILE", help="your own schedule: a line for each rank, such as F0 F1 B0 B1")
+    parser.add_argument("--measure", action="store_true", help="how long ranks wait; give each rank a core of its own")
+    args = parser.parse_args()
+    n, m = flow.env.get_world_size(), args.micro_batches
+    schedule, table = args.schedule, SCHEDULES[args.schedule](n, m)
+    if args.table:
+        try:
+            schedule = table = read_table(pathlib.Path(args.table).read_text(), n)
+        except (OSError, ValueError) as error:
+            parser.error(f"--table {args.table}: {error}")
+        m = 1 + max(micro_batch for _, _, micro_batch in table[0])
+
+    stages, one_device = placements(args.device, n), [flow.placement(args.device, [0])] * n
+    model, losses = train(stages, schedule, micro_batches=m, batch=max(8, m))
+    rank = flow.env.get_rank()
+    shape, whole = tuple(model[rank].w.to_local().shape), tuple(model[rank].w.shape)
+    print(f"w{rank} {shape} of {whole}, and nothing of other stages")
+    _, alone = train(one_device, schedule, micro_batches=m, batch=max(8, m))  # the same code on a single device
+    np.testing.assert_allclose(losses, alone, rtol=1e-5)
+    if args.measure:
+        together, alone = (seconds_of_step(where, table, m) for where in (stages, one_device))
+    if rank == 0:
+        print(*describe(table), sep="\n")
+        if args.measure:
+            print(f"a step takes {together * 1000:.0f} ms, on one rank {alone * 1000:.0f}: ", end="")
+            print(f"each rank waits or sends {1 - alone / n / together:.0%} of the time")
+        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The chapter of pipelines: stages on ranks of their own, and the order in which they work."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from harness.start.recipe import ROOT
+from tests.cases import figures, reference
+from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, placed, through_stages
+from tests.cases.train import MICRO, UNEVEN
+
+
+@case_of_recipe(
+    {"other": MICRO, "many": {"batch": 9, "micro_batches": 9}},
+    variants=[{"micro_batches": 8}],
+    main=Main(figures=figures.of_pipeline, other_options=["--micro-batches", "4"]),
+)
+def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
+    values = reference.trained(steps=steps, matmul_scale=matmul_scale, layers=n, weights_divided_by=2, **sizes)
+    layout = placed(values, [n - 1], x=("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)})
+    if graph:
+        layout = {name: place for name, place in layout.items() if not name.endswith(" grad")}
+    rows, widths = values["x"].exact.shape[0] // micro_batches, [values[f"w{k}"].exact.shape for k in range(n)]
+    inputs, outputs = ([("B", [k], (rows, widths[k][side])) for k in range(n)] for side in (0, 1))
+    moves = [(("B", [max(k - 1, 0)]), ("B", [k])) for k in range(n)]
+    boundary = values["x"].exact.shape[0] * widths[0][1]
+    return Case(
+        layout,
+        values,
+        in_steps(graph, steps, [(inputs[k], f"w{k}", outputs[k]) for k in range(n)], passes=micro_batches),
+        in_steps(graph, steps, through_stages(graph, moves), passes=micro_batches),
+        reads=[("B", [n - 1])] * steps,
+        stages=[(k, [k]) for k in range(n)],
+        sends=[boundary * ((k < n - 1) + (k > 0)) for k in range(n)],
+    )
+
+
+@case_of_recipe(
+    {"uneven": UNEVEN}, main=Main(figures=partial(figures.blocks, words=", and nothing of the other stage"))
+)
+def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
+    momentum = reference.Optimizer("momentum")
+    values, parts = reference.train_mlp(reference.mlp_inputs(**sizes), momentum, steps, matmul_scale, parts=2)
+    batch, hidden = values["x"].exact.shape[0], values["w0"].exact.shape[1]
+    first, last = [0, 1], [2, 3]
+    layout = placed(values, last, x=("S(0)", first), y="S(0)", w0=("B", first))
+    if graph:
+        layout.update({"w0 grad": ("P", first), "w1 grad": ("P", last)})
+    inner = [("S(0)", ranks, (batch, hidden)) for ranks in (first, last)]
+    return Case(
+        layout,
+        values,
+        in_steps(graph, steps, [("x", "w0", inner[0]), (inner[1], "w1", ("S(0)", last, values["y"].exact.shape))]),
+        in_steps(graph, steps, [(inner[0][:2], inner[1][:2])]),
+        parts if graph else {},
+        reads=[("P", last)] * steps,
+        sends=[values[w].exact.size + hidden * batch / 2 for w in ("w0", "w1") for _ in range(2)],
+    )
+
+
+def one_in_turn(n, micro_batches):
+    """1F1B as a rule: backward where it can, else forward while stage k holds less than n - k micro-batches."""
+    rows, forward, backward = [[] for _ in range(n)], [0] * n, [0] * n
+    while any(count < micro_batches for count in backward):
+        before, after = (
+            [micro_batches, *forward],
+            [*backward, micro_batches],
+        )  # as they are at the beginning of the turn
+        for k in range(n):
+            held = forward[k] - backward[k]
+            if backward[k] < min(forward[k], after[k + 1]) and (k < n - 1 or held):
+                rows[k].append(("B", k, backward[k]))
+                backward[k] += 1
+            elif forward[k] < before[k] and held < n - k:
+                rows[k].append(("F", k, forward[k]))
+                forward[k] += 1
+    return rows
+
+
+def rows_of_schedule(schedule, n, micro_batches):
+    """The calls of each stage in its order, by the rule that the paper states."""
+    if schedule == "gpipe":
+        return [[(op, k, m) for op in "FB" for m in range(micro_batches)] for k in range(n)]
+    rows = one_in_turn(n, micro_batches)
+    if schedule == "1f1b":
+        return rows
+    for k, row in enumerate(rows):  # ZB-H1: W is k micro-batches late
+        late = [("W", k, m) for m in range(micro_batches)]
+        for m in reversed(range(micro_batches)):
+            at = row.index(("B", k, m))
+            row[at : at + 1] = [("I", k, m), *([late[m - k]] if m >= k else [])]
+        row += late[max(micro_batches - k, 0) :]
+    return rows
+
+
+def in_turns(rows, stages):
+    """The calls of all ranks, turn by turn; in a turn, from rank 0 on."""
+    rows, turns, end = [list(row) for row in rows], [], {}
+    while any(rows):
+        turn = []
+        for row in rows:
+            if not row:
+                continue
+            op, k, m = row[0]
+            before = {"F": [("F", k - 1, m)] * (k > 0), "W": [("B", k, m)]}
+            need = before.get(op, [("F", k, m)] + [("B", k + 1, m)] * (k < stages - 1))
+            if all(end.get(call, len(turns)) < len(turns) for call in need):
+                turn.append(row.pop(0))
+        assert turn, "no rank can go on"
+        end.update({("B" if op == "I" else op, k, m): len(turns) for op, k, m in turn})
+        turns.append(turn)
+    return turns
+
+
+def in_order(turns, values, stages, parts, ranks, by_hand):
+    """(matmuls, moves) of a step: each turn computes, and then sends. ranks: those of each stage.
+
+    by_hand: whether the recipe computes the gradients of weights itself.
+    """
+    widths = [values[f"w{k}"].exact.shape for k in range(stages)]
+    matmuls, moves = [], []
+    for turn in turns:
+        for op, k, m in turn:
+            (features, out_features), here = widths[k], ranks[k]
+            x, out = (("B", here, (parts[m], size)) for size in (features, out_features))
+            w = ("B", here, widths[k])
+            if op == "F":
+                matmuls.append((x, w, out))
+            if by_hand and op in "BW":
+                matmuls.append((x, out, w))  # of x, transposed, and the gradient of out
+        for op, k, _ in turn:
+            to = k + 1 if op == "F" else k - 1 if op in "BI" else k
+            if to != k and 0 <= to < stages:
+                moves.append((("B", ranks[k]), ("B", ranks[to])))
+    return matmuls, moves
+
+
+def micro_batches_of(values, count):
+    """The values with x0, x1, ..., y0, y1, ... for x and y, and their numbers of rows."""
+    parts = {name: np.array_split(np.arange(len(values[name].exact)), count) for name in ("x", "y")}
+    split = {f"{name}{m}": values[name][rows] for name in parts for m, rows in enumerate(parts[name])}
+    return {**split, **values}, [len(rows) for rows in parts["x"]]
+
+
+def scheduled(n, rows, ranks, steps, matmul_scale, sizes, by_hand=True):
+    """The case of a table of calls. rows: the calls of each rank; ranks: those of each stage; by_hand: see in_order."""
+    stages, micro_batches = len(ranks), 1 + max(m for _, _, m in rows[0])
+    values = reference.trained(steps=steps, matmul_scale=matmul_scale, layers=stages, weights_divided_by=2, **sizes)
+    boundary = values["x"].exact.shape[0] * values["w0"].exact.shape[1]
+    values, parts = micro_batches_of(values, micro_batches)
+    del values["x"], values["y"]
+    places = {name: ("B", ranks[0 if name.startswith("x") else -1]) for name in values if name[0] in "xy"}
+    layout = placed(values, ranks[-1], **places, **{f"w{k}": ("B", ranks[k]) for k in range(stages)})
+    matmuls, moves = in_order(in_turns(rows, stages), values, stages, parts, ranks, by_hand)
+    borders = [[*ranks[k], *ranks[k + 1]] for k in range(stages - 1)]
+    return Case(
+        layout,
+        values,
+        matmuls * steps,
+        moves * steps,
+        reads=[("B", ranks[-1])] * steps,
+        sends=[boundary * sum(rank in border for border in borders) for rank in range(n)],
+    )
+
+
+OWN_TABLE = str(ROOT / "tests" / "data" / "pipeline_table.txt")
+WRONG_TABLES = {
+    "lines": "F0 B0\n",
+    "word": "F0 F1 B0 B1\nF0 B0 F1 X1\n",
+    "missing": "F0 F1 B0 B1\nF0 B0 F1\n",
+    "late": "F0 B0 F1 B1\nF1 F0 B1 B0\n",
+}
+
+
+def wrong_tables(folder):
+    for name, text in WRONG_TABLES.items():
+        (Path(folder) / name).write_text(text)
+
+
+def most_held(row):
+    """For how many micro-batches a rank holds activations at most: from F to B or W."""
+    counts = np.cumsum([{"F": 1, "I": 0}.get(op, -1) for op, _, _ in row])
+    return int(counts.max())
+
+
+def drawn_rows(rows, stages, name_of):
+    """How main prints a table: a line for each rank."""
+    turns = in_turns(rows, stages)
+    for rank, row in enumerate(rows):
+        calls = [next((call for call in turn if call in row), None) for turn in turns]
+        empty = " " * (len(name_of(row[0])) - 1)
+        names = " ".join(name_of(call) if call else f".{empty}" for call in calls)
+        yield f"rank {rank}: {names}  waits {100 * calls.count(None) / len(calls):.0f}%, holds {most_held(row)}"
+
+
+def lines_of_schedule(n, rank, facts, graph, report):
+    call = figures.computing(report)[0]
+    rows = rows_of_schedule(call["schedule"], n, call["micro_batches"])
+    table = list(drawn_rows(rows, n, lambda call: f"{call[0]}{call[2]}")) if rank == 0 else []
+    return [*figures.blocks(n, rank, facts, graph, report, ", and nothing of other stages"), *table]
+
+
+def lines_of_chunks(n, rank, facts, graph, report):
+    call = figures.computing(report)[0]
+    m, chunks = call["rounds"] * n, call["chunks"]
+    here = [f"w{rank + chunk * n}" for chunk in range(chunks)]
+    rows = rows_of_chunks(n, m, chunks)
+    table = list(drawn_rows(rows, n * chunks, lambda call: f"{call[0]}{call[2]}{'abcd'[call[1] // n]}"))
+    table.append(
+        f"F0a is forward of micro-batch 0 in chunk a; with one chunk a rank waits {100 * (n - 1) / (m + n - 1):.0f}%"
+    )
+    return [f"rank {rank} holds {', '.join(here)}", *(table if rank == 0 else [])]
+
+
+@case_of_recipe(
+    {
+        "other": {**UNEVEN, "micro_batches": 3, "schedule": "zero_bubble"},
+        "gpipe": {"schedule": "gpipe"},
+        "1f1b": {**UNEVEN, "micro_batches": 6},
+        "few": {"micro_batches": 1},
+    },
+    every_size=True,
+    main=Main(
+        figures=lines_of_schedule,
+        values={"table": [OWN_TABLE]},
+        elsewhere={"table": "it is the argument schedule", "measure": "its steps are larger"},
+        not_printed=["a step takes", "each rank waits or sends"],
+        make_files=wrong_tables,
+        refused=[f"--table FOLDER/{name}" for name in (*WRONG_TABLES, "no_file")],
+        other_options=["--schedule", "zero_bubble", "--micro-batches", "3"],
+    ),
+)
+def pipeline_schedules(n, graph=False, schedule="1f1b", steps=3, micro_batches=4, matmul_scale=1.0, **sizes):
+    rows = rows_of_schedule(schedule, n, micro_batches)
+    return scheduled(n, rows, [[k] for k in range(n)], steps, matmul_scale, sizes)
+
+
+def rows_of_chunks(n, micro_batches, chunks):
+    """Megatron-LM's order: units of work by group of n micro-batches, then by chunk, then by micro-batch."""
+    rows = []
+    for rank in range(n):
+        units = [(m, chunk) for m in range(micro_batches) for chunk in range(chunks)]
+        ahead = sorted(units, key=lambda unit: (unit[0] // n, unit[1], unit[0]))
+        back = sorted(units, key=lambda unit: (unit[0] // n, -unit[1], unit[0]))
+        forward, backward = ([(op, c * n + rank, m) for m, c in order] for op, order in (("F", ahead), ("B", back)))
+        warm_up = min(2 * (n - 1 - rank) + (chunks - 1) * n, len(units))
+        both = [call for pair in zip(forward[warm_up:], backward) for call in pair]
+        rows.append([*forward[:warm_up], *both, *backward[len(units) - warm_up :]])
+    return rows
+
+
+@case_of_recipe(
+    {"other": {**UNEVEN, "batch": 13, "rounds": 3, "chunks": 3}, "one chunk": {"chunks": 1}},
+    main=Main(figures=lines_of_chunks, other_options=["--chunks", "3", "--rounds", "1"]),
+)
+def interleaved_pipeline(n, graph=False, chunks=2, steps=3, rounds=2, batch=24, matmul_scale=1.0, **sizes):
+    ranks = [[stage % n] for stage in range(n * chunks)]
+    rows = rows_of_chunks(n, rounds * n, chunks)
+    return scheduled(n, rows, ranks, steps, matmul_scale, {"batch": batch, **sizes}, by_hand=False)

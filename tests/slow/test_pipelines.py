@@ -1,0 +1,138 @@
+"""Pipeline schedules: every size, orders drawn at random, tables of a user, and what ranks hold and wait."""
+
+import random
+import re
+
+import pytest
+
+from harness.pool import Pool
+from harness.start.recipe import HARNESS, path_of
+from tests.cases import ROOT, pipelines, reference
+from tests.cases.ladder import OBSERVE, Checks, assert_close
+from tests.jobs import launch
+
+ON_RANK = str(ROOT / "tests" / "on_rank_pipelines.py")
+SIZES = [(n, m) for n in range(2, 9) for m in range(1, 13)]
+MEMORY = f"{HARNESS / 'measure' / 'rank_memory.py'}:memory"
+
+
+def tables(pools, name, function, sizes):
+    return pools(2).call(f"{ON_RANK}:tables", path=str(path_of(name)), function=function, sizes=sizes)[0]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
+def test_schedules_of_every_size_are_those_of_the_papers(pools, name):
+    function = {"1f1b": "one_f_one_b"}.get(name, name)
+    for (n, m), table in zip(SIZES, tables(pools, "pipeline_schedules", function, SIZES)):
+        rows = pipelines.rows_of_schedule(name, n, m)
+        Checks.equal(table, rows, name, n, m)
+        turns = pipelines.in_turns(rows, n)
+        calls = {"zero_bubble": 3}.get(name, 2) * m
+        if m >= n:  # the papers assume it
+            Checks.equal(len(turns) - calls, {"zero_bubble": n - 1}.get(name, 2 * (n - 1)), "turns that a rank waits")
+        for k, row in enumerate(rows):
+            wanted = {"gpipe": m, "1f1b": min(n - k, m), "zero_bubble": min(n, m)}[name]
+            Checks.equal(pipelines.most_held(row), wanted, name, n, m, "micro-batches that rank", k, "holds")
+
+
+def test_chunks_of_every_size_wait_as_the_paper_says(pools):
+    sizes = [(n, n * rounds, chunks) for n in range(2, 9) for rounds in range(1, 5) for chunks in range(1, 5)]
+    for (n, m, chunks), table in zip(sizes, tables(pools, "interleaved_pipeline", "interleaved", sizes)):
+        rows = pipelines.rows_of_chunks(n, m, chunks)
+        Checks.equal(table, rows, n, m, chunks)
+        waits = len(pipelines.in_turns(rows, n * chunks)) - 2 * m * chunks
+        Checks.equal(waits, 2 * (n - 1), "turns that a rank waits")
+
+
+def random_rows(rng, n, m):
+    """The calls of n stages in an order that is legal, and else anything."""
+    halves = [[rng.random() < 0.5 for _ in range(m)] for _ in range(n)]
+    left = {("F", k, i) for k in range(n) for i in range(m)}
+    done, rows = set(), [[] for _ in range(n)]
+    while left:
+        legal = [call for call in left if needed(call, n) <= done]
+        op, k, i = call = rng.choice(sorted(legal))
+        left.remove(call)
+        rows[k].append(call)
+        done.add(("I" if op == "B" else op, k, i))
+        if op == "F":
+            left.add(("I" if halves[k][i] else "B", k, i))
+        if op == "I":
+            left.add(("W", k, i))
+    return rows
+
+
+def needed(call, n):
+    op, k, i = call
+    if op == "F":
+        return {("F", k - 1, i)} if k else set()
+    return {("F", k, i)} | ({("I", k + 1, i)} if op in "BI" and k < n - 1 else set())
+
+
+@pytest.mark.parametrize("n, count", [(2, 80), (3, 60), (4, 60)])
+def test_any_legal_order_gives_the_values_of_a_single_device(pools, n, count):
+    rng = random.Random(n)
+    for _ in range(count):
+        m = rng.randint(1, 6)
+        values = reference.trained(steps=2, layers=n, weights_divided_by=2)
+        sizes = {"schedule": random_rows(rng, n, m), "micro_batches": m, "steps": 2}
+        seen = pools(n).call(OBSERVE, path=str(path_of("pipeline_schedules")), names=["losses", "new w0"], **sizes)
+        for result in seen:
+            assert_close(result["arrays"]["losses"], values["losses"], sizes, "losses")
+            assert_close(result["tensors"]["new w0"]["value"], values["new w0"], sizes, "new w0")
+
+
+def test_a_table_of_the_reader_runs_and_is_drawn():
+    job = launch("-n", 2, path_of("pipeline_schedules"), "--table", pipelines.OWN_TABLE)
+    assert job.code == 0, job.out
+    lines = [line for line in job.out.splitlines() if "rank " in line]
+    assert lines == [
+        "[0] rank 0: F0 F1 .  B0 F2 .  I1 .  B2 W1  waits 30%, holds 2",
+        "[0] rank 1: .  F0 I0 W0 F1 B1 F2 B2 .  .   waits 30%, holds 1",
+    ]
+
+
+def test_measure_says_how_long_a_step_takes():
+    job = launch("-n", 2, path_of("pipeline_schedules"), "--measure")
+    assert job.code == 0, job.out
+    assert re.search(r"a step takes \d+ ms, on one rank \d+: each rank waits or sends -?\d+% of the time", job.out)
+
+
+ROWS, HIDDEN, MICRO_BATCHES = 2048, 1024, 8
+LARGE = {"batch": MICRO_BATCHES * ROWS, "in_features": 16, "hidden_size": HIDDEN, "out_features": 16, "steps": 1}
+
+
+def peaks(n, name, **arguments):
+    """The peak of each rank, on new ranks, in which no memory is left over."""
+    with Pool(n, repeat=True) as pool:
+        results = pool.call(MEMORY, path=str(path_of(name)), keywords={**LARGE, **arguments})
+    return [result["peak"] for result in results]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_ranks_hold_the_micro_batches_of_the_formula(n):
+    """GPipe holds m micro-batches, 1F1B n-k on rank k, zero bubble n: what a rank saves by that shows in its peak."""
+    sizes = {"micro_batches": MICRO_BATCHES}
+    gpipe, *others = (
+        peaks(n, "pipeline_schedules", schedule=name, **sizes) for name in ("gpipe", "1f1b", "zero_bubble")
+    )
+    held = [n - k for k in range(n)], [n] * n
+    for name, other, count in zip(("1f1b", "zero_bubble"), others, held):
+        for k in range(n):
+            tensors = (k > 0) + (
+                k < n - 1
+            )  # input and output of (rows, hidden); the first and the last have a small one
+            saved = (MICRO_BATCHES - count[k]) * tensors * 4 * ROWS * HIDDEN
+            less = gpipe[k] - other[k]
+            Checks.that(less >= 0.75 * saved, name, "rank", k, "saves", less, "bytes and must save", saved)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_graph_holds_a_fixed_number_of_micro_batches(n):
+    """With twice as many, of the same size, no rank's peak rises by what eight more of them would take."""
+    few, many = (
+        peaks(n, "train_pipeline", graph=True, micro_batches=m, **{**LARGE, "batch": m * ROWS, "steps": 2})
+        for m in (8, 16)
+    )
+    for k in range(n):
+        Checks.that(many[k] - few[k] < 8 * ROWS * HIDDEN * 4 / 2, "rank", k, few[k], many[k])
