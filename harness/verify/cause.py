@@ -32,23 +32,23 @@ TOO_SMALL = (
 LOOKED_AT = 40  # values before the difference: what it was computed from is among them
 
 
-def cause_of(comparison, many, again):
+def cause_of(comparison, parallel, again):
     """The likely cause of the first difference, in one line, or None.
 
-    many, again: the Run on n ranks, and a second one.
+    parallel, again: the Run on n ranks, and a second one.
     """
     first = comparison.first
     for look in SIGNATURES:
-        words = look(first, comparison, many, again)
+        words = look(first, comparison, parallel, again)
         if words:
             return words
     return wrong_on_some_ranks(first) or where_it_is(first, comparison)
 
 
-def from_run_to_run(first, comparison, many, again):
-    if first.key not in again or first.many is None:
+def from_run_to_run(first, comparison, parallel, again):
+    if first.key not in again or first.parallel is None:
         return None
-    before, now = (comparable(run, first.key) for run in (many, again))
+    before, now = (comparable(run, first.key) for run in (parallel, again))
     if before is None or now is None or difference(before, now) <= first.rounding:
         return None
     if first.value.facts.get("micro_batches", 1) > 1:
@@ -56,7 +56,7 @@ def from_run_to_run(first, comparison, many, again):
     return "it differs from run to run: random numbers without a seed, or ranks that do not wait for each other"
 
 
-def copies_apart(first, comparison, many, again):
+def copies_apart(first, comparison, parallel, again):
     if not first.apart:
         return None
     a, b, _ = first.apart[0]
@@ -69,112 +69,112 @@ def copies_apart(first, comparison, many, again):
     return f"{words}: weight[ids] has such a gradient ({ROWS}), or a line changes what only its own rank holds"
 
 
-def parameter_in_p(first, comparison, many, again):
+def parameter_in_p(first, comparison, parallel, again):
     if first.key.kind != "parameter" or "P" not in first.value.layout.axes:
         return None
     return f"a parameter in P is not one that optimizers can update ({PARAMETER})"
 
 
-def fraction_lost(first, comparison, many, again):
+def fraction_lost(first, comparison, parallel, again):
     """A tensor in P of whole numbers, which is less than it must be by less than 1 for each rank."""
-    if first.value.layout.sbp != "P" or first.many.dtype.kind != "i":
+    if first.value.layout.sbp != "P" or first.parallel.dtype.kind != "i":
         return None
     if first.error >= len(first.value.layout.members):
         return None
     return f"a cast to integers drops the fraction of each rank's part of a tensor in P ({CAST})"
 
 
-def norm_of_shards(first, comparison, many, again):
+def norm_of_shards(first, comparison, parallel, again):
     """A tensor in P whose parts are the norms of the shards: the norm is the root of the sum of their squares."""
-    if first.value.layout.sbp != "P" or first.many.dtype.kind != "f":
+    if first.value.layout.sbp != "P" or first.parallel.dtype.kind != "f":
         return None
-    squares = sum(block.astype(np.float64) ** 2 for block in many.blocks(first.key).values())
-    if difference(np.sqrt(squares), first.one) > max(first.rounding, 1e-5 * abs(first.one).max(initial=0)):
+    squares = sum(block.astype(np.float64) ** 2 for block in parallel.blocks(first.key).values())
+    if difference(np.sqrt(squares), first.alone) > max(first.rounding, 1e-5 * abs(first.alone).max(initial=0)):
         return None
     return f"it is the sum of the norms of the shards, and not the norm ({NORM})"
 
 
-def unequal_micro_batches(first, comparison, many, again):
+def unequal_micro_batches(first, comparison, parallel, again):
     if first.key.kind != "graph output" or first.value.facts.get("micro_batches", 1) < 2:
         return None
     words = "micro-batch i is the i-th part of each rank's rows, so that padding counts otherwise than on one rank"
     return f"{words} ({TRAITS})"
 
 
-def not_a_number(first, comparison, many, again):
-    if first.many.dtype.kind != "f" or not np.isnan(first.many).any() or np.isnan(first.one).any():
+def not_a_number(first, comparison, parallel, again):
+    if first.parallel.dtype.kind != "f" or not np.isnan(first.parallel).any() or np.isnan(first.alone).any():
         return None
-    return f"it has NaN on {many.world_size} ranks alone: amax, max or logsumexp of a tensor in P has ({LARGEST})"
+    return f"it has NaN on {parallel.world_size} ranks alone: amax, max or logsumexp of a tensor in P has ({LARGEST})"
 
 
-def factor(first, comparison, many, again):
+def factor(first, comparison, parallel, again):
     """The value is that of one rank times a number of ranks, or divided by it."""
-    sizes = {many.world_size, *first.value.layout.grid.shape} - {1}
-    one, n_ranks = first.one.astype(np.float64), first.many.astype(np.float64)
+    sizes = {parallel.world_size, *first.value.layout.grid.shape} - {1}
+    alone, n_ranks = first.alone.astype(np.float64), first.parallel.astype(np.float64)
     for size in sorted(sizes, reverse=True):
-        if difference(n_ranks, one * size) <= first.rounding * size:
+        if difference(n_ranks, alone * size) <= first.rounding * size:
             return f"{size} times too large: {TOO_LARGE}"
-        if difference(n_ranks * size, one) <= first.rounding * size:
+        if difference(n_ranks * size, alone) <= first.rounding * size:
             return f"{size} times too small: {TOO_SMALL}"
     return None
 
 
-def order_of_shards(first, comparison, many, again):
+def order_of_shards(first, comparison, parallel, again):
     """The blocks of the ranks are right, and stand in another order."""
     layout = first.value.layout
     if layout.sbp == "local" or len(layout.axes) > 1 or not isinstance(parse(layout.sbp)[0], Split):
         return None
     dim, n = parse(layout.sbp)[0].dim, len(layout.members)
-    if n > 4 or first.one.shape[dim] % n:
+    if n > 4 or first.alone.shape[dim] % n:
         return None
-    blocks = np.split(first.one, n, axis=dim)
+    blocks = np.split(first.alone, n, axis=dim)
     for order in itertools.permutations(range(n)):
         moved = np.concatenate([blocks[i] for i in order], axis=dim)
-        if list(order) != list(range(n)) and difference(first.many, moved) <= first.rounding:
+        if list(order) != list(range(n)) and difference(first.parallel, moved) <= first.rounding:
             there = in_words(layout.members[i] for i in order)
             words = f"ranks {in_words(layout.members)} hold the blocks of {there}"
             return f"{words}: OneFlow sorts the ranks of a placement ({ORDER})"
     return None
 
 
-def another_order(first, comparison, many, again):
+def another_order(first, comparison, parallel, again):
     """The numbers are right, up to their signs, and stand in other places."""
-    if first.one.size < 2 or first.one.dtype.kind == "b":
+    if first.alone.size < 2 or first.alone.dtype.kind == "b":
         return None
-    in_order = [np.sort(np.abs(array), axis=None) for array in (first.many, first.one)]
+    in_order = [np.sort(np.abs(array), axis=None) for array in (first.parallel, first.alone)]
     if difference(*in_order) > first.rounding:
         return None
     words = "the numbers are right and stand in other places"
     return f"{words}: stack of a split tensor has such a gradient ({STACK})" if "gradient" in first.key.kind else words
 
 
-def missing_ranks(first, comparison, many, again):
+def missing_ranks(first, comparison, parallel, again):
     """The value is the addend of some ranks of a tensor in P, where it should be that of all."""
     for key in reversed(comparison.agreeing[-LOOKED_AT:]):
-        value = many[key]
+        value = parallel[key]
         if value.shape != first.value.shape or not any(isinstance(sbp, Partial) for sbp in parse_or_none(value)):
             continue
-        blocks = many.blocks(key)
+        blocks = parallel.blocks(key)
         if any(block.shape != value.shape for block in blocks.values()):
             continue
         for count in range(1, len(blocks)):
             for ranks in itertools.combinations(blocks, count):
-                if difference(first.many, sum(blocks[rank] for rank in ranks)) <= first.rounding:
+                if difference(first.parallel, sum(blocks[rank] for rank in ranks)) <= first.rounding:
                     who = f"rank {in_words(ranks)}"
                     return f"it is the part of {who} of a tensor in P, which is a sum over all ranks ({PART})"
     return None
 
 
-def statistics_of_a_shard(first, comparison, many, again):
+def statistics_of_a_shard(first, comparison, parallel, again):
     """On each rank the block is off by a factor and a constant for each feature: it was normalized by itself."""
     value = first.value
     if value.layout.sbp == "local" or not any(isinstance(sbp, Split) for sbp in parse(value.layout.sbp)):
         return None
-    if first.one.ndim < 2 or first.key.kind not in ("output", "graph output"):
+    if first.alone.ndim < 2 or first.key.kind not in ("output", "graph output"):
         return None
     for rank in value.layout.members:
         part = tuple(slice(*bounds) for bounds in value.layout.block(value.shape, rank))
-        right, seen = (columns_of(array[part]) for array in (first.one, first.many))
+        right, seen = (columns_of(array[part]) for array in (first.alone, first.parallel))
         if len(right) < 3:
             return None
         mean, spread = right.mean(0), right.std(0)
@@ -197,7 +197,7 @@ def wrong_on_some_ranks(first):
     wrong = []
     for rank in layout.members:
         part = tuple(slice(*bounds) for bounds in layout.block(first.value.shape, rank))
-        if difference(first.many[part], first.one[part]) > first.rounding:
+        if difference(first.parallel[part], first.alone[part]) > first.rounding:
             wrong.append(rank)
     if len(wrong) == len(layout.members):
         return None

@@ -48,22 +48,22 @@ def observed(call, ranks, folder, **arguments):
     return Run(folder, ranks), answers[0]
 
 
-def on_one_rank(call, folder, many, **arguments):
+def on_one_rank(call, folder, parallel, **arguments):
     """(the Run of a script on one rank, the number of ranks that it was told). Raises CannotVerify.
 
-    It is told 1, so that factors of n are checked too, and if it then makes other entries, the n of the run `many`.
+    It is told 1, so that factors of n are checked too, and if it then makes other entries, the n of the run `parallel`.
     """
     reasons = {}
-    for told in dict.fromkeys((1, many.world_size)):
-        told_so = {"world_size": told, "strict": told == 1}
+    for told_size in dict.fromkeys((1, parallel.world_size)):
+        told_so = {"world_size": told_size, "strict": told_size == 1}
         try:
-            run, cannot = observed(call, 1, folder / f"told {told}", **told_so, **arguments)
+            run, cannot = observed(call, 1, folder / f"told {told_size}", **told_so, **arguments)
         except PoolError as error:
             cannot = shortened(error, arguments["script"]["path"])
         if cannot is None:
-            return run, told
-        reasons[told] = cannot
-    raise CannotVerify(f"on one rank the script does something else: {reasons[many.world_size]}")
+            return run, told_size
+        reasons[told_size] = cannot
+    raise CannotVerify(f"on one rank the script does something else: {reasons[parallel.world_size]}")
 
 
 def findings(options, call=None):
@@ -79,15 +79,15 @@ def findings(options, call=None):
     single = script if options.against is None else single_device(options.against)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        many, _ = observed(call, options.nproc_per_node, folder / "many", script=script, steps=options.steps)
-        refuse_random(many)
-        arguments = {"script": single, "steps": options.steps, "replay": (str(many.folder), many.world_size)}
+        parallel, _ = observed(call, options.nproc_per_node, folder / "parallel", script=script, steps=options.steps)
+        refuse_random(parallel)
+        arguments = {"script": single, "steps": options.steps, "replay": (str(parallel.folder), parallel.world_size)}
         if options.against is None:
-            one, told = on_one_rank(call, folder, many, **arguments)
-            arguments.update(world_size=told, strict=told == 1)
+            alone, told_size = on_one_rank(call, folder, parallel, **arguments)
+            arguments.update(world_size=told_size, strict=told_size == 1)
         else:
-            (one, _), told = observed(call, 1, folder / "single", **arguments), 1
-            refuse_random(one)
+            (alone, _), told_size = observed(call, 1, folder / "single", **arguments), 1
+            refuse_random(alone)
 
         def nudged(seed):
             run, cannot = observed(call, 1, folder / f"nudged {seed}", nudge=seed, **arguments)
@@ -98,15 +98,15 @@ def findings(options, call=None):
         with ThreadPoolExecutor(threads) as executor:
             others = list(executor.map(nudged, NUDGES))
         matching = pairs_of if options.against is None else pairs_by_name
-        comparison = compare(many, one, others, *matching(many, one))
+        comparison = compare(parallel, alone, others, *matching(parallel, alone))
         if not comparison.agreeing and not comparison.differing:
             raise CannotVerify(NOTHING)
         cause = None
         if comparison.first:
             again, _ = observed(call, options.nproc_per_node, folder / "again", script=script, steps=options.steps)
-            cause = cause_of(comparison, many, again)
-        wrong = [*wrong_entries(many), *other_parameters(one)]
-        return Findings(options, told, comparison, cause, wrong, suspicious(many, one))
+            cause = cause_of(comparison, parallel, again)
+        wrong = [*wrong_entries(parallel), *other_parameters(alone)]
+        return Findings(options, told_size, comparison, cause, wrong, suspicious(parallel, alone))
 
 
 def single_device(command):
@@ -120,9 +120,9 @@ def single_device(command):
     return {"path": str(Path(path).resolve()), "module": None, "argv": arguments}
 
 
-def refuse_random(many):
+def refuse_random(parallel):
     """Raises CannotVerify if a run has drawn random numbers that cannot be replayed."""
-    random = [place for facts in many.facts for place in facts["random"]]
+    random = [place for facts in parallel.facts for place in facts["random"]]
     if random:
         where, what = random[0]
         advice = "set its p to 0 for this" if what == "dropout" else "draw them before, as a tensor with a placement"

@@ -32,8 +32,8 @@ class Outcome:
     value: Value
     error: float
     rounding: float
-    many: np.ndarray = None  # the whole value on n ranks
-    one: np.ndarray = None  # and on one
+    parallel: np.ndarray = None  # the whole value on n ranks
+    alone: np.ndarray = None  # and on one
     apart: list = field(default_factory=list)
 
 
@@ -55,17 +55,17 @@ class Comparison:
         return self.differing[0] if self.differing else None
 
 
-def pairs_of(many, one):
-    """([(key in `many`, key in `one`)] of values that are the same one, number of others in `many`)."""
-    times = [Counter(key[:3] for key in run.keys) for run in (many, one)]
-    pairs = [(key, key) for key in many.keys if times[0][key[:3]] == times[1][key[:3]] and key in one]
-    return pairs, len(many.keys) - len(pairs)
+def pairs_of(parallel, alone):
+    """([(key in `parallel`, key in `alone`)] of values that are the same one, number of others in `parallel`)."""
+    times = [Counter(key[:3] for key in run.keys) for run in (parallel, alone)]
+    pairs = [(key, key) for key in parallel.keys if times[0][key[:3]] == times[1][key[:3]] and key in alone]
+    return pairs, len(parallel.keys) - len(pairs)
 
 
-def pairs_by_name(many, one):
+def pairs_by_name(parallel, alone):
     """The same for two different scripts: values of the same kind, module or parameter, in the same order."""
     numbered = []
-    for run in (many, one):
+    for run in (parallel, alone):
         seen, keys = Counter(), {}
         for key in run.keys:
             if key.kind in BY_NAME:
@@ -78,26 +78,26 @@ def pairs_by_name(many, one):
     return pairs, len(numbered[0]) - len(pairs)
 
 
-def compare(many, one, nudged, pairs, skipped):
-    """The Comparison of two Runs. nudged: Runs like `one`, whose entries were changed in their last bit.
+def compare(parallel, alone, nudged, pairs, skipped):
+    """The Comparison of two Runs. nudged: Runs like `alone`, whose entries were changed in their last bit.
 
     pairs, skipped: of pairs_of or pairs_by_name.
     """
     agreeing, differing, kinks = [], [], 0
     undetermined = {}  # name of a parameter -> where its gradient may have any sign
-    relative = relative_rounding(one, nudged, [pair[1] for pair in pairs])
-    modes = [any(key.kind == "graph output" for key in run.keys) for run in (many, one)]
+    relative = relative_rounding(alone, nudged, [pair[1] for pair in pairs])
+    modes = [any(key.kind == "graph output" for key in run.keys) for run in (parallel, alone)]
     if modes[0] != modes[1]:
         parameters = [key for key in relative if key[0] == "parameter"]
         relative.update({key: max(relative[key], GRAPH_AND_EAGER) for key in parameters})
     for key, key_of_one in pairs:
-        value = many[key]
-        of_many, of_one = comparable(many, key), comparable(one, key_of_one)
+        value = parallel[key]
+        of_many, of_one = comparable(parallel, key), comparable(alone, key_of_one)
         if of_many is None or of_one is None or of_many.shape != of_one.shape:
             skipped += 1
             continue
         rounding = relative[key_of_one[:3]] * largest(of_one)
-        apart = [pair for pair in many.apart(key) if pair[2] > rounding]
+        apart = [pair for pair in parallel.apart(key) if pair[2] > rounding]
         ignored = undetermined.get(key.name) if key.kind == "parameter" else None
         if ignored is not None and ignored.any():
             of_many = np.where(ignored, of_one, of_many)
@@ -117,7 +117,7 @@ def compare(many, one, nudged, pairs, skipped):
             differing.append(Outcome(key, value, error, rounding, of_many, of_one, apart))
         elif not differing:
             agreeing.append(key)
-    steps = max((many[key].step for key in many.keys if key.kind == "parameter"), default=0)
+    steps = max((parallel[key].step for key in parallel.keys if key.kind == "parameter"), default=0)
     return Comparison(agreeing, differing, skipped, steps, kinks)
 
 
@@ -142,14 +142,14 @@ def comparable(run, key):
     return whole
 
 
-def relative_rounding(one, nudged, keys):
+def relative_rounding(alone, nudged, keys):
     """{kind, name and place of a value: the largest difference that rounding explains, relative to its largest number}.
 
     The nudged runs are few, and a value may be equal by luck: all its occurrences are taken together.
     """
-    relative, rows = {}, rows_of_outputs(one)
+    relative, rows = {}, rows_of_outputs(alone)
     for key in keys:
-        value = comparable(one, key)
+        value = comparable(alone, key)
         if value is None:
             continue
         times = max(TIMES_EPSILON, rows * ONE_BY_ONE) if value.ndim == 0 else TIMES_EPSILON

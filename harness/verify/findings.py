@@ -46,10 +46,10 @@ PART = "docs/silently-wrong.md#a-loss-from-to_local-is-only-this-ranks-part"
 
 @dataclass
 class Findings:
-    """What was found. told: how many ranks the script was told that there are when it ran on one."""
+    """What was found. told_size: how many ranks the script was told that there are when it ran on one."""
 
     options: object  # the command line
-    told: int
+    told_size: int
     comparison: object
     cause: Optional[str] = None
     wrong_entries: list = field(default_factory=list)  # lines
@@ -64,7 +64,7 @@ class Findings:
         return {
             "agrees": not self.differs,
             "ranks": self.options.nproc_per_node,
-            "told_on_one_rank": self.told,
+            "told_on_one_rank": self.told_size,
             "steps": self.comparison.steps,
             "agreeing": len(self.comparison.agreeing),
             "differing": len(self.comparison.differing),
@@ -104,9 +104,9 @@ class Findings:
         if compared.kinks:
             words = "a few elements differ alone, as where rounding moves a number across 0 in ReLU"
             lines.append(f"in {compared.kinks} values {words}: after that, less than 1 % is no difference")
-        if self.told > 1:
-            words = f"on one rank the script was told that there are {self.told}"
-            lines.append(f"not noticed: a factor of {self.told} too many or too few, as {words}")
+        if self.told_size > 1:
+            words = f"on one rank the script was told that there are {self.told_size}"
+            lines.append(f"not noticed: a factor of {self.told_size} too many or too few, as {words}")
         return "\n".join(lines + self.suspicious)
 
     def lines_of_first(self, first):
@@ -140,7 +140,7 @@ def how_large(first, ranks):
         if ratio is not None and abs(ratio - 1) > 0.01:
             words = f"on {ranks} ranks it is {ratio:.3f} times that of one rank"
         else:
-            largest = np.abs(first.one[np.isfinite(first.one)]).max(initial=0) if first.one.size else 0
+            largest = np.abs(first.alone[np.isfinite(first.alone)]).max(initial=0) if first.alone.size else 0
             words = f"it differs by {first.error:.3g}, where the largest number is {float(largest):.3g}"
     if not first.rounding:
         return words
@@ -150,49 +150,48 @@ def how_large(first, ranks):
 
 def ratio_of(first):
     """The number by which the value is that of one rank, None if there is none."""
-    one, many = first.one.astype(np.float64), first.many.astype(np.float64)
-    square = float((one * one).sum())
-    if not np.isfinite(square) or square == 0 or not np.isfinite(many).all():
+    alone, parallel = first.alone.astype(np.float64), first.parallel.astype(np.float64)
+    square = float((alone * alone).sum())
+    if not np.isfinite(square) or square == 0 or not np.isfinite(parallel).all():
         return None
-    ratio = float((one * many).sum()) / square
-    return ratio if np.abs(many - ratio * one).max(initial=0) <= first.rounding * max(1, abs(ratio)) else None
+    ratio = float((alone * parallel).sum()) / square
+    return ratio if np.abs(parallel - ratio * alone).max(initial=0) <= first.rounding * max(1, abs(ratio)) else None
 
 
-def wrong_entries(many):
+def wrong_entries(parallel):
     """A line for each place where in each step every rank passes the same batch to S, so that it is there n times."""
-    return [f"wrong: {words}" for words, changes in passed_to_all(many) if changes]
+    return [f"wrong: {words}" for words, changes in passed_to_all(parallel) if changes]
 
 
-def passed_to_all(many):
+def passed_to_all(parallel):
     """(a line, whether the values change from call to call) of the places where all ranks pass the same values to S.
 
     Values that do not change may be meant so, such as the positions or the mask of each row.
     """
     places = {}  # place -> [(key, the digests of the ranks, whether all numbers are equal)]
-    for key, passed in passed_by_ranks(many):
-        layout = many[key].layout
+    for key, passed in passed_by_ranks(parallel):
+        layout = parallel[key].layout
         if "S" in layout.sbp and len(layout.axes) == 1 and len(layout.members) > 1:
             shapes, digests, constant = zip(*passed)
             places.setdefault(key.place, []).append((key, shapes[0], set(digests), any(constant)))
     for calls in places.values():
         key, shape, _, _ = calls[-1]
         if all(len(digests) == 1 and not constant for *_, digests, constant in calls):
-            words = (
-                f"each rank passes the same {shape} to {many[key].layout.sbp}, so the tensor {many[key].shape} has it"
-            )
-            times = len(many[key].layout.members)
+            sbp, whole = parallel[key].layout.sbp, parallel[key].shape
+            words = f"each rank passes the same {shape} to {sbp}, so the tensor {whole} has it"
+            times = len(parallel[key].layout.members)
             changes = len(set().union(*(digests for *_, digests, _ in calls))) > 1
             yield f"{at(key.place)}: {words} {times} times ({COPIES})", changes
 
 
-def other_parameters(one):
+def other_parameters(alone):
     """A line for parameters that only one of two scripts has; of the same script there are none."""
     lines = []
     for key, words in (
         ("unknown", "only the script for one device has"),
         ("missing", "the script for one device lacks"),
     ):
-        names = one.facts[0].get(key, [])
+        names = alone.facts[0].get(key, [])
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             lines.append(f"wrong: {words} parameters of these names and shapes: {', '.join(names[:5])}{more}")
@@ -203,30 +202,32 @@ def has_nan(array):
     return array is not None and array.dtype.kind == "f" and bool(np.isnan(array).any())
 
 
-def suspicious(many, one):
+def suspicious(parallel, alone):
     """Lines on what is right in value, and may not be meant."""
-    lines = {words: f"look at {words}" for words, changes in passed_to_all(many) if not changes}
-    for place in {place for facts in one.facts for place in facts["other_blocks"]}:
+    lines = {words: f"look at {words}" for words, changes in passed_to_all(parallel) if not changes}
+    for place in {place for facts in alone.facts for place in facts["other_blocks"]}:
         words = "this local tensor has other numbers on one rank; is each rank's part computed from its own rows alone?"
         lines[place] = f"look at {place}: {words}"
-    not_numbers = [key for key in many.keys if key.kind in ("loss", "graph output") and has_nan(many.whole(key))]
+    not_numbers = [
+        key for key in parallel.keys if key.kind in ("loss", "graph output") and has_nan(parallel.whole(key))
+    ]
     for key in not_numbers[:1]:
         lines["NaN"] = (
-            f"look at {at(key.place)}: {name_of(key)} is NaN in step {many[key].step}, and NaN equals NaN here"
+            f"look at {at(key.place)}: {name_of(key)} is NaN in step {parallel[key].step}, and NaN equals NaN here"
         )
-    for key, passed in passed_by_ranks(many):
-        if set(many[key].layout.axes) == {"B"} and len({digest for _, digest, _ in passed}) > 1:
+    for key, passed in passed_by_ranks(parallel):
+        if set(parallel[key].layout.axes) == {"B"} and len({digest for _, digest, _ in passed}) > 1:
             lines[key.place] = (
                 f"look at {at(key.place)}: the ranks pass different values, and B takes those of rank 0 ({DROPPED})"
             )
-    for place in {place for facts in many.facts for place in facts["parts"]}:
+    for place in {place for facts in parallel.facts for place in facts["parts"]}:
         lines[place] = f"look at {place}: to_local() of a tensor in P is only this rank's part of the sum ({PART})"
-    return [*lines.values(), *whole_weights(many)]
+    return [*lines.values(), *whole_weights(parallel)]
 
 
-def whole_weights(many):
+def whole_weights(parallel):
     """A line on large weights that every rank holds whole, if others are split."""
-    values = [many[key] for key in many.keys if key.kind == "initial"]
+    values = [parallel[key] for key in parallel.keys if key.kind == "initial"]
     are_split = [value for value in values if "S" in value.layout.sbp]
     sizes = {value.key.name: np.prod(value.shape) * np.dtype(value.dtype).itemsize for value in values}
     whole = [value.key.name for value in values if set(value.layout.axes) == {"B"} and len(value.layout.members) > 1]
@@ -240,10 +241,14 @@ def whole_weights(many):
     ]
 
 
-def passed_by_ranks(many):
+def passed_by_ranks(parallel):
     """(key, [what digest says of the local tensor of each rank]) of each local tensor that becomes global."""
-    for key in many.keys:
-        values = [values[key] for values in many.by_rank if key in values]
-        if key.kind == "entry" and len(values) == many.world_size and all("local" in value.facts for value in values):
-            members = many[key].layout.members
+    for key in parallel.keys:
+        values = [values[key] for values in parallel.by_rank if key in values]
+        if (
+            key.kind == "entry"
+            and len(values) == parallel.world_size
+            and all("local" in value.facts for value in values)
+        ):
+            members = parallel[key].layout.members
             yield key, [value.facts["local"] for rank, value in enumerate(values) if rank in members]
