@@ -169,6 +169,7 @@ WRONG_TABLES = {
     "lines": "F0 B0\n",
     "word": "F0 F1 B0 B1\nF0 B0 F1 X1\n",
     "missing": "F0 F1 B0 B1\nF0 B0 F1\n",
+    "no_weight": "F0 I0\nF0 I0\n",
     "late": "F0 B0 F1 B1\nF1 F0 B1 B0\n",
 }
 
@@ -221,6 +222,11 @@ def lines_of_chunks(n, rank, facts, graph, report):
         "few": {"micro_batches": 1},
     },
     every_size=True,
+    tests=["tests/slow/test_pipelines.py", "-k", "reader or measure"],
+    equivalent={
+        r"^flow\.comm\.barrier\(\) -> pass$": "a step is timed from the last rank that begins to the last that ends",
+        r"^raise ValueError\(f\"line ": "such a word is refused a line later, in other words",
+    },
     main=Main(
         figures=lines_of_schedule,
         values={"table": [OWN_TABLE]},

@@ -17,7 +17,7 @@ MEMORY = f"{HARNESS / 'measure' / 'rank_memory.py'}:memory"
 
 
 def tables(pools, name, function, sizes):
-    return pools(2).call(f"{ON_RANK}:tables", path=str(path_of(name)), function=function, sizes=sizes)[0]
+    return pools(2).call(f"{ON_RANK}:tables", path=str(path_of(name)), name=function, sizes=sizes)[0]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
@@ -92,10 +92,19 @@ def test_a_table_of_the_reader_runs_and_is_drawn():
     ]
 
 
+def test_a_table_of_the_reader_may_have_many_micro_batches(tmp_path):
+    (tmp_path / "table").write_text(2 * f"{' '.join(f'F{m} B{m}' for m in range(9))}\n")
+    job = launch("-n", 2, path_of("pipeline_schedules"), "--table", tmp_path / "table")
+    assert job.code == 0 and "as on a single device" in job.out, job.err
+
+
 def test_measure_says_how_long_a_step_takes():
     job = launch("-n", 2, path_of("pipeline_schedules"), "--measure")
-    assert job.code == 0, job.out
-    assert re.search(r"a step takes \d+ ms, on one rank \d+: each rank waits or sends -?\d+% of the time", job.out)
+    assert job.code == 0, job.err
+    line = r"a step takes (\d+) ms, on one rank (\d+): each rank waits or sends (-?\d+)% of the time"
+    together, alone, share = map(int, re.search(line, job.out).groups())
+    assert min(together, alone) >= 5  # its 24 matmuls are 3 GFLOP
+    assert abs(share - 100 * (1 - alone / 2 / together)) <= 100 / together + 1  # all three are rounded
 
 
 ROWS, HIDDEN, MICRO_BATCHES = 2048, 1024, 8
@@ -104,7 +113,7 @@ LARGE = {"batch": MICRO_BATCHES * ROWS, "in_features": 16, "hidden_size": HIDDEN
 
 def peaks(n, name, **arguments):
     """The peak of each rank, on new ranks, in which no memory is left over."""
-    with Pool(n, repeat=True) as pool:
+    with Pool(n, timeout=300, repeat=True) as pool:
         results = pool.call(MEMORY, path=str(path_of(name)), keywords={**LARGE, **arguments})
     return [result["peak"] for result in results]
 
@@ -129,10 +138,9 @@ def test_ranks_hold_the_micro_batches_of_the_formula(n):
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_a_graph_holds_a_fixed_number_of_micro_batches(n):
-    """With twice as many, of the same size, no rank's peak rises by what eight more of them would take."""
+    """With four more of the same size, no rank's peak rises by what four outputs, or inputs, of hidden layers take."""
     few, many = (
-        peaks(n, "train_pipeline", graph=True, micro_batches=m, **{**LARGE, "batch": m * ROWS, "steps": 2})
-        for m in (8, 16)
+        peaks(n, "train_pipeline", graph=True, micro_batches=m, **{**LARGE, "batch": m * ROWS}) for m in (4, 8)
     )
     for k in range(n):
-        Checks.that(many[k] - few[k] < 8 * ROWS * HIDDEN * 4 / 2, "rank", k, few[k], many[k])
+        Checks.that(many[k] - few[k] <= 0.75 * 4 * 4 * ROWS * HIDDEN, "rank", k, few[k], many[k])
