@@ -386,6 +386,34 @@ def labels_shifted_in_blocks(wrong):
     train(table, lambda ids, y: cross_entropy(table(ids).reshape(-1, 12), y.reshape(-1)), data=data)
 
 
+def optimizer_before_layout(wrong):
+    """model.to_global makes new parameters, which an optimizer that was made before it does not have."""
+    flow.manual_seed(0)
+    mlp = MLP(nn.Identity())
+    if not wrong:
+        mlp.to_global(placement=everywhere(), sbp=B)
+    optimizer = flow.optim.SGD(mlp.parameters(), lr=0.1)
+    mlp.to_global(placement=everywhere(), sbp=B)
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        x, y = batch(rng)
+        optimizer.zero_grad()
+        cross_entropy(mlp(x), y).backward()
+        optimizer.step()
+
+
+def scaled_by_own_largest(wrong):
+    """Each rank scales the logits by the largest number of its own rows."""
+    mlp = model()
+
+    def loss(x, y):
+        logits = mlp(x)
+        seen = logits.to_local() if wrong else logits
+        return cross_entropy(logits * (4.0 / seen.abs().max().item()), y)
+
+    train(mlp, loss)
+
+
 class Graph(nn.Graph):
     def __init__(self, mlp, optimizer, ignored, micro_batches):
         super().__init__()

@@ -42,7 +42,7 @@ def cause_of(comparison, parallel, again):
         words = look(first, comparison, parallel, again)
         if words:
             return words
-    return wrong_on_some_ranks(first) or where_it_is(first, comparison)
+    return after_to_local(first) or wrong_on_some_ranks(first) or where_it_is(first, comparison)
 
 
 def from_run_to_run(first, comparison, parallel, again):
@@ -201,15 +201,22 @@ def wrong_on_some_ranks(first):
             wrong.append(rank)
     if len(wrong) == len(layout.members):
         return None
-    return f"only the block of rank {in_words(wrong)} is wrong: look for code that depends on the rank"
+    whose = f"rank {wrong[0]} is" if len(wrong) == 1 else f"ranks {in_words(wrong)} are"
+    return f"only the part of {whose} wrong: look for code that depends on the rank, or on what a rank holds"
+
+
+def after_to_local(first):
+    """The value may depend on a rank's own block."""
+    taken = first.value.facts.get("took_block")
+    return (
+        taken
+        and f"it comes after to_local() in {taken}, which gives a rank its own block alone; is the rest needed too?"
+    )
 
 
 def where_it_is(first, comparison):
     """In which part of a step the difference begins."""
     kinds = {key.kind for key in comparison.agreeing}
-    taken = first.value.facts.get("took_block")
-    if taken:
-        return f"it comes after to_local() in {taken}, which gives a rank its own block alone; is the rest needed too?"
     if first.key.kind == "parameter" and "gradient" in kinds:
         return f"the gradients are right and the update is not: clipping, the optimizer's state or its groups ({BEGIN})"
     if first.key.kind.startswith("gradient") and "loss" in kinds:

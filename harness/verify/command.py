@@ -18,7 +18,7 @@ from harness.start.output import say
 from harness.start.recipe import HARNESS
 from harness.verify.cause import cause_of
 from harness.verify.compare import compare, pairs_by_name, pairs_of
-from harness.verify.findings import Findings, other_parameters, suspicious, wrong_entries
+from harness.verify.findings import Findings, never_updated, other_parameters, suspicious, wrong_entries
 from harness.verify.values import Run
 
 OBSERVE = f"{HARNESS / 'verify' / 'observer.py'}:observe_script"
@@ -105,7 +105,7 @@ def findings(options, call=None):
         if comparison.first:
             again, _ = observed(call, options.nproc_per_node, folder / "again", script=script, steps=options.steps)
             cause = cause_of(comparison, parallel, again)
-        wrong = [*wrong_entries(parallel), *other_parameters(alone)]
+        wrong = [*never_updated(parallel), *wrong_entries(parallel), *other_parameters(alone)]
         return Findings(options, told_size, comparison, cause, wrong, suspicious(parallel, alone))
 
 

@@ -39,14 +39,14 @@ class Outcome:
 
 @dataclass
 class Comparison:
-    """agreeing: keys of equal values before the first difference; differing: Outcomes; skipped: number of values.
+    """agreeing: keys of equal values before the first difference; differing: Outcomes; skipped: keys of other values.
 
     steps: of training that were compared. kinks: number of values in which a few elements differ alone, see is_kink.
     """
 
     agreeing: list
     differing: list
-    skipped: int
+    skipped: list
     steps: int
     kinks: int
 
@@ -56,10 +56,11 @@ class Comparison:
 
 
 def pairs_of(parallel, alone):
-    """([(key in `parallel`, key in `alone`)] of values that are the same one, number of others in `parallel`)."""
+    """([(key in `parallel`, key in `alone`)] of values that are the same one, the other keys of `parallel`)."""
     times = [Counter(key[:3] for key in run.keys) for run in (parallel, alone)]
     pairs = [(key, key) for key in parallel.keys if times[0][key[:3]] == times[1][key[:3]] and key in alone]
-    return pairs, len(parallel.keys) - len(pairs)
+    paired = {key for key, _ in pairs}
+    return pairs, [key for key in parallel.keys if key not in paired]
 
 
 def pairs_by_name(parallel, alone):
@@ -75,7 +76,7 @@ def pairs_by_name(parallel, alone):
                 keys[kind, name, seen[kind, name]] = key
         numbered.append(keys)
     pairs = [(key, numbered[1][name]) for name, key in numbered[0].items() if name in numbered[1]]
-    return pairs, len(numbered[0]) - len(pairs)
+    return pairs, [key for name, key in numbered[0].items() if name not in numbered[1]]
 
 
 def compare(parallel, alone, nudged, pairs, skipped):
@@ -94,7 +95,7 @@ def compare(parallel, alone, nudged, pairs, skipped):
         value = parallel[key]
         of_many, of_one = comparable(parallel, key), comparable(alone, key_of_one)
         if of_many is None or of_one is None or of_many.shape != of_one.shape:
-            skipped += 1
+            skipped.append(key)
             continue
         rounding = relative[key_of_one[:3]] * largest(of_one)
         apart = [pair for pair in parallel.apart(key) if pair[2] > rounding]

@@ -40,6 +40,7 @@ PLURALS = {
 }
 LARGE = 2**20  # bytes: smaller weights may well be whole on every rank
 COPIES = "docs/silently-wrong.md#every-rank-reads-every-sample"
+NEW_PARAMETERS = "docs/your-model.md#the-rules-and-why"
 DROPPED = "docs/silently-wrong.md#from-local-to-b-the-values-of-the-other-ranks-are-lost"
 PART = "docs/silently-wrong.md#a-loss-from-to_local-is-only-this-ranks-part"
 
@@ -68,7 +69,7 @@ class Findings:
             "steps": self.comparison.steps,
             "agreeing": len(self.comparison.agreeing),
             "differing": len(self.comparison.differing),
-            "not_compared": self.comparison.skipped,
+            "not_compared": len(self.comparison.skipped),
             "few_elements_differ": self.comparison.kinks,
             "wrong_entries": self.wrong_entries,
             "first_difference": first and self.first_as_dict(first),
@@ -98,9 +99,12 @@ class Findings:
         if compared.first:
             lines += self.lines_of_first(compared.first)
         else:
-            lines.append("all values agree" if not self.wrong_entries else "apart from that, all values agree")
+            all_values = "all other values" if compared.skipped else "all values"
+            lines.append(f"{all_values} agree" if not self.wrong_entries else f"apart from that, {all_values} agree")
         if compared.skipped:
-            lines.append(f"not compared: {compared.skipped} values that one rank computes in another number or shape")
+            words = "values that one rank computes in a different number or shape"
+            count, first = len(compared.skipped), compared.skipped[0]
+            lines.append(f"not compared: {count} {words}; the first is {name_of(first)}, {at(first.place)}")
         if compared.kinks:
             words = "a few elements differ alone, as where rounding moves a number across 0 in ReLU"
             lines.append(f"in {compared.kinks} values {words}: after that, less than 1 % is no difference")
@@ -111,7 +115,8 @@ class Findings:
 
     def lines_of_first(self, first):
         value, agreeing = first.value, self.comparison.agreeing
-        what = f"{name_of(first.key)} {value.shape}, {at(first.key.place)}"
+        shape = f" {value.shape}" if value.shape else ""
+        what = f"{name_of(first.key)}{shape}, {at(first.key.place)}"
         lines = [f"first difference: step {value.step}, {what}"]
         lines.append(
             f"  {how_large(first, self.options.nproc_per_node)}; {value.layout.sbp} on ranks {value.layout.ranks}"
@@ -161,6 +166,15 @@ def ratio_of(first):
 def wrong_entries(parallel):
     """A line for each place where in each step every rank passes the same batch to S, so that it is there n times."""
     return [f"wrong: {words}" for words, changes in passed_to_all(parallel) if changes]
+
+
+def never_updated(parallel):
+    """A line if the optimizer has other parameters than the model: the script trains nothing, on one rank too."""
+    count = max(facts["never_updated"] for facts in parallel.facts)
+    words = (
+        f"no optimizer updates any of the model's {count} parameters: create it after to_global, which makes new ones"
+    )
+    return [f"wrong: {words} ({NEW_PARAMETERS})"] if count else []
 
 
 def passed_to_all(parallel):

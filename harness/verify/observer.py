@@ -54,6 +54,9 @@ class Observer(Recorder):
         self.replayed = 0  # entries
         self.updates = Counter()  # id of an optimizer or graph -> its steps
         self.names = {}  # id of a parameter -> its path in the model
+        self.trainable = {}  # id of a parameter that needs gradients -> (it, the hash of its first value)
+        self.has_gradients = False  # whether a parameter of an optimizer has ever had a gradient
+        self.updated = set()  # ids of the parameters of optimizers and graphs that have made a step
         self.paths = {}  # module -> its path in the outermost module
         self.random = []  # places of random numbers that cannot be replayed, each with what draws them
         self.parts = []  # places where the rank's own addend of a tensor in P is taken
@@ -220,6 +223,9 @@ class Observer(Recorder):
                 self.names[id(parameter)] = path
                 self.referenced.append(parameter)
                 self.begin(path, parameter)
+                if parameter.requires_grad:
+                    with self.pause():
+                        self.trainable[id(parameter)] = parameter, digest(parameter)
 
     def begin(self, path, parameter):
         """Record the initial value of a parameter."""
@@ -249,6 +255,9 @@ class Observer(Recorder):
             raise EnoughSteps
         parameters = [parameter for group in optimizer.param_groups for parameter in group.parameters]
         names = {id(p): self.names.get(id(p), f"parameter {i} of the optimizer") for i, p in enumerate(parameters)}
+        self.updated.update(names)
+        if any(parameter.grad is not None for parameter in parameters):
+            self.has_gradients = True
         for parameter in reversed(parameters):  # backward comes to the last ones first
             self.observe("gradient", names[id(parameter)], parameter.grad)
         result = call.proceed()
@@ -277,6 +286,7 @@ class Observer(Recorder):
     def observe_training(self, graph, **facts):
         """Observe the gradients, as far as OneFlow gives them, and the parameters after a step of a graph."""
         trained = [p for module in modules_in(graph).values() for p in module.parameters()]
+        self.updated.update(map(id, trained))
         for parameter in reversed(trained):
             gradient = self.gradients.get(id(parameter))
             self.observe("gradient", self.names[id(parameter)], gradient)
@@ -289,6 +299,14 @@ class Observer(Recorder):
         for model in self.models:
             for path, buffer in model.named_buffers():
                 self.observe("buffer", path, buffer)
+
+    def never_updated(self):
+        """The number of trainable parameters, if optimizers make steps, and update none of these, nor anything else."""
+        if not self.updated or self.has_gradients or self.updated & set(self.trainable):
+            return 0
+        with self.pause():
+            unchanged = [digest(parameter) == before for parameter, before in self.trainable.values()]
+        return len(unchanged) if all(unchanged) else 0
 
     def stop_if_enough(self):
         """Raises EnoughSteps if an optimizer or graph has made the last step that is looked at."""
@@ -336,8 +354,13 @@ def block_of(tensor):
 
 
 def digest(local):
-    """What tells whether ranks passed the same values: (shape, hash of the values, whether they are all equal)."""
+    """What tells whether ranks passed the same values: (shape, hash of the values, whether they are all equal).
+
+    None outside the placement.
+    """
     array = block_of(local)
+    if array is None:
+        return None
     return (
         array.shape,
         hashlib.sha256(array.tobytes()).hexdigest(),
@@ -392,6 +415,11 @@ def observe_script(folder, script, steps, replay=None, world_size=None, nudge=No
         if run is not None and strict and cannot is None:
             fewer = sum(key.kind == "entry" and not run[key].facts["computed"] for key in run.keys) - observer.replayed
             cannot = f"on one rank it makes {fewer} tensors fewer" if fewer else None
-    facts.update(random=observer.random, parts=observer.parts, other_blocks=observer.other_blocks)
+    facts.update(
+        never_updated=observer.never_updated(),
+        random=observer.random,
+        parts=observer.parts,
+        other_blocks=observer.other_blocks,
+    )
     writer.close(**facts)
     return cannot

@@ -41,6 +41,8 @@ MISTAKES = {
     "expert_gradients_times_ranks": TWICE,
     "part_of_an_auxiliary_loss": f"the loss .*{OWN_BLOCK}",
     "labels_shifted_in_blocks": "the tensor that to_global makes .*stand in other places",
+    "optimizer_before_layout": "wrong: no optimizer updates any of the model's 4 parameters",
+    "scaled_by_own_largest": f"the loss .*{OWN_BLOCK}",
     "padded_micro_batches": "the output of Graph.*the i-th part of each rank's rows",
     "learning_rate_in_a_graph": "after the update.*the gradients are right and the update is not",
 }

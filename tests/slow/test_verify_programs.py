@@ -80,7 +80,7 @@ def one_difference(sbp, many, one, kind="output"):
             return {0: np.array([[1.0, 2.0]]), 1: np.array([[5.0, 7.0]])}
 
     before = Value(Key("matmul", "y", (), 1), 1, Layout("P", [0, 1]), (1, 2), "float32")
-    comparison = Comparison([before.key], [first], 0, 1, 0)
+    comparison = Comparison([before.key], [first], [], 1, 0)
     return cause_of(comparison, Runs({before.key: before}), {}) or ""
 
 
@@ -91,7 +91,7 @@ def test_causes_that_no_program_has():
     Checks.that("the part of rank 1 of a tensor in P" in part, part)
     wrong = rows.copy()
     wrong[3, 1] += 1
-    Checks.that("only the block of rank 1 is wrong" in one_difference("S(0)", wrong, rows), "a rank that is wrong")
+    Checks.that("only the part of rank 1 is wrong" in one_difference("S(0)", wrong, rows), "a rank that is wrong")
 
 
 def test_every_program_is_tried():
