@@ -16,11 +16,11 @@ SAME = "wrong: .*each rank passes the same"
 SAME_IN_EACH_STEP = "all values agree.*look at .*each rank passes the same"  # as may be meant
 # Program with a mistake -> what verify says of it
 MISTAKES = {
-    "divided_by_ranks": f"the loss .*{HALF}",
-    "times_ranks": f"the loss .*{TWICE}",
-    "divided_by_own_rows": f"the loss .*{TWICE}",
+    "divided_by_ranks": f"the loss, .*{HALF}",
+    "times_ranks": f"the loss, .*{TWICE}",
+    "divided_by_own_rows": f"the loss, .*{TWICE}",
     "learning_rate_times_ranks": "up.weight after the update.*the gradients are right and the update is not",
-    "mean_of_means": f"the loss .*{OWN_BLOCK}",
+    "mean_of_means": f"the loss, .*{OWN_BLOCK}",
     "same_batch_on_all_ranks": SAME,
     "batch_norm": "the output of norm .*batchnorm-normalizes",
     "shuffled_in_b": "the tensor that randperm makes.*tensors-in-b-from-randperm",
@@ -34,15 +34,15 @@ MISTAKES = {
     "attention_to_own_keys": f"the output of Attention .*{OWN_BLOCK}",
     "mask_without_offset": SAME_IN_EACH_STEP,
     "positions_without_offset": SAME_IN_EACH_STEP,
-    "softmax_of_own_columns": f"the loss .*{OWN_BLOCK}",
+    "softmax_of_own_columns": f"the loss, .*{OWN_BLOCK}",
     "norm_of_own_features": f"the input of Linear.*{OWN_BLOCK}",
     "gradients_added_twice": TWICE,
     "weights_changed_on_one_rank": "down.bias after the update.*the copies of ranks 0 and 1 differ",
     "expert_gradients_times_ranks": TWICE,
-    "part_of_an_auxiliary_loss": f"the loss .*{OWN_BLOCK}",
+    "part_of_an_auxiliary_loss": f"the loss, .*{OWN_BLOCK}",
     "labels_shifted_in_blocks": "the tensor that to_global makes .*stand in other places",
     "optimizer_before_layout": "wrong: no optimizer updates any of the model's 4 parameters",
-    "scaled_by_own_largest": f"the loss .*{OWN_BLOCK}",
+    "scaled_by_own_largest": f"the loss, .*{OWN_BLOCK}",
     "padded_micro_batches": "the output of Graph.*the i-th part of each rank's rows",
     "learning_rate_in_a_graph": "after the update.*the gradients are right and the update is not",
 }
@@ -73,8 +73,12 @@ def row_of(program, found):
         what, cause = name_of(first.key), found.cause
     else:
         line = (found.wrong_entries or found.suspicious)[0]
-        what, cause = re.search(r"each rank passes .*\) to \S+(?=, so)", line)[0], line[line.rindex("(") :]
-        cause = f"the batch is there n times {cause}" if found.wrong_entries else f"`look at`, exit code 0 {cause}"
+        passed, cause = re.search(r"each rank passes .*\) to \S+(?=, so)", line), line[line.rindex("(") :]
+        if passed:
+            what = passed[0]
+            cause = f"the batch is there n times {cause}" if found.wrong_entries else f"`look at`, exit code 0 {cause}"
+        else:
+            what, cause = line[len("wrong: ") :].split(": ", 1)
     link = re.search(r"\(docs/([\w-]*\.md#[\w-]*)\)", cause)
     cause = re.split(r"[:;,]| \(docs| in \S+:\d", cause)[0]
     return f"| `{program}` | {what} | {cause}{f' ([why]({link[1]}))' if link else ''} |"
