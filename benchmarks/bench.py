@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import peers  # noqa: E402
+from benchmarks import peers, schedules  # noqa: E402
 from benchmarks.peers import Peer, PeerError  # noqa: E402
 from harness.pool import Pool, PoolError  # noqa: E402
 from harness.report.tables import table  # noqa: E402
@@ -38,6 +38,8 @@ PAGE, RESULTS = DOCS / "performance.md", DOCS / "performance.json"
 OURS = str(HERE / "ours.py")
 PEERS = {"PyTorch": "torch", "JAX": "jax"}
 MODES = ("eager", "graph")
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")  # of pipeline_schedules.py
+PEER_SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")  # of torch.distributed.pipelining
 TURNS = 5
 STEPS = 5  # timed in a turn
 START_UP = {"timeout": 300}  # seconds for a call to a pool
@@ -91,9 +93,9 @@ def ratio(ours, others):
     return statistics.median(mine / other for mine, other in zip(ours, others))
 
 
-def row_of(name, ranks, seconds):
-    """A row of a table: the ratios of the faster mode to each peer."""
-    mode = min(MODES, key=lambda mode: statistics.median(seconds[mode]))
+def row_of(name, ranks, seconds, modes=MODES):
+    """A row of a table: the ratios of the fastest of our modes to each peer."""
+    mode = min(modes, key=lambda mode: statistics.median(seconds[mode]))
     ratios = {peer: ratio(seconds[mode], seconds[peer]) for peer in PEERS if peer in seconds}
     print(f"  {name}, {ranks} ranks: {mode}", ratios, file=sys.stderr, flush=True)
     return {"strategy": name, "ranks": ranks, "ratios": ratios, "mode": mode}
@@ -107,18 +109,27 @@ def strategies():
 def strategy_row(name, ranks):
     kind, script, arguments, _ = STRATEGIES[name]
     sizes = {key: value for key, value in arguments.items() if key != "optimizer"}
+    ours = {mode: (script, {"graph": mode == "graph"}) for mode in MODES}
+    theirs = {peer: (peer, {}) for peer in PEERS}
+    if kind == "pipeline":  # JAX has none of its own
+        ours.update({schedule: ("pipeline_schedules", {"schedule": schedule}) for schedule in SCHEDULES})
+        theirs = {f"PyTorch {schedule}": ("PyTorch", {"schedule": schedule}) for schedule in PEER_SCHEDULES}
     with ExitStack() as stack:  # new ranks for each row, as graphs are never freed
         pool = stack.enter_context(Pool(ranks, **START_UP))
-        sides = {}
-        for peer, framework in PEERS.items():
-            if (peer, kind) != ("JAX", "pipeline"):  # JAX has no pipeline of its own
-                process = stack.enter_context(Peer(framework, ranks))
-                sides[peer] = partial(process.step_times, steps=STEPS, kind=kind, **sizes)
-        for mode in MODES:
-            call = partial(pool.call, f"{OURS}:step_times", path=str(path_of(script)), graph=mode == "graph")
-            sides[mode] = partial(call, steps=STEPS + 1, **arguments)
+        processes = {
+            peer: stack.enter_context(Peer(PEERS[peer], ranks)) for peer in {peer for peer, _ in theirs.values()}
+        }
+        sides = {
+            side: partial(processes[peer].step_times, steps=STEPS, kind=kind, **more, **sizes)
+            for side, (peer, more) in theirs.items()
+        }
+        for side, (recipe, more) in ours.items():
+            call = partial(pool.call, f"{OURS}:step_times", path=str(path_of(recipe)), **more)
+            sides[side] = partial(call, steps=STEPS + 1, **arguments)
         seconds = in_turns(TURNS, {side: partial(timed, measure) for side, measure in sides.items()})
-    return row_of(name, ranks, seconds)
+    if kind == "pipeline":
+        seconds["PyTorch"] = min((seconds[side] for side in theirs), key=statistics.median)
+    return row_of(name, ranks, seconds, list(ours))
 
 
 def timed(measure):
@@ -212,6 +223,7 @@ def launches():
     return rows
 
 
+PICTURE = "schedules"  # a picture of the recipe guide, by the clocks of the ranks
 PARTS = {"strategies": strategies, "gpt": gpt, "collectives": collectives, "launches": launches}
 
 
@@ -259,17 +271,24 @@ def by_cpu(results, part, first, columns, last=None):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="launch.sh bench", description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join((*PARTS, PICTURE))}; default: all")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.parts if name not in PARTS]
+    unknown = [name for name in options.parts if name not in (*PARTS, PICTURE)]
     if unknown:
-        parser.error(f"{unknown[0]}: no such part; there are {', '.join(PARTS)}")
+        parser.error(f"{unknown[0]}: no such part; there are {', '.join((*PARTS, PICTURE))}")
+    parts = options.parts or [*PARTS, PICTURE]
+    if parts == [PICTURE]:  # it needs no peers
+        schedules.write()
+        return 0
     if not peers.PYTHON.exists():
         needs = "bench needs PyTorch and JAX, in an environment of their own; type"
         parser.exit(2, f"launch.sh: {needs}\n  {peers.HOW_TO_MAKE}\n")
     try:
-        for part in options.parts or PARTS:
+        for part in parts:
             print(part, file=sys.stderr, flush=True)
+            if part == PICTURE:
+                schedules.write()
+                continue
             results = json.loads(RESULTS.read_text())
             results[part] = dict(sorted({**results[part], cpu(): measured(part)}.items()))
             RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")

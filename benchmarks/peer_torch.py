@@ -14,7 +14,7 @@ from peer_gpt_torch import trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 N, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -89,13 +89,14 @@ def hybrid(batch, in_features, hidden_size, out_features):
     return plain(model, torch.randn(batch // 2, in_features), torch.randn(batch // 2, out_features), average)
 
 
-def pipeline(batch, in_features, hidden_size, out_features, micro_batches):
-    """torch.distributed.pipelining, GPipe's schedule: a layer for each rank."""
+def pipeline(batch, in_features, hidden_size, out_features, micro_batches, schedule):
+    """torch.distributed.pipelining, with the schedule of this name: a layer for each rank."""
     widths = [in_features, *[hidden_size] * (N - 1), out_features]
     layer = nn.Linear(widths[RANK], widths[RANK + 1], bias=False)
     module = layer if RANK == N - 1 else nn.Sequential(layer, nn.ReLU())
     stage = PipelineStage(module, RANK, N, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, micro_batches, loss_fn=nn.functional.mse_loss)
+    kind = {"ScheduleGPipe": ScheduleGPipe, "Schedule1F1B": Schedule1F1B}[schedule]
+    schedule = kind(stage, micro_batches, loss_fn=nn.functional.mse_loss)
     x, y, update = torch.randn(batch, in_features), torch.randn(batch, out_features), momentum(module)
 
     def step():

@@ -7,14 +7,14 @@
     w3         (8, 4)                         nothing    whole      B
 
 With v chunks stage k is on rank k modulo n. A micro-batch visits each rank v times, for 1/v of the work each time, and
-reaches the last rank v times earlier: of n ranks and m micro-batches each waits (n-1)/(vm+n-1) of the time, with one
-chunk (n-1)/(m+n-1). The order is Megatron-LM's: n micro-batches visit chunk after chunk, then the next n; rank k begins
-with 2 (n-k-1) + (v-1) n forward calls, then takes forward and backward in turn. m is a multiple of n.
-pipeline_schedules.py says why the order of the calls is all that it takes.
-Moves: forward each stage's output, backward its gradient: (batch, hidden) at nv-1 borders, where one chunk has n-1.
+its first visit to the last rank comes v times earlier: of n ranks and m micro-batches each waits (n-1)/(vm+n-1) of the
+time, in 1F1B (n-1)/(m+n-1). The order is Megatron-LM's: n micro-batches visit chunk after chunk, then the next n; rank
+k begins with 2 (n-k-1) + (v-1) n forward calls, then takes forward and backward in turn. m is a multiple of n.
+In eager mode the order of the calls is the schedule: see pipeline_schedules.py.
+Moves: forward each stage's output, backward its gradient: (batch, hidden) at nv-1 borders, where 1F1B has n-1.
 Run:   ./launch.sh recipes/pipelines/interleaved_pipeline.py [--chunks 2] [--rounds 2]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/pipelines/interleaved_pipeline.py
-Use it when few micro-batches make the ranks wait, and links are fast. It holds more micro-batches than 1F1B.
+Use it when few micro-batches make the ranks wait, and links are fast. It holds more than 1F1B.
 Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training", arXiv:2104.04473, section 2.2.
 """
 
@@ -57,11 +57,17 @@ def interleaved(n, micro_batches, chunks):
 
 
 def in_turns(table):
-    """What the ranks do at the same time, turn by turn: the call of each rank, or None where it waits."""
+    """What the ranks do at the same time, turn by turn: the call of each rank, or None where it waits.
+
+    B takes two turns, "b" and "B". Raises ValueError if no rank can go on.
+    """
     last = max(k for row in table for _, k, _ in row)
-    rows, done, turns = [list(row) for row in table], set(), []
+    rows = [[(half, k, m) for op, k, m in row for half in ("bB" if op == "B" else op)] for row in table]
+    done, turns = set(), []
     while any(rows):
         turn = [row[0] if row and needs(row[0], last) <= done else None for row in rows]
+        if not any(turn):
+            raise ValueError("each rank waits for a call that comes later")
         for row, call in zip(rows, turn):
             if call:
                 row.pop(0)
@@ -75,6 +81,8 @@ def needs(call, last):
     op, k, m = call
     if op == "F":
         return {("F", k - 1, m)} if k else set()
+    if op == "B":
+        return {("b", k, m)}
     return {("F", k, m)} | ({("B", k + 1, m)} if k < last else set())
 
 
@@ -91,9 +99,9 @@ def run_step(model, table, x, y):
                 if k == last:
                     outputs[k, m] = flow.nn.functional.mse_loss(outputs[k, m], y[m], reduction="sum") / elements
                     loss = loss + outputs[k, m].detach()
-            else:
+            if op == "B":
                 outputs.pop((k, m)).backward(out_grads.pop((k, m), None))
-        for op, k, m in calls:  # sends come after what ranks compute meanwhile, so that no rank waits for one too early
+        for op, k, m in calls:  # a rank receives after its own call, so that it does not wait with that one
             if op == "F" and k < last:
                 inputs[k + 1, m] = outputs[k, m].detach().to_global(placement=model[k + 1].ranks).requires_grad_()
             if op == "B" and k > 0:
@@ -106,7 +114,7 @@ def placements(device, n, chunks=2):
     return [flow.placement(device, [stage % n]) for stage in range(n * chunks)]
 
 
-def train(stages, chunks=2, steps=3, rounds=2, batch=24, in_features=4, hidden_size=8, out_features=4):
+def train(stages, chunks=2, steps=3, rounds=1, batch=24, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on a placement for each stage; returns the model and the loss of each step."""
     features = [in_features, *[hidden_size] * (len(stages) - 1), out_features]
     rng = np.random.default_rng(0)
@@ -133,8 +141,8 @@ def train(stages, chunks=2, steps=3, rounds=2, batch=24, in_features=4, hidden_s
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--chunks", type=int, choices=[1, 2, 3, 4], default=2, help="stages of each rank")
-    parser.add_argument("--rounds", type=int, choices=[1, 2, 3], default=2, help="micro-batches for each rank")
+    parser.add_argument("--chunks", type=int, choices=[2, 3, 4], default=2, help="stages of each rank")
+    parser.add_argument("--rounds", type=int, choices=[1, 2, 3], default=1, help="micro-batches for each rank")
     args = parser.parse_args()
 
     n, chunks, rounds = flow.env.get_world_size(), args.chunks, args.rounds
@@ -151,9 +159,9 @@ def main():
         for k in range(n):
             calls = [turn[k] for turn in turns]
             names = [f"{call[0]}{call[2]}{'abcd'[call[1] // n]}" if call else ".  " for call in calls]
-            held = np.cumsum([1 if op == "F" else -1 for op, _, _ in filter(None, calls)]).max()
-            print(f"rank {k}: {' '.join(names)}  waits {calls.count(None) / len(calls):.0%}, holds {held}")
-        print(f"F0a is forward of micro-batch 0 in chunk a; with one chunk a rank waits {(n - 1) / (m + n - 1):.0%}")
+            held = np.cumsum([(op == "F") - (op == "B") for op, _, _ in filter(None, calls)]).max() / chunks
+            print(f"rank {k}: {' '.join(names)}  waits {calls.count(None) / len(calls):.0%}, holds {held:g}")
+        print(f"F0a is forward of micro-batch 0 in chunk a; 1F1B waits {(n - 1) / (m + n - 1):.0%}")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 

@@ -7,12 +7,13 @@
     w1         (8, 4)                         nothing    whole      B
 
 x0, y0: micro-batch 0 of 4. An eager rank runs its own calls in the order of the program and skips all others. So a
-schedule is a table of calls, a row a rank: F forward, B backward; or in place of B first I, the gradient of the input,
-for which the stage before waits, and later W, that of the weight. n ranks, m micro-batches; I and W take as long as F:
+schedule is a table of calls, a row a rank. F is forward, B backward. I and W are the halves of B: I is the gradient of
+the input, for which the stage before waits; W, that of the weight, can come later. n ranks, m >= n micro-batches, and
+turns in which F, I or W takes one, B two:
     gpipe          all F, then all B             waits (n-1)/(m+n-1)      rank k holds m micro-batches
     1f1b           F and B in turn               waits (n-1)/(m+n-1)      n-k
     zero_bubble    1f1b, with W in the pauses    waits (n-1)/(3m+n-1)     n
-Moves: forward each stage's output, backward its gradient, (batch, hidden) between neighbours, in any schedule.
+Moves: forward each stage's output, backward its gradient, (batch, hidden) between neighbours, in any order.
 Run:   ./launch.sh recipes/pipelines/pipeline_schedules.py [--schedule gpipe] [--table FILE] [--measure]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/pipelines/pipeline_schedules.py
 Use it to choose when a rank waits and what it holds. It needs eager mode; in an nn.Graph OneFlow chooses the order.
@@ -31,7 +32,10 @@ WORLD_SIZES = range(2, 9)  # numbers of ranks; launch.sh refuses others
 
 
 class Stage(flow.nn.Module):
-    """relu(x @ w), the last stage x @ w. `backward` computes the gradient of x alone, `weight_backward` that of w."""
+    """relu(x @ w), the last stage x @ w. `backward` computes the gradient of x alone, `weight_backward` that of w.
+
+    A bias or a norm would be used as usual: it is small, so its gradient need not wait.
+    """
 
     def __init__(self, w, ranks, last):
         super().__init__()
@@ -44,7 +48,7 @@ class Stage(flow.nn.Module):
         def keep(grad):
             self.pending[micro_batch] = x.detach(), grad
 
-        out = flow.matmul(x, self.w.detach())
+        out = flow.matmul(x, self.w.detach())  # without detach, backward would compute the gradient of w too
         out.register_hook(keep)
         return out if self.last else flow.relu(out)
 
@@ -91,50 +95,49 @@ def zero_bubble(n, micro_batches):
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}
 
 
-def read_table(text, n):
-    """The table of n lines that a reader has written, a line for each rank, such as F0 F1 B0 B1; raises ValueError."""
-    lines = text.splitlines()
-    if len(lines) != n:
-        raise ValueError(f"{len(lines)} lines for {n} ranks; it takes a line for each rank")
+def read_table(text):
+    """The table that a reader has written, a line for each rank, such as F0 F1 B0 B1; raises ValueError."""
     table = []
-    for k, line in enumerate(lines):
+    for k, line in enumerate(text.strip().splitlines()):
         words = [word for word in line.split() if word != "."]
         for word in words:
-            if not re.fullmatch(r"[FBIW]\d+", word):
-                raise ValueError(f"line {k + 1}: {word} is not F, B, I or W and a number, such as F0")
+            if not re.fullmatch("[FBIW][0-9]+", word):
+                raise ValueError(f"line {k + 1}: {word!r} is not F, B, I or W and a number, such as F0")
         table.append([(word[0], k, int(word[1:])) for word in words])
-    check(table)
     return table
 
 
-def check(table):
+def check(table, n, micro_batches):
     """Raises ValueError if a rank lacks a call, repeats one, or waits for a call that waits for it."""
-    micro_batches = 1 + max((m for row in table for _, _, m in row), default=0)
+    if len(table) != n:
+        raise ValueError(f"{len(table)} lines for {n} ranks; it takes a line for each rank")
     for k, row in enumerate(table):
-        for m in range(micro_batches):
+        for m in sorted({*range(micro_batches), *(m for _, _, m in row)}):
             calls = " ".join(op for op, _, i in row if i == m)
-            if calls not in ("F B", "F I W"):
-                raise ValueError(f"rank {k} has {calls or 'nothing'} for micro-batch {m}; it takes F B or F I W")
+            if m >= micro_batches or calls not in ("F B", "F I W"):
+                words = f"rank {k} has {calls or 'nothing'} for micro-batch {m} of {micro_batches}"
+                raise ValueError(f"{words}; it takes F B or F I W")
     in_turns(table)
 
 
 def in_turns(table):
     """What the ranks do at the same time, turn by turn: the call of each rank, or None where it waits.
 
-    Raises ValueError if no rank can go on.
+    B takes two turns, "b" and "B". Raises ValueError if no rank can go on.
     """
     last = max(k for row in table for _, k, _ in row)
-    rows, done, turns = [list(row) for row in table], set(), []
+    rows = [[(half, k, m) for op, k, m in row for half in ("bB" if op == "B" else op)] for row in table]
+    done, turns = set(), []
     while any(rows):
         turn = [row[0] if row and needs(row[0], last) <= done else None for row in rows]
         if not any(turn):
-            stuck = ", ".join(f"{row[0][0]}{row[0][2]} of rank {rank}" for rank, row in enumerate(rows) if row)
+            stuck = ", ".join(f"{row[0][0].upper()}{row[0][2]} of rank {rank}" for rank, row in enumerate(rows) if row)
             raise ValueError(f"{stuck}: each of these waits for a call that comes later")
         for row, call in zip(rows, turn):
             if call:
                 row.pop(0)
                 done.add(call)
-                done.add(("I" if call[0] == "B" else call[0], *call[1:]))
+        done.update(("I", k, m) for op, k, m in filter(None, turn) if op == "B")  # B includes I
         turns.append(turn)
     return turns
 
@@ -144,15 +147,15 @@ def needs(call, last):
     op, k, m = call
     if op == "F":
         return {("F", k - 1, m)} if k else set()
-    if op == "W":
-        return {("I", k, m)}
+    if op in "WB":
+        return {("I" if op == "W" else "b", k, m)}
     return {("F", k, m)} | ({("I", k + 1, m)} if k < last else set())
 
 
 def run_step(model, table, x, y):
     """Make the calls of a table on lists of micro-batches; returns the loss. The gradients of the weights add up."""
     last, elements = len(model) - 1, sum(part.nelement() for part in y)
-    inputs = {(0, m): part.detach().requires_grad_() for m, part in enumerate(x)}
+    inputs = {(0, m): part.detach().requires_grad_() for m, part in enumerate(x)}  # else no hook runs on stage 0
     outputs, out_grads, loss = {}, {}, 0
     for turn in in_turns(table):
         calls = [call for call in turn if call]
@@ -166,7 +169,7 @@ def run_step(model, table, x, y):
                 outputs.pop((k, m)).backward(out_grads.pop((k, m), None))
             if op in "BW":
                 model[k].weight_backward(m)
-        for op, k, m in calls:  # sends come after what ranks compute meanwhile, so that no rank waits for one too early
+        for op, k, m in calls:  # a rank receives after its own call, so that it does not wait with that one
             if op == "F" and k < last:
                 inputs[k + 1, m] = outputs[k, m].detach().to_global(placement=model[k + 1].ranks).requires_grad_()
             if op in "BI" and k > 0:
@@ -181,6 +184,8 @@ def placements(device, n):
 
 def make(stages, micro_batches, batch, in_features, hidden_size, out_features):
     """The model, and the micro-batches of x and y."""
+    if micro_batches > batch:
+        raise ValueError(f"{micro_batches} micro-batches of {batch} rows: each needs one")
     features = [in_features, *[hidden_size] * (len(stages) - 1), out_features]
     rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
@@ -200,6 +205,7 @@ def train(stages, schedule="1f1b", steps=3, micro_batches=4, batch=8, in_feature
     schedule: its name, or a table for these stages and micro-batches.
     """
     table = SCHEDULES[schedule](len(stages), micro_batches) if isinstance(schedule, str) else schedule
+    check(table, len(stages), micro_batches)
     model, x, y = make(stages, micro_batches, batch, in_features, hidden_size, out_features)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -236,26 +242,35 @@ def describe(table):
         yield f"rank {rank}: {names}  waits {calls.count(None) / len(calls):.0%}, holds {held}"
 
 
-def main():
+def parsed(n):
+    """The options, the schedule, its table and the number of micro-batches."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
-    parser.add_argument("--micro-batches", type=int, choices=[1, 2, 3, 4, 6, 8], default=4)
-    parser.add_argument("--table", metavar="FILE", help="your own schedule: a line for each rank, such as F0 F1 B0 B1")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    either.add_argument("--table", metavar="FILE", help="your own schedule: a line for each rank, such as F0 F1 B0 B1")
+    parser.add_argument("--micro-batches", type=int, choices=[1, 2, 3, 4, 6, 8], help="of --schedule; 4 if not given")
     parser.add_argument("--measure", action="store_true", help="how long ranks wait; give each rank a core of its own")
     args = parser.parse_args()
-    n, m = flow.env.get_world_size(), args.micro_batches
-    schedule, table = args.schedule, SCHEDULES[args.schedule](n, m)
-    if args.table:
-        try:
-            schedule = table = read_table(pathlib.Path(args.table).read_text(), n)
-        except (OSError, ValueError) as error:
-            parser.error(f"--table {args.table}: {error}")
-        m = 1 + max(micro_batch for _, _, micro_batch in table[0])
+    if args.table is None:
+        m = args.micro_batches or 4
+        return args, args.schedule, SCHEDULES[args.schedule](n, m), m
+    if args.micro_batches:
+        parser.error("--micro-batches: the table says how many there are")
+    try:
+        table = read_table(pathlib.Path(args.table).read_text(encoding="utf-8-sig"))
+        m = 1 + max((m for row in table for _, _, m in row), default=0)
+        check(table, n, m)
+    except (OSError, ValueError) as error:
+        parser.error(f"--table {args.table}: {getattr(error, 'strerror', None) or error}")
+    return args, table, table, m
 
+
+def main():
+    n, rank = flow.env.get_world_size(), flow.env.get_rank()
+    args, schedule, table, m = parsed(n)
     stages, one_device = placements(args.device, n), [flow.placement(args.device, [0])] * n
     model, losses = train(stages, schedule, micro_batches=m, batch=max(8, m))
-    rank = flow.env.get_rank()
     shape, whole = tuple(model[rank].w.to_local().shape), tuple(model[rank].w.shape)
     print(f"w{rank} {shape} of {whole}, and nothing of other stages")
     _, alone = train(one_device, schedule, micro_batches=m, batch=max(8, m))  # the same code on a single device

@@ -95,20 +95,21 @@ def rows_of_schedule(schedule, n, micro_batches):
 
 
 def in_turns(rows, stages):
-    """The calls of all ranks, turn by turn; in a turn, from rank 0 on."""
-    rows, turns, end = [list(row) for row in rows], [], {}
-    while any(rows):
+    """The calls of all ranks, turn by turn; in a turn, from rank 0 on. B takes two turns, and is the second of them."""
+    waiting = [
+        [half for call in row for half in ([("b", *call[1:]), call] if call[0] == "B" else [call])] for row in rows
+    ]
+    turns, end = [], {}  # call -> the turn in which it ends
+    while any(waiting):
         turn = []
-        for row in rows:
-            if not row:
-                continue
+        for row in filter(None, waiting):
             op, k, m = row[0]
-            before = {"F": [("F", k - 1, m)] * (k > 0), "W": [("B", k, m)]}
-            need = before.get(op, [("F", k, m)] + [("B", k + 1, m)] * (k < stages - 1))
-            if all(end.get(call, len(turns)) < len(turns) for call in need):
+            before = {"F": [("F", k - 1, m)] * (k > 0), "W": [("I", k, m)], "B": []}
+            needed = before.get(op, [("F", k, m)] + [("I", k + 1, m)] * (k < stages - 1))
+            if all(end.get(call, len(turns)) < len(turns) for call in needed):
                 turn.append(row.pop(0))
         assert turn, "no rank can go on"
-        end.update({("B" if op == "I" else op, k, m): len(turns) for op, k, m in turn})
+        end.update({("I" if op == "B" else op, k, m): len(turns) for op, k, m in turn})
         turns.append(turn)
     return turns
 
@@ -170,6 +171,7 @@ WRONG_TABLES = {
     "word": "F0 F1 B0 B1\nF0 B0 F1 X1\n",
     "missing": "F0 F1 B0 B1\nF0 B0 F1\n",
     "no_weight": "F0 I0\nF0 I0\n",
+    "skips": "F0 B0 F2 B2\nF0 B0 F2 B2\n",
     "late": "F0 B0 F1 B1\nF1 F0 B1 B0\n",
 }
 
@@ -185,14 +187,16 @@ def most_held(row):
     return int(counts.max())
 
 
-def drawn_rows(rows, stages, name_of):
+def drawn_rows(rows, stages, name_of, chunks=1):
     """How main prints a table: a line for each rank."""
     turns = in_turns(rows, stages)
     for rank, row in enumerate(rows):
-        calls = [next((call for call in turn if call in row), None) for turn in turns]
+        stages_here = {k for _, k, _ in row}
+        calls = [next((call for call in turn if call[1] in stages_here), None) for turn in turns]
         empty = " " * (len(name_of(row[0])) - 1)
         names = " ".join(name_of(call) if call else f".{empty}" for call in calls)
-        yield f"rank {rank}: {names}  waits {100 * calls.count(None) / len(calls):.0f}%, holds {most_held(row)}"
+        share = 100 * calls.count(None) / len(calls)
+        yield f"rank {rank}: {names}  waits {share:.0f}%, holds {most_held(row) / chunks:g}"
 
 
 def lines_of_schedule(n, rank, facts, graph, report):
@@ -207,10 +211,8 @@ def lines_of_chunks(n, rank, facts, graph, report):
     m, chunks = call["rounds"] * n, call["chunks"]
     here = [f"w{rank + chunk * n}" for chunk in range(chunks)]
     rows = rows_of_chunks(n, m, chunks)
-    table = list(drawn_rows(rows, n * chunks, lambda call: f"{call[0]}{call[2]}{'abcd'[call[1] // n]}"))
-    table.append(
-        f"F0a is forward of micro-batch 0 in chunk a; with one chunk a rank waits {100 * (n - 1) / (m + n - 1):.0f}%"
-    )
+    table = list(drawn_rows(rows, n * chunks, lambda call: f"{call[0]}{call[2]}{'abcd'[call[1] // n]}", chunks))
+    table.append(f"F0a is forward of micro-batch 0 in chunk a; 1F1B waits {100 * (n - 1) / (m + n - 1):.0f}%")
     return [f"rank {rank} holds {', '.join(here)}", *(table if rank == 0 else [])]
 
 
@@ -233,7 +235,13 @@ def lines_of_chunks(n, rank, facts, graph, report):
         elsewhere={"table": "it is the argument schedule", "measure": "its steps are larger"},
         not_printed=["a step takes", "each rank waits or sends"],
         make_files=wrong_tables,
-        refused=[f"--table FOLDER/{name}" for name in (*WRONG_TABLES, "no_file")],
+        refused=[
+            *(f"--table FOLDER/{name}" for name in (*WRONG_TABLES, "no_file")),
+            f"--table {OWN_TABLE} --micro-batches 2",
+            f"--table {OWN_TABLE} --schedule gpipe",
+        ],
+        refused_expressions=["make(placements('cpu', 2), 9, 8, 4, 8, 4)"],
+        defaults={"micro_batches": (None, 4)},
         other_options=["--schedule", "zero_bubble", "--micro-batches", "3"],
     ),
 )
@@ -257,10 +265,14 @@ def rows_of_chunks(n, micro_batches, chunks):
 
 
 @case_of_recipe(
-    {"other": {**UNEVEN, "batch": 13, "rounds": 3, "chunks": 3}, "one chunk": {"chunks": 1}},
-    main=Main(figures=lines_of_chunks, other_options=["--chunks", "3", "--rounds", "1"]),
+    {"other": {**UNEVEN, "batch": 13, "rounds": 3, "chunks": 3}},
+    main=Main(
+        refused_expressions=["in_turns([[('B', 0, 0), ('F', 0, 0)]])"],
+        figures=lines_of_chunks,
+        other_options=["--chunks", "3", "--rounds", "2"],
+    ),
 )
-def interleaved_pipeline(n, graph=False, chunks=2, steps=3, rounds=2, batch=24, matmul_scale=1.0, **sizes):
+def interleaved_pipeline(n, graph=False, chunks=2, steps=3, rounds=1, batch=24, matmul_scale=1.0, **sizes):
     ranks = [[stage % n] for stage in range(n * chunks)]
     rows = rows_of_chunks(n, rounds * n, chunks)
     return scheduled(n, rows, ranks, steps, matmul_scale, {"batch": batch, **sizes}, by_hand=False)
