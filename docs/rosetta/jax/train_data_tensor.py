@@ -1,0 +1,73 @@
+"""Train data x tensor parallel in JAX: one mesh axis shards the batch, the other the weights.
+
+    loss = mean((relu(x @ w0) @ w1 - y)^2)  device 0       device 1       device 2       device 3      PartitionSpec
+    x          (8, 4)                       rows 0-3       rows 0-3       rows 4-7       rows 4-7      P("data")
+    y          (8, 4)                       rows 0-3       rows 0-3       rows 4-7       rows 4-7      P("data")
+    w0         (4, 8)                       columns 0-3    columns 4-7    columns 0-3    columns 4-7   P(None, "tensor")
+    w1         (8, 4)                       rows 0-3       rows 4-7       rows 0-3       rows 4-7      P("tensor")
+
+The twin of recipes/training/train_data_tensor.py, with the same weights, batch and losses. A PartitionSpec has an entry
+for each dimension of the tensor, an SBP one for each axis of the mesh.
+
+Run:     python docs/rosetta/jax/train_data_tensor.py
+On GPUs: delete the two lines of jax.config; on several hosts call jax.distributed.initialize() first.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+
+def loss_of(weights, x, y):
+    hidden = jax.nn.relu(x @ weights["w0"])
+    out = jnp.matmul(hidden, weights["w1"], out_sharding=P("data"))
+    return jnp.mean((out - y) ** 2)
+
+
+@functools.partial(jax.jit, donate_argnames=("weights", "momentum"))
+def update(weights, momentum, x, y):
+    """A step of SGD with momentum; returns weights, momentum and loss."""
+    loss, gradients = jax.value_and_grad(loss_of)(weights, x, y)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
+    weights = jax.tree.map(lambda w, m: w - 0.1 * m, weights, momentum)
+    return weights, momentum, loss
+
+
+def train(mesh, steps=3, batch=8, in_features=4, hidden_size=8, out_features=4):
+    """Train in float32 on a mesh; returns the weights and the loss of each step."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((batch, in_features), dtype=np.float32)
+    y = rng.standard_normal((batch, out_features), dtype=np.float32)
+    w0 = rng.standard_normal((in_features, hidden_size), dtype=np.float32)
+    w1 = rng.standard_normal((hidden_size, out_features), dtype=np.float32)
+
+    losses = []
+    with jax.set_mesh(mesh):
+        x, y = jax.device_put((x, y), P("data"))
+        weights = jax.device_put({"w0": w0, "w1": w1}, {"w0": P(None, "tensor"), "w1": P("tensor")})
+        momentum = jax.tree.map(jnp.zeros_like, weights)
+        for _ in range(steps):
+            weights, momentum, loss = update(weights, momentum, x, y)
+            losses.append(loss)
+    return weights, [float(loss) for loss in losses]
+
+
+def main():
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    weights, losses = train(jax.make_mesh((2, 2), ("data", "tensor")))
+    for name, w in weights.items():
+        for shard in w.addressable_shards:
+            shape = f"{shard.data.shape} of {w.shape}"
+            print(f"[{shard.device.id}] {name} {shape}, its sum after training {shard.data.sum():.4f}")
+    alone = jax.make_mesh((1, 1), ("data", "tensor"), devices=jax.devices()[:1])
+    _, alone = train(alone)  # the same code on a single device
+    np.testing.assert_allclose(losses, alone, rtol=1e-5)
+    print(f"[0] loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
+
+
+if __name__ == "__main__":
+    main()
