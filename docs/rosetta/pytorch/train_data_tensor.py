@@ -1,4 +1,4 @@
-"""Train data x tensor parallel in PyTorch: parallelize_module on one mesh axis, DDP on the other.
+"""Train data x tensor parallel in PyTorch: parallelize_module on one mesh axis, replicate on the other.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0         rank 1         rank 2         rank 3
     x          (8, 4)                         rows 0-3       rows 0-3       rows 4-7       rows 4-7
@@ -6,8 +6,9 @@
     w0         (4, 8)                         columns 0-3    columns 4-7    columns 0-3    columns 4-7
     w1         (8, 4)                         rows 0-3       rows 4-7       rows 0-3       rows 4-7
 
-The twin of recipes/training/train_data_tensor.py, with the same weights, batch and losses. Two APIs share the mesh:
-DTensor knows the axis "tensor" only, and DDP the axis "data". nn.Linear keeps (out, in).
+The twin of recipes/training/train_data_tensor.py, with the same weights, batch and losses. Each axis has its own API:
+between forward and backward DTensor knows the axis "tensor" only. replicate, which torchtitan uses, is not yet public
+in PyTorch 2.13; the public fully_shard in its place also shards the weights over "data". nn.Linear keeps (out, in).
 
 Run:     torchrun --nproc_per_node 4 docs/rosetta/pytorch/train_data_tensor.py
 On GPUs: DEVICE = "cuda", and torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group, which
@@ -18,9 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 DEVICE = "cpu"
 
@@ -35,7 +36,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         hidden = torch.relu(self.w0(x))
-        return self.w1(hidden)
+        return self.w1(hidden).clone()  # RowwiseParallel returns a view, and replicate warns of views
 
 
 def train(mesh=None, steps=3, batch=8, in_features=4, hidden_size=8, out_features=4):
@@ -52,13 +53,13 @@ def train(mesh=None, steps=3, batch=8, in_features=4, hidden_size=8, out_feature
         data = mesh["data"]
         x, y = x.chunk(data.size())[data.get_local_rank()], y.chunk(data.size())[data.get_local_rank()]  # its own rows
         model = parallelize_module(model, mesh["tensor"], {"w0": ColwiseParallel(), "w1": RowwiseParallel()})
-        model = DistributedDataParallel(model, device_mesh=data)
+        model = replicate(model, mesh=data)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for _ in range(steps):
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # the all-reduces along data, which average
         optimizer.step()
         loss = loss.detach()
         if mesh:  # the loss is that of this rank's rows
@@ -72,7 +73,7 @@ def main():
     mesh = init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=("data", "tensor"))
     model, losses = train(mesh)
     rank = mesh.get_rank()
-    for name, layer in model.module.named_children():
+    for name, layer in model.named_children():
         w = layer.weight.T
         local = w.to_local()
         print(

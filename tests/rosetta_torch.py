@@ -1,0 +1,92 @@
+"""Runs PyTorch's twins of recipes on this rank; started by torchrun, in the environment of the peers.
+
+    torchrun ... tests/rosetta_torch.py FOLDER NAME ...
+
+Writes FOLDER/RANK.json: {name: {"losses", "weights": {name: this rank's shard}, "sent": bytes of a step}}.
+"""
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from harness.measure.sent import QUIET, connections, growth  # noqa: E402
+
+SIZES = dict(batch=384, in_features=384, hidden_size=768, out_features=384)  # those of the SBP atlas
+
+
+def twin(name):
+    """The module of a twin."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "rosetta" / "pytorch" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def mesh_of(name):
+    n = dist.get_world_size()
+    if name == "train_data_tensor":
+        return init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("data", "tensor"))
+    return init_device_mesh("cpu", (n,), mesh_dim_names=("ranks",))
+
+
+def weights_of(model):
+    """{name: this rank's shard} of an MLP as (in, out)."""
+    transposed = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    shards = {}
+    for name, w in model.named_parameters():
+        local = w.detach().to_local() if isinstance(w, DTensor) else w.detach()
+        shards[name] = (local.T if id(w) in transposed else local).tolist()
+    return shards
+
+
+def quiet():
+    """Wait until every rank has sent everything; returns `connections()`. Collective."""
+    dist.barrier()
+    counts, times = connections(), 1
+    while times < QUIET:
+        time.sleep(0.005)
+        before, counts = counts, connections()
+        times = times + 1 if counts == before else 1
+    dist.barrier()
+    return counts
+
+
+def sent(train, mesh, **arguments):
+    """The bytes that this rank sends in a step: a run of 3 steps sends those of 2 more than a run of 1."""
+    runs = []
+    for steps in (1, 3):
+        before = quiet()
+        train(mesh, steps=steps, **arguments)
+        runs.append(growth(before, quiet()))
+    return (runs[1] - runs[0]) / 2
+
+
+def result(name):
+    train, mesh = twin(name).train, mesh_of(name)
+    of_module = name == "tensor_parallel_module"
+    more = {"stages": dist.get_world_size(), "micro_batches": 4} if name == "train_pipeline" else {}
+    model, losses = train(mesh, **more)
+    sizes = dict(batch=256, hidden_size=512) if of_module else SIZES
+    weights = {} if of_module else weights_of(model)
+    return {"losses": losses, "weights": weights, "sent": sent(train, mesh, **sizes, **more)}
+
+
+def main():
+    dist.init_process_group("gloo")
+    folder, *names = sys.argv[1:]
+    results = {name: result(name) for name in names}
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
