@@ -1,6 +1,7 @@
 """Install what tests need: packages of Debian, and Python programs in an environment beside OneFlow's."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -28,6 +29,26 @@ def programs(name):
         ):
             subprocess.run(command, check=True, timeout=600)
         installed.write_text(requirements.read_text())
+    return home / "bin"
+
+
+def peers():
+    """The folder of programs of .venv-peers: PyTorch and JAX. Installed if it is missing in CI; elsewhere then None.
+
+    They need a newer Python than OneFlow.
+    """
+    requirements, home = ROOT / "benchmarks" / "requirements-peers.txt", ROOT / ".venv-peers"
+    if not (home / "bin" / "torchrun").exists():
+        if not os.environ.get("CI"):
+            return None
+        names = [f"python3.{minor}" for minor in range(11, 15)]
+        newer = next((path for path in map(shutil.which, names) if path), None)
+        assert newer, f"PyTorch and JAX need one of {', '.join(names)}"
+        for command in (
+            [newer, "-m", "venv", "--clear", str(home)],
+            [str(home / "bin" / "pip"), "install", "--only-binary", ":all:", "-r", str(requirements)],
+        ):
+            subprocess.run(command, check=True, timeout=1800)
     return home / "bin"
 
 

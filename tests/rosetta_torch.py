@@ -76,8 +76,11 @@ def result(name):
     more = {"stages": dist.get_world_size(), "micro_batches": 4} if name == "train_pipeline" else {}
     model, losses = train(mesh, **more)
     sizes = dict(batch=256, hidden_size=512) if of_module else SIZES
-    weights = {} if of_module else weights_of(model)
-    return {"losses": losses, "weights": weights, "sent": sent(train, mesh, **sizes, **more)}
+    results = {"losses": losses, "sent": sent(train, mesh, **sizes, **more)}
+    if of_module:
+        untrained, _ = train(steps=0)
+        return {**results, "initial": {key: w.tolist() for key, w in untrained.named_parameters()}}
+    return {**results, "weights": weights_of(model)}
 
 
 def main():

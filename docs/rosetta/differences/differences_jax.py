@@ -1,0 +1,80 @@
+"""Where OneFlow, PyTorch and JAX differ in meaning: the same questions to JAX, with explicit shardings.
+
+Run:   python docs/rosetta/differences/differences_jax.py
+The same of OneFlow and PyTorch: differences_oneflow.py, differences_pytorch.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def to_local_of_a_replica():
+    """Each device uses a replicated weight for its own row; shard_map shows a device its own part."""
+
+    def own_row(w, x):
+        return jax.lax.psum((x * w).sum(), "ranks")
+
+    w = jax.device_put(jnp.ones(2), P())
+    x = jax.device_put(jnp.array([[1.0, 2.0], [3.0, 4.0]]), P("ranks"))  # the gradient over both rows is [4, 6]
+    gradient = jax.grad(jax.shard_map(own_row, in_specs=(P(), P("ranks")), out_specs=P()))(w, x)
+    print("shard_map, a row each:", f"gradient {gradient.tolist()}")
+    same = jax.shard_map(lambda w, x: (x * w).sum(), in_specs=(P(), P()), out_specs=P())
+    gradient = jax.grad(same)(w, jax.device_put(jnp.array([1.0, 2.0]), P()))
+    print("shard_map, the same row:", f"gradient {gradient.tolist()}")
+
+
+def implicit_conversion():
+    a = jax.device_put(jnp.ones((4, 4)), P("ranks"))
+    b = jax.device_put(jnp.ones((4, 4)), P(None, "ranks"))
+    try:
+        a + b
+    except Exception as error:  # JAX 0.10 has no public name for its class
+        print("rows + columns:", type(error).__name__)
+
+
+def implicit_conversion_in_auto_mode():
+    mesh = jax.make_mesh((2,), ("ranks",), axis_types=(AxisType.Auto,))
+    a = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("ranks")))
+    b = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P(None, "ranks")))
+    print("rows + columns, an Auto mesh:", (a + b).sharding.spec)
+
+
+def uneven_rows():
+    try:
+        jax.device_put(jnp.arange(5.0), P("ranks"))
+    except ValueError as error:
+        print("5 rows on 2:", str(error).partition(", but ")[2].partition(" the ")[0])
+
+
+def gradient_of_a_replica():
+    w = jax.device_put(jnp.ones((4, 2)), P())
+    x = jax.device_put(jnp.ones((2, 4)), P("ranks"))
+    gradient = jax.grad(lambda w: (x @ w).sum())(w)
+    print("gradient of a replicated weight:", gradient.sharding.spec, jax.typeof(gradient))
+
+
+def dropout():
+    def draw():
+        return jax.random.bernoulli(jax.random.key(0), 0.5, (64,))
+
+    split, whole = np.array(jax.jit(draw, out_shardings=P("ranks"))()), np.array(draw())
+    print("dropout:", "the mask of one device" if (split == whole).all() else "depends on the layout")
+
+
+def main():
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    with jax.set_mesh(jax.make_mesh((2,), ("ranks",))):
+        to_local_of_a_replica()
+        implicit_conversion()
+        uneven_rows()
+        gradient_of_a_replica()
+        dropout()
+    implicit_conversion_in_auto_mode()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Where OneFlow, PyTorch and JAX differ in meaning: the same questions to PyTorch's DTensor, DDP and checkpoints.
+
+Run:   torchrun --nproc_per_node 2 docs/rosetta/differences/differences_pytorch.py
+The same of OneFlow and JAX: differences_oneflow.py, differences_jax.py.
+"""
+
+import pathlib
+import shutil
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.nn.parallel import DistributedDataParallel
+
+
+def say(*words):
+    if dist.get_rank() == 0:
+        print("[0]", *words, flush=True)
+
+
+def to_local_of_a_replica(mesh):
+    """Each rank uses a replicated weight for its own row: the gradients must be added up."""
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])  # the gradient of the sum over both rows is [4, 6]
+    for gradients in (None, [Partial()]):
+        w = distribute_tensor(torch.ones(2), mesh, [Replicate()]).requires_grad_()
+        (x[dist.get_rank()] * w.to_local(grad_placements=gradients)).sum().backward()
+        gradient = w.grad.redistribute(placements=[Replicate()]).to_local()
+        say("to_local, a row each:", f"grad_placements={gradients}, gradient {gradient.tolist()}")
+    w = distribute_tensor(torch.ones(2), mesh, [Replicate()]).requires_grad_()
+    (x[0] * w.to_local()).sum().backward()
+    say("to_local, the same row:", f"gradient {w.grad.to_local().tolist()}")
+
+
+def implicit_conversion(mesh):
+    a = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    b = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
+    say("rows + columns:", (a + b).placements[0])
+    try:
+        with ExplicitRedistributionContext():
+            a + b
+    except RuntimeError as error:
+        say("rows + columns, explicit:", str(error)[:33])
+    try:
+        a + torch.ones(4, 4)
+    except RuntimeError as error:
+        say("rows + a plain tensor:", str(error)[:51])
+
+
+def uneven_rows(mesh):
+    rank, x = dist.get_rank(), torch.arange(5.0)
+    spread = distribute_tensor(x, mesh, [Shard(0)])
+    local, mean = spread.to_local(), spread.mean()
+    say("5 rows on 2:", f"{local.numel()} on rank 0, mean {mean.full_tensor().item()}, {mean.placements[0]}")
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False), device_mesh=mesh)
+    (model(x.chunk(2)[rank][:, None])).mean().backward()
+    say("5 rows on 2, DDP:", f"gradient {model.module.weight.grad.item()}")
+
+
+def gradient_of_a_replica(mesh):
+    w = distribute_tensor(torch.ones(4, 2), mesh, [Replicate()]).requires_grad_()
+    x = distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)])
+    (x @ w).sum().backward()
+    say("gradient of a replicated weight:", w.grad.placements[0])
+
+
+def dropout(mesh):
+    torch.manual_seed(0)
+    kept = nn.functional.dropout(distribute_tensor(torch.ones(64), mesh, [Shard(0)])).full_tensor() > 0
+    say("dropout:", "the same mask on both shards" if torch.equal(kept[:32], kept[32:]) else "different masks")
+
+
+def checkpoint(mesh):
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    [folder] = folder
+    rows = distribute_tensor(torch.arange(16.0).reshape(4, 4), mesh, [Shard(0)])
+    dcp.save({"w": rows}, checkpoint_id=folder)
+    columns = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])
+    dcp.load({"w": columns}, checkpoint_id=folder)  # in place
+    files = len(list(pathlib.Path(folder).glob("*.distcp")))
+    right = torch.equal(columns.to_local(), torch.arange(16.0).reshape(4, 4).chunk(2, 1)[dist.get_rank()])
+    say("checkpoint:", f"{files} files with a shard each, loaded as {tuple(columns.to_local().shape)}, equal: {right}")
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def main():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
+    to_local_of_a_replica(mesh)
+    implicit_conversion(mesh)
+    uneven_rows(mesh)
+    gradient_of_a_replica(mesh)
+    dropout(mesh)
+    checkpoint(mesh)
+
+
+if __name__ == "__main__":
+    dist.init_process_group()
+    main()
+    dist.destroy_process_group()

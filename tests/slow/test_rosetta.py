@@ -1,0 +1,275 @@
+"""docs/rosetta: the twins in PyTorch and JAX train as numpy and the recipes do, and docs/rosetta.md is true.
+
+They need an environment of their own, .venv-peers: see environments.py.
+"""
+
+import json
+import re
+import subprocess
+
+import numpy as np
+import pytest
+
+from harness.report.runs import training_run
+from tests.cases import CASES, ROOT, reference_module
+from tests.cases.ladder import shard_of
+from tests.cases.reference import Value, split
+from tests.environments import peers
+from tests.jobs import CLEAN, LAUNCH, Run
+from tests.markdown import blocks, tables
+
+ROSETTA, PAGE = ROOT / "docs" / "rosetta", ROOT / "docs" / "rosetta.md"
+RANKS = {"train_data_tensor": 4}  # of a twin's main; the others have 2
+STRATEGIES = ("train_data_parallel", "train_model_parallel", "train_data_tensor", "train_pipeline", "fully_sharded")
+ON = [(name, n) for name in STRATEGIES for n in (2, 4) if n == 4 or name not in RANKS]
+WEIGHTS = 2 * 384 * 768 * 4  # bytes of w0 and w1 at the sizes of the SBP atlas
+LIMIT = 300  # seconds; on two cores that others use PyTorch's ranks start in 10 to 30
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """The folder of programs of .venv-peers."""
+    folder = peers()
+    if folder is None:
+        pytest.skip("needs PyTorch and JAX: see the first lines of benchmarks/requirements-peers.txt")
+    return folder
+
+
+def torchrun(programs, n, *words):
+    command = [programs / "torchrun", "--standalone", "--nproc_per_node", n, *words]
+    return run(command, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+
+
+def run(command, **variables):
+    """The output of a command that must succeed."""
+    command = [str(word) for word in command]
+    options = {"env": {**CLEAN, **variables}, "text": True, "timeout": LIMIT, "cwd": ROOT, "start_new_session": True}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def torch_results(programs, tmp_path_factory):
+    """{n: results of rosetta_torch.py by rank}."""
+    results = {}
+    for n in (2, 4):
+        folder = tmp_path_factory.mktemp(f"torch{n}")
+        names = [name for name, ranks in ON if ranks == n] + ["tensor_parallel_module"] * (n == 2)
+        torchrun(programs, n, ROOT / "tests" / "rosetta_torch.py", folder, *names)
+        results[n] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(n)]
+    return results
+
+
+@pytest.fixture(scope="session")
+def jax_results(programs, tmp_path_factory):
+    """Results of rosetta_jax.py."""
+    file = tmp_path_factory.mktemp("jax") / "results.json"
+    run([programs / "python", ROOT / "tests" / "rosetta_jax.py", file])
+    return json.loads(file.read_text())
+
+
+def case_of(name, n):
+    """The recipe's case, with the number of micro-batches of the twins' runs."""
+    return CASES[name](n, **({"micro_batches": 4} if name == "train_pipeline" else {}))
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(np.array(actual), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name, n", ON)
+def test_pytorch_trains_as_numpy_does_and_each_rank_holds_its_shard(torch_results, name, n):
+    case = case_of(name, n)
+    for rank, results in enumerate(torch_results[n]):
+        result = results[name]
+        close(result["losses"], case.values["losses"].exact)
+        weights = dict(result["weights"])
+        if name == "train_pipeline":
+            weights = {f"w{rank}": weights.pop("w")}
+        weights = {re.search(r"w\d", key)[0]: shard for key, shard in weights.items()}
+        assert set(weights) == {key for key in ("w0", "w1", "w2", "w3") if held(case, key, rank) is not None}
+        for key, shard in weights.items():
+            close(shard, held(case, key, rank))
+
+
+def held(case, weight, rank):
+    """What a rank must hold of a trained weight; None if nothing."""
+    if f"new {weight}" not in case.values:
+        return None
+    sbp, ranks = case.layout[f"new {weight}"]
+    shard = shard_of(case.values[f"new {weight}"], sbp, ranks, rank, {})
+    return None if shard is None else shard.exact
+
+
+@pytest.mark.parametrize("name, n", ON)
+def test_jax_trains_as_numpy_does_and_each_device_holds_its_shard(jax_results, name, n):
+    case, result = case_of(name, n), jax_results[f"{name} on {n}"]
+    close(result["losses"], case.values["losses"].exact)
+    for rank in range(n):
+        if name == "train_pipeline":  # the stage is filled up with zeros
+            stage, expected = np.array(result["weights"]["w"][rank])[0], held(case, f"w{rank}", rank)
+            filled = np.zeros_like(stage)
+            filled[tuple(map(slice, expected.shape))] = expected
+            close(stage, filled)
+        else:
+            assert set(result["weights"]) == {"w0", "w1"}
+            for key, shards in result["weights"].items():
+                close(shards[rank], held(case, key, rank))
+
+
+def test_the_module_trains_as_numpy_does(torch_results):
+    """From the weights that PyTorch draws."""
+    for results in torch_results[2]:
+        result = results["tensor_parallel_module"]
+        arrays = {name: np.array(w, np.float32) for name, w in result["initial"].items()}
+        values, _ = reference_module.trained(arrays, "adam", False, 0, 20, 8, 1.0)
+        np.testing.assert_allclose(result["losses"], values["losses"].exact, rtol=1e-5)
+
+
+OPERATION = re.compile(r"= (.+?) (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\((.*)")
+SENT = {  # collective -> the bytes that each of n devices sends on average, times those of the result
+    "all-reduce": lambda n, pairs: 2 * (n - 1) / n,
+    "all-gather": lambda n, pairs: (n - 1) / n,
+    "reduce-scatter": lambda n, pairs: n - 1,
+    "all-to-all": lambda n, pairs: (n - 1) / n,
+    "collective-permute": lambda n, pairs: pairs,
+}
+
+
+def collectives(hlo):
+    """[(name, bytes of the result, devices of a group, pairs, times)] of a compiled step, but for single numbers."""
+    found, times, body = [], dict(re.findall(r'body=%?([\w.-]+).*?known_trip_count":{"n":"(\d+)"', hlo)), ""
+    for line in hlo.splitlines():
+        if line.endswith("{") and "->" in line:
+            body = line.split()[0].lstrip("%")
+        match = OPERATION.search(line)
+        if not match:
+            continue
+        shapes, name, rest = match.groups()
+        sizes = [
+            np.prod([int(d) for d in dims.split(",") if d], dtype=int) for dims in re.findall(r"f32\[([\d,]*)]", shapes)
+        ]
+        pairs = re.search(r"source_target_pairs={(.*?)}}", rest)
+        groups = re.search(r"replica_groups={{([\d,]+)}", rest)
+        mesh = re.search(r"replica_groups=mesh\[(.*?)] {(.*?)}", rest)
+        if groups:
+            n = groups[1].count(",") + 1
+        elif mesh:
+            axes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+            n = int(np.prod([int(axes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2])]))
+        else:
+            n = 0
+        size = 4 * sum(size for size in sizes if size > 1)  # but for the loss
+        if size:
+            found.append((name, size, n, pairs[1].count("{") if pairs else 0, int(times.get(body, 1))))
+    return found
+
+
+def sent_by_jax(hlo, n):
+    """The bytes that a device sends on average."""
+    total = 0
+    for name, size, group, pairs, times in collectives(hlo):
+        total += SENT[name](group, pairs / n) * size * times
+    return total
+
+
+def rows_of_bytes():
+    """{strategy: {framework: [bytes on 2 ranks, on 4]}} of the page."""
+    rows = {}
+    for strategy, *_, oneflow, pytorch, jax in (row for row in tables(PAGE) if len(row) == 6):
+        name = re.search(r"(\w+)\.py", strategy)
+        if name and name[1] in STRATEGIES:
+            cells = {"oneflow": oneflow, "pytorch": pytorch, "jax": jax}
+            rows[name[1]] = {
+                key: [float(x) * 1e6 if x != "–" else None for x in cell.split(" · ")] for key, cell in cells.items()
+            }
+    return rows
+
+
+def agree(measured, name, framework, n):
+    stated = rows_of_bytes()[name][framework][n // 2 - 1]
+    assert abs(stated - measured) <= 0.01 * measured + 10_000, (name, framework, n, stated, measured)
+
+
+@pytest.mark.parametrize("name, n", ON)
+def test_page_has_the_bytes_that_pytorch_sends(torch_results, name, n):
+    agree(np.mean([results[name]["sent"] for results in torch_results[n]]), name, "pytorch", n)
+
+
+@pytest.mark.parametrize("name, n", ON)
+def test_page_has_the_bytes_of_the_collectives_that_jax_compiles(jax_results, name, n):
+    agree(sent_by_jax(jax_results[f"{name} on {n}"]["hlo"], n), name, "jax", n)
+
+
+@pytest.mark.parametrize("name, n", ON)
+def test_page_has_the_bytes_that_oneflow_sends(pools, name, n):
+    more = {"micro_batches": 4} if name == "train_pipeline" else {}
+    results = training_run(pools(n), name, n, "eager", **more)
+    agree(np.mean([result["sent"] for result in results]), name, "oneflow", n)
+
+
+def test_jax_all_reduces_all_gradients_and_the_loss_at_once(jax_results):
+    [only] = collectives(jax_results["train_data_parallel on 2"]["hlo"])
+    assert only == ("all-reduce", WEIGHTS, 2, 0, 1)
+
+
+def lines_of(path, programs, name):
+    """What the main of a twin prints, sorted by rank."""
+    if path.parent.name == "pytorch":
+        out = torchrun(programs, RANKS.get(name, 2), path)
+    else:
+        out = run([programs / "python", path])
+    return sorted(re.findall(r"\[\d] (?:(?!\[\d] ).)+", out))  # ranks write at once, so that two lines may be one
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_recipe_and_twins_print_the_same(programs, name):
+    lines = sorted(Run(LAUNCH, name).wait().out.splitlines())
+    assert lines
+    pytorch, jax = (lines_of(ROSETTA / framework / f"{name}.py", programs, name) for framework in ("pytorch", "jax"))
+    if name == "train_pipeline":
+        lines = [line.partition(" in a graph;")[0] for line in lines]  # of a bubble there is only one kind
+        stages = [line for line in jax if "filled up" in line]
+        assert len(stages) == 2
+        jax = sorted({*jax} - {*stages} | {line for line in lines if "nothing of other stages" in line})
+    assert pytorch == lines
+    assert jax == lines
+
+
+def test_module_prints_what_the_recipe_prints(programs):
+    lines = Run(LAUNCH, "tensor_parallel_module").wait().out.splitlines()
+    out = lines_of(ROSETTA / "pytorch" / "tensor_parallel_module.py", programs, "tensor_parallel_module")
+    assert sorted(line for line in lines if "loss" not in line) == [line for line in out if "loss" not in line]
+    assert len(out) == len(lines)
+
+
+def test_matmuls_print_the_blocks_of_the_readme(programs):
+    """The same shards in the same order; JAX fills w up with a column of zeros."""
+    blocks_of_readme = blocks(ROOT / "README.md", "text")[0]
+
+    def shards(text):
+        return sorted((line[:3], json.loads(line[line.index("[[") :])) for line in text)
+
+    expected = shards(blocks_of_readme.splitlines())
+    assert shards(lines_of(ROSETTA / "pytorch" / "matmul_layouts.py", programs, "")) == expected
+    x, w = Value([[1, 2], [3, 1]]), Value([[2, 0, 1, 0], [1, 3, 2, 0]])
+    out = (x @ w).exact
+    filled = []
+    for rank in (0, 1):
+        partial = x.exact[:, [rank]] @ w.exact[[rank]]
+        whole = [out[split((2, 4), dim, rank, 2)] for dim in (0, 1)]
+        filled += [(f"[{rank}]", array.tolist()) for array in (*whole, partial, out)]
+    assert shards(lines_of(ROSETTA / "jax" / "matmul_layouts.py", programs, "")) == sorted(filled)
+
+
+@pytest.mark.parametrize("framework", ["oneflow", "pytorch", "jax"])
+def test_page_shows_what_the_differences_print(programs, framework):
+    path = ROSETTA / "differences" / f"differences_{framework}.py"
+    if framework == "oneflow":
+        out = Run(LAUNCH, "-n", 2, path).wait().out
+    elif framework == "pytorch":
+        out = torchrun(programs, 2, path)
+    else:
+        out = run([programs / "python", path])
+    assert out in blocks(PAGE, "text")
