@@ -44,7 +44,7 @@ def run(command, **variables):
     """The output of a command that must succeed."""
     command = [str(word) for word in command]
     options = {"env": {**CLEAN, **variables}, "text": True, "timeout": LIMIT, "cwd": ROOT, "start_new_session": True}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    done = subprocess.run(command, capture_output=True, **options)
     assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr[-3000:]}"
     return done.stdout
 

@@ -30,18 +30,17 @@ def loss_of(weights, x, y):
     return jnp.mean((hidden @ w1 - y) ** 2)
 
 
-@functools.partial(jax.jit, donate_argnames=("weights", "state"))
-def update(weights, state, x, y):
-    """A step of Adam with a learning rate of 0.1; returns weights, state and loss."""
+@functools.partial(jax.jit, donate_argnames=("weights", "m", "v"))
+def update(weights, m, v, x, y, m_scale, v_scale):
+    """A step of Adam with a learning rate of 0.1; returns weights, m, v and loss."""
     loss, gradients = jax.value_and_grad(loss_of)(weights, x, y)  # gradients are sharded as the weights are
-    t = state["t"] + 1
-    m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], gradients)
-    v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, state["v"], gradients)
+    m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, gradients)
+    v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, v, gradients)
 
     def updated(w, m, v):
-        return w - 0.1 * (m / (1 - 0.9**t)) / (jnp.sqrt(v / (1 - 0.999**t)) + 1e-8)
+        return w - 0.1 * (m / m_scale) / (jnp.sqrt(v / v_scale) + 1e-8)
 
-    return jax.tree.map(updated, weights, m, v), {"t": t, "m": m, "v": v}, loss
+    return jax.tree.map(updated, weights, m, v), m, v, loss
 
 
 def train(mesh, steps=3, batch=8, in_features=4, hidden_size=8, out_features=4):
@@ -56,13 +55,9 @@ def train(mesh, steps=3, batch=8, in_features=4, hidden_size=8, out_features=4):
     with jax.set_mesh(mesh):
         x, y = jax.device_put((x, y), P("data"))
         weights = jax.device_put({"w0": w0, "w1": w1}, P("data"))
-        state = {
-            "t": jnp.zeros(()),
-            "m": jax.tree.map(jnp.zeros_like, weights),
-            "v": jax.tree.map(jnp.zeros_like, weights),
-        }
-        for _ in range(steps):
-            weights, state, loss = update(weights, state, x, y)
+        m, v = jax.tree.map(jnp.zeros_like, weights), jax.tree.map(jnp.zeros_like, weights)
+        for t in range(1, steps + 1):  # 1 - 0.999**t in float32 would be wrong in the fifth digit
+            weights, m, v, loss = update(weights, m, v, x, y, 1 - 0.9**t, 1 - 0.999**t)
             losses.append(loss)
     return weights, [float(loss) for loss in losses]
 
