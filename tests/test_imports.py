@@ -9,6 +9,7 @@ from tests.cases import ROOT
 
 ROOMS = {  # package -> our packages that it may import besides its own modules
     "recipes": (),
+    "docs.rosetta": (),
     "harness.start": (),
     "harness.plan": (),
     "harness.pool": ("harness.start",),
@@ -64,6 +65,7 @@ def test_room_imports_only_what_it_may_know(room):
         ("benchmarks", "import tests.pools", "tests.pools"),
         ("harness.start", "from harness import pool", "harness.pool"),
         ("recipes", "from harness.measure.sbp import NAMES", "harness.measure.sbp.NAMES"),
+        ("docs.rosetta", "from recipes.memory import fully_sharded", "recipes.memory.fully_sharded"),
     ],
 )
 def test_other_imports_are_found(room, line, name):

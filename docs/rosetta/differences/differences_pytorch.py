@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -68,6 +69,17 @@ def gradient_of_a_replica(mesh):
     say("gradient of a replicated weight:", w.grad.placements[0])
 
 
+def ddp_of_a_tensor_parallel_model():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()})
+    model = DistributedDataParallel(model, device_mesh=mesh["data"])
+    before = len(model.state_dict())
+    model(torch.ones(1, 4))
+    say(
+        "DDP of a tensor-parallel model:", f"state_dict has {before} tensors, after a forward {len(model.state_dict())}"
+    )
+
+
 def dropout(mesh):
     torch.manual_seed(0)
     kept = nn.functional.dropout(distribute_tensor(torch.ones(64), mesh, [Shard(0)])).full_tensor() > 0
@@ -95,6 +107,7 @@ def main():
     implicit_conversion(mesh)
     uneven_rows(mesh)
     gradient_of_a_replica(mesh)
+    ddp_of_a_tensor_parallel_model()
     dropout(mesh)
     checkpoint(mesh)
 
