@@ -2,7 +2,8 @@
 
     python tests/rosetta_jax.py FILE
 
-Writes to FILE: {"NAME on N": {"losses", "weights": {name: its shard on each device}, "hlo": the compiled step}}.
+Writes to FILE: {"NAME on N": {"losses", "weights": {name: its shard on each device}, "hlo": the compiled step,
+"operands": [(shape, shape of a shard) of each operand of the step]}}.
 """
 
 import contextlib
@@ -49,26 +50,28 @@ class Compiled(Exception):
     """Ends a run when its step is compiled."""
 
 
-def hlo_of(module, mesh, **arguments):
-    """The text of the compiled step."""
-    texts, update = [], module.update
+def step_of(module, mesh, **arguments):
+    """The text of the compiled step, and the shapes of its operands."""
+    step, update = {}, module.update
 
     def compile_only(*operands):
-        texts.append(update.lower(*operands).compile().as_text())
+        step["hlo"] = update.lower(*operands).compile().as_text()
+        arrays = [array for array in jax.tree.leaves(operands) if isinstance(array, jax.Array)]
+        step["operands"] = [(array.shape, array.sharding.shard_shape(array.shape)) for array in arrays]
         raise Compiled
 
     module.update = compile_only
     with contextlib.suppress(Compiled):
         module.train(mesh, **arguments)
     module.update = update
-    return texts[0]
+    return step
 
 
 def result(name, n):
     module, mesh = twin(name), mesh_of(name, n)
     more = {"stages": n, "micro_batches": 4} if name == "train_pipeline" else {}
     weights, losses = module.train(mesh, **more)
-    return {"losses": losses, "weights": shards_of(weights), "hlo": hlo_of(module, mesh, **SIZES, **more)}
+    return {"losses": losses, "weights": shards_of(weights), **step_of(module, mesh, **SIZES, **more)}
 
 
 def main():

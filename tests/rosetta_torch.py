@@ -2,9 +2,11 @@
 
     torchrun ... tests/rosetta_torch.py FOLDER NAME ...
 
-Writes FOLDER/RANK.json: {name: {"losses", "weights": {name: this rank's shard}, "sent": bytes of a step}}.
+Writes FOLDER/RANK.json: {name: {"losses", "weights": {name: this rank's shard}, "rows": of the output in each call of
+the loss, "sent": bytes of a step}}. Of tensor_parallel_module "initial", the weights before training, instead.
 """
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -70,17 +73,32 @@ def sent(train, mesh, **arguments):
     return (runs[1] - runs[0]) / 2
 
 
+@contextlib.contextmanager
+def rows_seen():
+    """The rows of this rank's output in each call of mse_loss."""
+    rows, mse_loss = [], functional.mse_loss
+
+    def watched(out, y):
+        rows.append(len(out))
+        return mse_loss(out, y)
+
+    functional.mse_loss = watched
+    yield rows
+    functional.mse_loss = mse_loss
+
+
 def result(name):
     train, mesh = twin(name).train, mesh_of(name)
     of_module = name == "tensor_parallel_module"
     more = {"stages": dist.get_world_size(), "micro_batches": 4} if name == "train_pipeline" else {}
-    model, losses = train(mesh, **more)
+    with rows_seen() as rows:
+        model, losses = train(mesh, **more)
     sizes = dict(batch=256, hidden_size=512) if of_module else SIZES
     results = {"losses": losses, "sent": sent(train, mesh, **sizes, **more)}
     if of_module:
         untrained, _ = train(steps=0)
         return {**results, "initial": {key: w.tolist() for key, w in untrained.named_parameters()}}
-    return {**results, "weights": weights_of(model)}
+    return {**results, "weights": weights_of(model), "rows": rows}
 
 
 def main():
