@@ -28,12 +28,12 @@ def run(mesh, layout, x, w):
 
 
 def main():
-    mesh = init_device_mesh(DEVICE, (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     x = torch.tensor([[1.0, 2.0], [3.0, 1.0]], device=DEVICE)
     w = torch.tensor([[2.0, 0.0, 1.0], [1.0, 3.0, 2.0]], device=DEVICE)
     for layout in LAYOUTS:
         out = run(mesh, layout, x, w)
-        print(f"[{mesh.get_rank()}]", *out.placements, out.to_local().tolist())
+        print(f"[{mesh.get_rank()}] {out.placements[0]} {out.to_local().tolist()}")
     out = out.redistribute(placements=[Replicate()])
     print(f"[{mesh.get_rank()}] all-reduce", out.to_local().tolist())
 
