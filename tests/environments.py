@@ -42,7 +42,7 @@ def peers():
         if not os.environ.get("CI"):
             return None
         names = [f"python3.{minor}" for minor in range(11, 15)]
-        newer = next((path for path in map(shutil.which, names) if path), None)
+        newer = next((path for path in map(shutil.which, names) if path and runs(path)), None)
         assert newer, f"PyTorch and JAX need one of {', '.join(names)}"
         for command in (
             [newer, "-m", "venv", "--clear", str(home)],
@@ -50,6 +50,11 @@ def peers():
         ):
             subprocess.run(command, check=True, timeout=1800)
     return home / "bin"
+
+
+def runs(python):
+    """Whether this Python runs: the shims of pyenv fail where their version is not active."""
+    return subprocess.run([python, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0
 
 
 def linter(name):

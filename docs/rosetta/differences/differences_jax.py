@@ -7,7 +7,7 @@ The same of OneFlow and PyTorch: differences_oneflow.py, differences_pytorch.py.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 
@@ -24,6 +24,23 @@ def to_local_of_a_replica():
     same = jax.shard_map(lambda w, x: (x * w).sum(), in_specs=(P(), P()), out_specs=P())
     gradient = jax.grad(same)(w, jax.device_put(jnp.array([1.0, 2.0]), P()))
     print("shard_map, the same row:", f"gradient {gradient.tolist()}")
+
+
+def own_part_of_a_partial_sum():
+    x = jax.device_put(jnp.array([[1.0, 2.0], [3.0, 4.0]]), P(None, "ranks"))
+    w = jax.device_put(jnp.ones((2, 1)), P("ranks"))
+
+    def partial_sum(w):
+        return jnp.matmul(x, w, out_sharding=P(unreduced={"ranks"}))
+
+    out = jax.jit(partial_sum)(w)
+    gradient = jax.jit(jax.grad(lambda w: reshard(partial_sum(w), P()).sum()))(w)
+    own = out.addressable_shards[0].data.tolist()
+    print("shard of a partial sum:", f"{own} of {reshard(out, P()).tolist()}, gradient {gradient.tolist()}")
+    try:
+        np.asarray(out)
+    except Exception as error:
+        print("numpy of a partial sum:", type(error).__name__)
 
 
 def implicit_conversion():
@@ -69,6 +86,7 @@ def main():
     jax.config.update("jax_num_cpu_devices", 2)
     with jax.set_mesh(jax.make_mesh((2,), ("ranks",))):
         to_local_of_a_replica()
+        own_part_of_a_partial_sum()
         implicit_conversion()
         uneven_rows()
         gradient_of_a_replica()

@@ -35,6 +35,14 @@ def to_local_of_a_replica():
     say("to_local, the same row:", f"gradient {w.grad.to_local().tolist()}")
 
 
+def to_local_of_a_partial_sum():
+    x, w = tensor([[1.0, 2.0], [3.0, 4.0]], S(1)), tensor([[1.0], [1.0]], S(0)).requires_grad_()
+    out = flow.matmul(x, w)  # P
+    out.to_local().sum().backward()
+    gradient = w.grad.to_global(sbp=B).to_local().tolist()
+    say("to_local of a partial sum:", f"{out.to_local().tolist()} of {out.numpy().tolist()}, gradient {gradient}")
+
+
 def implicit_conversion():
     a, b = tensor(np.ones((4, 4)), S(0)), tensor(np.ones((4, 4)), S(1))
     say("rows + columns:", (a + b).sbp[0])
@@ -76,6 +84,7 @@ def checkpoint():
 
 def main():
     to_local_of_a_replica()
+    to_local_of_a_partial_sum()
     implicit_conversion()
     uneven_rows()
     gradient_of_a_replica()

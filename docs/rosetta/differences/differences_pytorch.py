@@ -37,6 +37,15 @@ def to_local_of_a_replica(mesh):
     say("to_local, the same row:", f"gradient {w.grad.to_local().tolist()}")
 
 
+def to_local_of_a_partial_sum(mesh):
+    x = distribute_tensor(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), mesh, [Shard(1)])
+    w = distribute_tensor(torch.ones(2, 1), mesh, [Shard(0)]).requires_grad_()
+    out = x @ w  # Partial
+    out.to_local().sum().backward()
+    local, whole, gradient = out.to_local().tolist(), out.full_tensor().tolist(), w.grad.full_tensor().tolist()
+    say("to_local of a partial sum:", f"{local} of {whole}, gradient {gradient}")
+
+
 def implicit_conversion(mesh):
     a = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     b = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
@@ -45,11 +54,11 @@ def implicit_conversion(mesh):
         with ExplicitRedistributionContext():
             a + b
     except RuntimeError as error:
-        say("rows + columns, explicit:", str(error)[:33])
+        say("rows + columns, explicit:", str(error)[:32])
     try:
         a + torch.ones(4, 4)
     except RuntimeError as error:
-        say("rows + a plain tensor:", str(error)[:51])
+        say("rows + a plain tensor:", str(error)[:50])
 
 
 def uneven_rows(mesh):
@@ -104,6 +113,7 @@ def checkpoint(mesh):
 def main():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
     to_local_of_a_replica(mesh)
+    to_local_of_a_partial_sum(mesh)
     implicit_conversion(mesh)
     uneven_rows(mesh)
     gradient_of_a_replica(mesh)
