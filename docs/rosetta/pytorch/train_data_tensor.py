@@ -7,8 +7,8 @@
     w1         (8, 4)                         rows 0-3       rows 4-7       rows 0-3       rows 4-7
 
 The twin of recipes/training/train_data_tensor.py, with the same weights, batch and losses. Each axis has its own API:
-between forward and backward DTensor knows the axis "tensor" only. replicate, which torchtitan uses, is not yet public
-in PyTorch 2.13; the public fully_shard in its place also shards the weights over "data". nn.Linear keeps (out, in).
+in a step DTensor knows the axis "tensor" only. replicate is not yet public in PyTorch 2.13. The public fully_shard in
+its place, as torchtitan has it, also shards the weights over "data". nn.Linear keeps (out, in).
 
 Run:     torchrun --nproc_per_node 4 docs/rosetta/pytorch/train_data_tensor.py
 On GPUs: DEVICE = "cuda", and torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group, which
