@@ -6,7 +6,7 @@
     w0         (4, 8)                         whole       nothing     weights[0] of weights (2, 8, 8): P("stage")
     w1         (8, 4)                         nothing     whole       weights[1]
 
-The twin of recipes/training/train_pipeline.py, with the same weights, batch and losses. Stages are slices of one
+The twin of recipes/pipelines/train_pipeline.py, with the same weights, batch and losses. Stages are slices of one
 array, so they have one shape: zeros fill them up. The loop over m + n - 1 ticks is the schedule, GPipe, and jax.grad
 makes its backward. In a bubble a device computes too, and the result is dropped.
 

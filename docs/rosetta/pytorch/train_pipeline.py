@@ -6,7 +6,7 @@
     w0         (4, 8)                         whole      nothing    each rank creates its own stage only
     w1         (8, 4)                         nothing    whole
 
-The twin of recipes/training/train_pipeline.py, with the same weights, batch and losses. A stage is code of one rank, so
+The twin of recipes/pipelines/train_pipeline.py, with the same weights, batch and losses. A stage is code of one rank, so
 ranks differ in what they call. Schedules are classes: ScheduleGPipe is what OneFlow's graph does, 1F1B keeps fewer
 activations, Interleaved1F1B and ScheduleInterleavedZeroBubble wait less.
 
