@@ -25,9 +25,8 @@ const inText = (rows) => rows.map((row) => row.join(" ")).join("; ");
 // One number. `of`: which tensor; out's numbers can be pointed at.
 function cell(of, row, column, value, extra) {
   const { part, style, ...attributes } = extra;
-  const classes = ["cell", part ? "part" : "", attributes.class || "", value === 0 ? "zero" : ""]
-    .filter(Boolean)
-    .join(" ");
+  const looks = [part && "part", attributes.class, value === 0 && "zero", String(value).length > 2 && "long"];
+  const classes = ["cell", ...looks].filter(Boolean).join(" ");
   const place = `grid-area: ${row + 1} / ${column + 1}; ${style}`;
   return element(
     "span",
@@ -378,7 +377,7 @@ function listenToStages() {
 
 // ---- the pipeline: other placements instead of other SBPs
 
-// A row of matrices, each whole on one rank; value: null where only the shape is shown.
+// A row of matrices, each whole on one rank.
 function placedStage(title, rank, columns) {
   const heads = columns.map((column) =>
     column.name
@@ -394,13 +393,10 @@ function placedStage(title, rank, columns) {
   const cells = columns.map((column) => {
     if (!column.name) return element("span", { class: "op", "aria-hidden": "true" }, column);
     const style = `--fill: var(--tint${rank})`;
-    const numbers = RUNS.value.x.flatMap((row, i) =>
-      row.map((_, j) => {
-        const number = column.value ? column.value[i][j] : "";
-        return cell(column.name, i, j, number, { style, "aria-hidden": "true" });
-      }),
+    const numbers = column.value.flatMap((row, i) =>
+      row.map((number, j) => cell(column.name, i, j, number, { style, "aria-hidden": "true" })),
     );
-    const values = column.value ? inText(column.value) : shown(RUNS.shape.x);
+    const values = inText(column.value);
     const label = t("each_holds", { rank: t("rank", { rank }), block: t("all_of"), tensor: column.name, values });
     return frame(RUNS.shape.x, { class: "matrix", role: "img", "aria-label": label }, ...numbers);
   });
@@ -425,9 +421,9 @@ function drawPipeline() {
   const second = placedStage(t("pipeline_second"), 1, [
     column("h", h),
     "@",
-    column("w1", null),
+    column("w1", RUNS.value.w), // as in its program
     "=",
-    column("out", null),
+    column("out", Matmul.product(h, RUNS.value.w)),
   ]);
   const send = element(
     "div",

@@ -127,7 +127,7 @@ const Words = {
     pipeline_first: "Rank 0 multiplies",
     pipeline_send: "send",
     pipeline_second: "Rank 1 multiplies by its own w1",
-    pipeline_why: "SBP is B on both: each placement has one rank. h.to_global with the placement of rank 1 is what sends h.",
+    pipeline_why: "SBP is B on both: each placement has one rank. h.to_global with the placement of rank 1 is what sends h. This page computes rank 1’s product itself, and the program below prints the same.",
     pipeline_bytes: "Rank 0 sends h once: {bytes} by the formula here, and 1.00 × h as measured, see {link}. Rank 1 sends nothing.",
     pipeline_summary:
       "x @ w0 = h on rank 0, then h goes to rank 1, which multiplies it by w1. Rank 0 sends h once, {bytes} here.",
@@ -259,7 +259,7 @@ const Words = {
     pipeline_first: "rank 0 相乘",
     pipeline_send: "发送",
     pipeline_second: "rank 1 乘以自己的 w1",
-    pipeline_why: "两处的 SBP 都是 B，因为每个 placement 只有一个 rank。用 h.to_global 转到 rank 1 的 placement，就会发送 h。",
+    pipeline_why: "两处的 SBP 都是 B，因为每个 placement 只有一个 rank。用 h.to_global 转到 rank 1 的 placement，就会发送 h。rank 1 的乘积由本页算出，下面的程序打印的结果与之相同。",
     pipeline_bytes: "rank 0 只发送一次 h：此处按公式为 {bytes}，实测为 h 的 1.00 倍，见{link}。rank 1 不发送数据。",
     pipeline_summary: "rank 0 计算 x @ w0 = h，再把 h 传给 rank 1，由它乘以 w1。rank 0 只发送一次 h，此处为 {bytes}。",
     steps_title: "一个训练步的时间线",

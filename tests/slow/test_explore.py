@@ -231,7 +231,11 @@ def test_program_prints_what_the_page_shows(opened, state, tmp_path):
         view = re.sub(r"[()]", "", f"#ranks={ranks}&x={x}&w={w}&to={to}&mode={mode}")
         pair = RUNS["runs"][ranks][f"{x} @ {w}"]
         blocks = in_mode(pair["to"][to] if to else pair, mode)["out"]
-    (tmp_path / "mine.py").write_text(opened(view).run("return document.getElementById('code').textContent"))
+    browser = opened(view)
+    if state == "pipeline":
+        drawn = browser.run("return [...document.querySelectorAll('[data-of=out]')].map((cell) => +cell.textContent)")
+        assert drawn == sum(blocks[1], [])
+    (tmp_path / "mine.py").write_text(browser.run("return document.getElementById('code').textContent"))
     job = launch("-n", len(blocks), tmp_path / "mine.py")
     assert job.code == 0, job.err
     assert [ast.literal_eval(re.search(r"\[\[.*|\[\]$", line)[0]) for line in sorted(job.out.splitlines())] == blocks
