@@ -11,6 +11,7 @@ const Steps = (() => {
   // Adam in float32, bytes of a parameter: PRECISIONS["fp32"] of harness/plan/formulas.py.
   const BYTES = { weights: 4, gradients: 4, optimizer: 8 };
   const MAX_MICRO_BATCHES = 16;
+  const KINDS = ["forward", "backward", "backward_input", "backward_weights", "move", "update", "idle"]; // of blocks
 
   const STRATEGIES = {
     data: { ranks: [1, 2, 3, 4, 5, 6, 7, 8], mesh: (n) => [n, 1, 1] },
@@ -20,7 +21,66 @@ const Steps = (() => {
     sharded: { ranks: [1, 2, 3, 4, 5, 6, 7, 8], mesh: (n) => [n, 1, 1] },
     zero: { ranks: [1, 2, 3, 4, 5, 6, 7, 8], mesh: (n) => [n, 1, 1] },
   };
-  const FIRST = { strategy: "data", ranks: 4, micro: 4, rows: 1680, link: 1 };
+  const FIRST = { strategy: "data", ranks: 4, schedule: "gpipe", micro: 4, rows: 1680, link: 1 };
+
+  // A rank's calls in order, [[kind, micro-batch]]. GPipe (arXiv:1811.06965): all forwards, then all backwards.
+  function gpipe(rank, ranks, micro) {
+    const all = [...Array(micro).keys()];
+    return [...all.map((j) => ["forward", j]), ...all.map((j) => ["backward", j])];
+  }
+
+  // 1F1B (arXiv:2006.09503): forwards until the first micro-batch comes back, then forward and backward in turn.
+  function oneForwardOneBackward(rank, ranks, micro) {
+    const ahead = ranks - 1 - rank;
+    const calls = [];
+    for (let j = 0; j < micro + ahead; j += 1) {
+      if (j < micro) calls.push(["forward", j]);
+      if (j >= ahead) calls.push(["backward", j - ahead]);
+    }
+    return calls;
+  }
+
+  // ZB-H1 (arXiv:2401.10241): 1F1B with each backward cut in two; rank k puts the second off by k micro-batches.
+  function zeroBubble(rank, ranks, micro) {
+    const calls = oneForwardOneBackward(rank, ranks, micro).flatMap(([kind, j]) => {
+      if (kind === "forward") return [[kind, j]];
+      return [["backward_input", j], ...(j >= rank ? [["backward_weights", j - rank]] : [])];
+    });
+    for (let j = Math.max(micro - rank, 0); j < micro; j += 1) calls.push(["backward_weights", j]);
+    return calls;
+  }
+
+  const gpipeIdle = (n, m) => ({ form: "(p - 1) / (m + p - 1)", above: n - 1, below: m + n - 1 });
+
+  // With fewer micro-batches than stages it is more than the paper's p - 1.
+  function zeroBubbleIdle(n, m) {
+    if (m >= n) return { form: "(p - 1) / (3m + p - 1)", above: n - 1, below: 3 * m + n - 1 };
+    return { form: "(2p - m - 1) / (2p + 2m - 1)", above: 2 * n - m - 1, below: 2 * n + 2 * m - 1 };
+  }
+
+  // Of rank k of n, with m micro-batches. inputs: of how many its layers keep their inputs, at most; pending: of how
+  // many they keep the gradients of their outputs, from the backward of the input to that of the weights. idle: the
+  // part of forward and backward for which a rank is idle, where sends take no time.
+  const SCHEDULES = {
+    gpipe: {
+      calls: gpipe,
+      inputs: (k, n, m) => m,
+      pending: () => 0,
+      idle: gpipeIdle,
+    },
+    "1f1b": {
+      calls: oneForwardOneBackward,
+      inputs: (k, n, m) => Math.min(m, n - k),
+      pending: () => 0,
+      idle: gpipeIdle,
+    },
+    zero_bubble: {
+      calls: zeroBubble,
+      inputs: (k, n, m) => Math.min(m, n),
+      pending: (k, n, m) => Math.min(m, k + 1),
+      idle: zeroBubbleIdle,
+    },
+  };
 
   // The numbers of micro-batches into which the rows can be split evenly.
   const microBatches = (rows) =>
@@ -34,12 +94,13 @@ const Steps = (() => {
 
   // A state that can be shown: `wanted` may be of an address that somebody typed, or of a strategy with other ranks.
   function settle(wanted = {}) {
-    const known = Object.prototype.hasOwnProperty.call(STRATEGIES, wanted.strategy);
-    const strategy = known ? wanted.strategy : FIRST.strategy;
+    const isOf = (choices, name) => Object.prototype.hasOwnProperty.call(choices, name);
+    const strategy = isOf(STRATEGIES, wanted.strategy) ? wanted.strategy : FIRST.strategy;
     const rows = nearest(ROWS, wanted.rows ?? FIRST.rows) ?? FIRST.rows;
     return {
       strategy,
       ranks: nearest(STRATEGIES[strategy].ranks, wanted.ranks ?? FIRST.ranks) ?? FIRST.ranks,
+      schedule: isOf(SCHEDULES, wanted.schedule) ? wanted.schedule : FIRST.schedule,
       micro: nearest(microBatches(rows), wanted.micro ?? FIRST.micro) ?? FIRST.micro,
       rows,
       link: nearest(LINKS, wanted.link ?? FIRST.link) ?? FIRST.link,
@@ -132,25 +193,34 @@ const Steps = (() => {
     });
   }
 
-  // The most bytes that each part takes on a rank during a step. They are equal on all ranks.
+  // [the most bytes that each part takes during a step on each rank]
   // Weights, gradients and Adam's moments: arXiv:1910.02054; zero is its stage 1, sharded its stage 3.
-  // Each layer keeps its input for backward: GPipe all micro-batches' (arXiv:1811.06965), and of a pair of a
-  // column-parallel and a row-parallel layer the second has its input split (arXiv:1909.08053).
+  // Each layer keeps its input for backward; of a pair of a column-parallel and a row-parallel layer the second has its
+  // input split (arXiv:1909.08053).
   function memory(state) {
-    const { strategy, ranks } = state;
+    const { strategy, ranks, micro } = state;
     const { data, tensor, pipeline } = mesh(state);
     const { weights, layer, activation } = sizes(state);
     const parameters = weights / MODEL.item;
     const split = strategy === "data" || strategy === "zero" ? 1 : strategy === "data_tensor" ? tensor : ranks;
     const inputs = (activation + activation / tensor) / 2; // the mean of both layers of a pair
-    return {
+    const parts = {
       weights: (BYTES.weights * parameters) / split,
       gradients: (BYTES.gradients * parameters) / split,
       optimizer: (BYTES.optimizer * parameters) / (strategy === "zero" ? ranks : split),
       activations: (MODEL.layers * inputs) / (data * pipeline),
+      pending: 0,
       // when backward begins: the whole weights of all layers, and the whole gradient of one
       gathered: strategy === "sharded" && ranks > 1 ? weights + layer : 0,
     };
+    if (strategy !== "pipeline") return Array(ranks).fill(parts);
+    const schedule = SCHEDULES[state.schedule];
+    const ofMicroBatch = parts.activations / micro; // an output is as large as an input
+    return Array.from({ length: ranks }, (_, k) => ({
+      ...parts,
+      activations: ofMicroBatch * schedule.inputs(k, ranks, micro),
+      pending: ofMicroBatch * schedule.pending(k, ranks, micro),
+    }));
   }
 
   const total = (parts) => Object.values(parts).reduce((sum, bytes) => sum + bytes, 0);
@@ -162,7 +232,7 @@ const Steps = (() => {
   }
 
   function updateSeconds(state) {
-    return (memory(state).optimizer / BYTES.optimizer) * RATES.secondsPerParameter;
+    return (memory(state)[0].optimizer / BYTES.optimizer) * RATES.secondsPerParameter;
   }
 
   const moveSeconds = (state, bytes) => bytes / (state.link * 1e9);
@@ -211,23 +281,33 @@ const Steps = (() => {
     return Array.from({ length: state.ranks }, () => lane.blocks);
   }
 
-  // GPipe: forward of all micro-batches, then backward in the opposite order. A send takes time of the sender only.
+  // Each rank makes the calls of its schedule in order, and waits where another has not sent yet what a call needs. A
+  // send takes time of the sender only.
   function lanesOfPipeline(state) {
     const { ranks, micro } = state;
     const lanes = Array.from({ length: ranks }, () => new Lane());
-    const seconds = ((MODEL.layers / ranks) * forwardSeconds(state)) / micro;
+    const calls = lanes.map((_, k) => SCHEDULES[state.schedule].calls(k, ranks, micro));
+    const forward = ((MODEL.layers / ranks) * forwardSeconds(state)) / micro;
+    const seconds = { forward, backward: 2 * forward, backward_input: forward, backward_weights: forward };
     const bytes = sizes(state).activation / micro;
-    const ready = Array.from({ length: ranks }, () => Array(micro).fill(0));
-    const pass = (kind, k, j, to, of) => {
-      lanes[k].add(kind, kind === "forward" ? seconds : 2 * seconds, { micro: j + 1 }, ready[k][j]);
-      if (to < 0 || to >= ranks) return;
-      ready[to][j] = lanes[k].add("move", moveSeconds(state, bytes), { name: "send", of, bytes, to, micro: j + 1 });
+    // when a rank has the input of a micro-batch, and the gradient of its output
+    const arrived = { activations: lanes.map(() => []), "activation gradients": lanes.map(() => []) };
+    const ready = (k, [kind, j]) => {
+      if (kind === "forward") return k === 0 ? 0 : arrived.activations[k][j];
+      return kind === "backward_weights" || k === ranks - 1 ? 0 : arrived["activation gradients"][k][j];
     };
-    for (let k = 0; k < ranks; k += 1) {
-      for (let j = 0; j < micro; j += 1) pass("forward", k, j, k + 1, "activations");
-    }
-    for (let k = ranks - 1; k >= 0; k -= 1) {
-      for (let j = micro - 1; j >= 0; j -= 1) pass("backward", k, j, k - 1, "activation gradients");
+    const run = (k, [kind, j]) => {
+      lanes[k].add(kind, seconds[kind], { micro: j + 1 }, ready(k, [kind, j]));
+      const to = { forward: k + 1, backward: k - 1, backward_input: k - 1 }[kind] ?? -1;
+      if (to < 0 || to >= ranks) return;
+      const of = kind === "forward" ? "activations" : "activation gradients";
+      const send = { name: "send", of, bytes, to, micro: j + 1 };
+      arrived[of][to][j] = lanes[k].add("move", moveSeconds(state, bytes), send);
+    };
+    while (calls.some((left) => left.length)) {
+      calls.forEach((left, k) => {
+        while (left.length && ready(k, left[0]) !== undefined) run(k, left.shift());
+      });
     }
     for (const lane of lanes) lane.add("update", updateSeconds(state));
     const end = Math.max(...lanes.map((lane) => lane.end));
@@ -235,36 +315,35 @@ const Steps = (() => {
     return lanes.map((lane) => lane.blocks);
   }
 
-  // [[{kind, start, end, ...}] of each rank]: without gaps, in seconds. kind: forward, backward, move, update, idle.
+  // [[{kind, start, end, ...}] of each rank]: without gaps, in seconds. kind: one of KINDS.
   const lanes = (state) => (state.strategy === "pipeline" ? lanesOfPipeline(state) : lanesInStep(state));
 
   const length = (rows) => Math.max(...rows.map((blocks) => blocks[blocks.length - 1].end));
 
   // {kind: the part of the time of all ranks together}
   function shares(rows) {
-    const byKind = { forward: 0, backward: 0, move: 0, update: 0, idle: 0 };
+    const byKind = Object.fromEntries(KINDS.map((kind) => [kind, 0]));
     const all = rows.length * length(rows);
     for (const blocks of rows) for (const block of blocks) byKind[block.kind] += (block.end - block.start) / all;
     return byKind;
   }
-
-  // (p - 1) / (m + p - 1), arXiv:1811.06965: of equal stages, where sends and the update take no time.
-  const idleShare = (micro, stages) => (stages - 1) / (micro + stages - 1);
 
   const alone = (state) => ({ ...state, strategy: "data", ranks: 1 });
 
   // All that the page says of a state in numbers.
   function step(state) {
     const rows = lanes(state);
-    const { pipeline } = mesh(state);
+    const memories = memory(state);
+    const totals = memories.map(total);
     return {
       lanes: rows,
       seconds: length(rows),
       secondsAlone: length(lanes(alone(state))),
       shares: shares(rows),
-      idleFormula: idleShare(state.micro, pipeline),
-      memory: memory(state),
-      memoryAlone: memory(alone(state)),
+      idleFormula: SCHEDULES[state.schedule].idle(mesh(state).pipeline, state.micro),
+      memory: memories,
+      fullest: totals.indexOf(Math.max(...totals)), // the first rank that holds the most
+      memoryAlone: memory(alone(state))[0],
       collectives: collectives(state),
       sent: sent(state),
     };
@@ -279,6 +358,6 @@ const Steps = (() => {
   }
 
   return {
-    MODEL, ROWS, LINKS, RATES, STRATEGIES, microBatches, settle, mesh, total, step, compare,
+    MODEL, ROWS, LINKS, RATES, KINDS, STRATEGIES, SCHEDULES, microBatches, settle, mesh, total, step, compare,
   };
 })();

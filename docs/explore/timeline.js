@@ -1,8 +1,7 @@
 // Draws a training step: controls, a lane for each rank, memory, bytes, and all strategies beside each other.
 
 const Timeline = (() => {
-  const KINDS = ["forward", "backward", "move", "update", "idle"];
-  const PARTS = ["weights", "gradients", "optimizer", "activations", "gathered"];
+  const PARTS = ["weights", "gradients", "optimizer", "activations", "pending", "gathered"];
   const LANE = { height: 26, gap: 8, label: 46, axis: 22 };
   const LETTER = 6.6; // about how wide a letter of a block is
   const SHORT = { "all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", send: "→" };
@@ -37,8 +36,7 @@ const Timeline = (() => {
     const micro = block.micro ? " micro" : "";
     const values = { ...block };
     if (block.kind !== "move") {
-      const named = block.kind === "forward" || block.kind === "backward";
-      return say(`block ${block.kind}${named ? micro : ""}`, values);
+      return say(`block ${block.kind}${micro}`, values);
     }
     values.of = say(block.of);
     values.bytes = bytesText(block.bytes);
@@ -125,7 +123,7 @@ const Timeline = (() => {
   }
 
   function drawMemory(say, step, width, summary) {
-    const bars = step.lanes.map((_, rank) => [step.memory, say("rank k", { rank })]);
+    const bars = step.memory.map((parts, rank) => [parts, say("rank k", { rank })]);
     bars.push([step.memoryAlone, say("alone")]);
     const largest = Math.max(...bars.map(([parts]) => Steps.total(parts)));
     const height = bars.length * 24 + 8;
@@ -148,7 +146,7 @@ const Timeline = (() => {
   function legendOfLanes(say, step) {
     const collectives = new Set(step.collectives.map(({ name }) => name));
     const names = [...collectives].map((name) => `${name} (${SHORT[name]})`);
-    const kinds = KINDS.filter((kind) => step.shares[kind] > 0);
+    const kinds = Steps.KINDS.filter((kind) => step.shares[kind] > 0);
     const text = (kind) => (kind === "move" ? say("moves", { names: names.join(", ") }) : say(kind));
     return legend(kinds.map((kind) => [kind, text(kind)]));
   }
@@ -164,14 +162,18 @@ const Timeline = (() => {
     return element("div", { class: "steps-scroll", role: "region", "aria-label": name, tabindex: "0" }, inner);
   }
 
+  const isUneven = (step) => new Set(step.memory.map(Steps.total)).size > 1;
+
   function memoryTable(say, step) {
-    const parts = PARTS.filter((part) => step.memory[part]);
+    const fullest = step.memory[step.fullest];
+    const parts = PARTS.filter((part) => fullest[part]);
     const rows = parts.map((part) => ({
-      cells: [say(part), bytesText(step.memory[part]), bytesText(step.memoryAlone[part])],
+      cells: [say(part), bytesText(fullest[part]), bytesText(step.memoryAlone[part])],
     }));
-    const sums = [step.memory, step.memoryAlone].map((memory) => bytesText(Steps.total(memory)));
+    const sums = [fullest, step.memoryAlone].map((memory) => bytesText(Steps.total(memory)));
     rows.push({ cells: [say("sum"), ...sums] });
-    return table([say("part"), say("a rank"), say("alone")], rows, say("memory"));
+    const name = isUneven(step) ? say("rank k", { rank: step.fullest }) : say("a rank");
+    return table([say("part"), name, say("alone")], rows, say("memory"));
   }
 
   // Such as "2 (n-1)/n x 8 x 11.3 MB, n = 4".
@@ -204,22 +206,24 @@ const Timeline = (() => {
       const best = state.ranks > 1 && step.seconds <= fastest * 1.0001;
       const text = `${secondsText(step.seconds)}${best ? ` · ${say("fastest")}` : ""}`;
       const time = element("span", { class: "steps-time" }, element("span", {}, text), bar);
-      const sizes = [Math.max(...step.sent), Steps.total(step.memory)].map(bytesText);
+      const sizes = [Math.max(...step.sent), Steps.total(step.memory[step.fullest])].map(bytesText);
       return { cells: [say(strategy), time, ...sizes, percent(step.shares.idle)], chosen };
     });
     const heads = [say("strategy"), say("a step"), say("sends at most"), say("holds"), say("idle share")];
     return table(heads, rows, say("compare"));
   }
 
+  const gap = (say) => (say("sum") === "sum" ? " " : ""); // Chinese sentences have none between them
+
   function summaryText(say, state, step) {
-    const { forward, backward, move, update, idle } = step.shares;
-    const shares = { compute: forward + backward, move, update, idle };
+    const { move, update, idle, ...compute } = step.shares;
+    const shares = { compute: Steps.total(compute), move, update, idle };
     for (const [name, share] of Object.entries(shares)) shares[name] = percent(share);
     const most = bytesText(Math.max(...step.sent));
     const sent = new Set(step.sent).size > 1 ? say("up to", { most }) : most;
-    const sizes = { memory: bytesText(Steps.total(step.memory)), sent };
-    const gap = say("sum") === "sum" ? " " : ""; // Chinese sentences have none between them
-    const parts = `${say("summary shares", shares)}${gap}${say("summary sizes", sizes)}`;
+    const held = bytesText(Steps.total(step.memory[step.fullest]));
+    const sizes = { memory: isUneven(step) ? say("up to", { most: held }) : held, sent };
+    const parts = `${say("summary shares", shares)}${gap(say)}${say("summary sizes", sizes)}`;
     const seconds = secondsText(step.seconds);
     if (state.ranks === 1) return say("summary of one", { seconds, parts });
     return say("summary", { seconds, times: figures(step.secondsAlone / step.seconds), parts });
@@ -228,15 +232,16 @@ const Timeline = (() => {
   function aboutText(say, state) {
     const { data, tensor } = Steps.mesh(state);
     const stage = Steps.MODEL.layers / state.ranks;
-    return say(`about ${state.strategy}`, { data, tensor, stage, layers: Steps.MODEL.layers });
+    const about = say(`about ${state.strategy}`, { data, tensor, stage, layers: Steps.MODEL.layers });
+    return state.strategy === "pipeline" ? `${about}${gap(say)}${say(`about ${state.schedule}`)}` : about;
   }
 
   function idleText(say, state, step) {
     if (state.strategy !== "pipeline" || state.ranks === 1) return say("idle none");
     const { ranks, micro } = state;
-    const formula = percent(step.idleFormula);
-    const values = { ranks, micro, stages: ranks - 1, both: micro + ranks - 1, formula };
-    return say("idle formula", { ...values, share: percent(step.shares.idle) });
+    const { form, above, below } = step.idleFormula;
+    const shares = { formula: percent(above / below), share: percent(step.shares.idle) };
+    return say("idle formula", { ranks, micro, form, above, below, ...shares });
   }
 
   function blockList(say, step, pipeline) {
@@ -289,26 +294,29 @@ const Timeline = (() => {
       const rates = { flops: Steps.RATES.flops / 1e9, update: Steps.RATES.secondsPerParameter * 1e9 };
       this.output = element("div", {});
       this.sliders = {};
+      this.choices = {};
       const sliders = ["ranks", "micro", "rows", "link"].map((name) => this.slider(name));
       this.place.classList.add("steps");
       this.place.replaceChildren(
         element("p", {}, model),
-        this.choice(),
+        this.choice("strategy", Object.keys(Steps.STRATEGIES)),
+        this.choice("schedule", Object.keys(Steps.SCHEDULES)),
         element("div", { class: "steps-sliders" }, ...sliders),
         this.output,
         element("p", { class: "steps-note" }, this.say("rates", rates)),
       );
     }
 
-    choice() {
-      const options = Object.keys(Steps.STRATEGIES).map((strategy) => {
-        const input = element("input", { type: "radio", name: "steps-strategy", value: strategy });
-        input.addEventListener("change", () => this.set({ strategy }));
-        return element("label", {}, input, element("span", {}, this.say(strategy)));
+    choice(name, values) {
+      const options = values.map((value) => {
+        const input = element("input", { type: "radio", name: `steps-${name}`, value });
+        input.addEventListener("change", () => this.set({ [name]: value }));
+        return element("label", {}, input, element("span", {}, this.say(value)));
       });
-      this.options = options.map((label) => label.firstChild);
-      const legend = element("legend", {}, this.say("strategy"));
-      return element("fieldset", { class: "steps-strategies" }, legend, ...options);
+      const legend = element("legend", {}, this.say(name));
+      const box = element("fieldset", { class: "steps-choice" }, legend, ...options);
+      this.choices[name] = { inputs: options.map((label) => label.firstChild), box };
+      return box;
     }
 
     // A slider over the values that are possible in this state.
@@ -333,7 +341,10 @@ const Timeline = (() => {
     }
 
     drawInputs() {
-      for (const option of this.options) option.checked = option.value === this.state.strategy;
+      for (const [name, { inputs, box }] of Object.entries(this.choices)) {
+        for (const input of inputs) input.checked = input.value === this.state[name];
+        box.hidden = name === "schedule" && this.state.strategy !== "pipeline";
+      }
       for (const [name, { input, output, box }] of Object.entries(this.sliders)) {
         const values = this.values(name);
         const value = this.state[name];
@@ -356,6 +367,7 @@ const Timeline = (() => {
       const opened = this.output.querySelector("details[open]") !== null;
       this.output.replaceChildren(
         element("p", { class: "steps-about" }, aboutText(say, state)),
+        pipeline ? element("p", { class: "steps-note" }, say("about schedules")) : "",
         this.spoken(summary),
         element("h3", {}, say("time")),
         element("p", { class: "steps-note" }, say(pipeline ? "time of micro" : "time of")),
@@ -364,7 +376,7 @@ const Timeline = (() => {
         this.words(step, pipeline, opened),
         element("h3", {}, say("idle of")),
         element("p", {}, idleText(say, state, step)),
-        ...this.memory(step, width),
+        ...this.memory(step, width, pipeline),
         element("div", { class: "steps-columns" }, this.sent(step, pipeline), this.comparison()),
       );
     }
@@ -381,11 +393,16 @@ const Timeline = (() => {
       return element("details", { open: opened }, element("summary", {}, this.say("in words")), lists);
     }
 
-    memory(step, width) {
-      const { say } = this;
-      const part = percent(Steps.total(step.memory) / Steps.total(step.memoryAlone));
-      const note = `${say("memory of", { part })}${step.memory.gathered ? say("memory gathered") : ""}`;
-      const parts = PARTS.filter((part) => step.memory[part]);
+    memory(step, width, pipeline) {
+      const { say, state } = this;
+      const fullest = step.memory[step.fullest];
+      const part = percent(Steps.total(fullest) / Steps.total(step.memoryAlone));
+      const sentences = [say("memory of")];
+      if (pipeline) sentences.push(say(`memory ${state.schedule}`));
+      if (fullest.gathered) sentences.push(say("memory gathered"));
+      sentences.push(say(isUneven(step) ? "memory fullest" : "memory part", { part, rank: step.fullest }));
+      const note = sentences.join(gap(say));
+      const parts = PARTS.filter((part) => fullest[part]);
       const picture = drawMemory(say, step, width, note);
       return [
       element("h3", {}, say("memory")),
@@ -410,7 +427,7 @@ const Timeline = (() => {
         "section",
         {},
         element("h3", {}, say("compare")),
-        element("p", { class: "steps-note" }, say("compare of", state)),
+        element("p", { class: "steps-note" }, say("compare of", { ...state, schedule: say(state.schedule) })),
         compareTable(say, state),
         element("p", {}, say("try")),
       );

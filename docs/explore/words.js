@@ -280,8 +280,9 @@ const StepWords = {
     rates:
       "All times are by formula; nothing here is measured. A rank computes at {flops} GFLOP/s and updates a " +
       "parameter in {update} ns, somewhat slower than the CPU cores that we measured. Backward takes twice as long as " +
-      "forward. No rank computes while it sends, as in the eager recipes.",
+      "forward: half of it for the gradient of the input, half for that of the weights. No rank computes while it sends, as in the eager recipes.",
     strategy: "Strategy",
+    schedule: "Schedule",
     ranks: "Ranks",
     micro: "Micro-batches",
     rows: "Batch, rows",
@@ -294,6 +295,9 @@ const StepWords = {
     data_tensor: "data x tensor",
     sharded: "fully sharded",
     zero: "ZeRO",
+    gpipe: "GPipe",
+    "1f1b": "1F1B",
+    zero_bubble: "zero bubble",
     "about data":
       "Each rank has all weights and its rows of the batch. During backward, an all-reduce sums each weight's " +
       "gradient.",
@@ -302,7 +306,19 @@ const StepWords = {
       "all-reduce of its output in forward, and one of its input's gradient in backward.",
     "about pipeline":
       "Each rank has {stage} of the {layers} layers. The batch is cut into micro-batches, so that the ranks can " +
-      "work at the same time: GPipe, as in a graph.",
+      "work at the same time.",
+    "about gpipe": "GPipe: all forwards, then all backwards.",
+    "about 1f1b":
+      "1F1B: once the gradient of the first micro-batch is back, a rank runs one forward and one backward in turn. By " +
+      "the formula ranks are idle as long as in GPipe, but none keeps the activations of more micro-batches than " +
+      "there are ranks.",
+    "about zero_bubble":
+      "Zero bubble (ZB-H1) is 1F1B with each backward cut in two: the gradient of the input (I), for which the rank " +
+      "before waits, and that of the weights (W), for which none waits. Rank k puts W off by k micro-batches, into " +
+      "time that it would spend idle.",
+    "about schedules":
+      "In eager mode the order of the calls in the program is the schedule. An nn.Graph orders them itself: on 2 to 4 " +
+      "ranks, as we measured, it keeps the activations of a fixed number of micro-batches, however many there are.",
     "about data_tensor":
       "A mesh of {data} x {tensor} ranks: axis 0 splits the batch, axis 1 the weights. All-reduces of " +
       "activations run along axis 1, those of gradients along axis 0.",
@@ -325,6 +341,8 @@ const StepWords = {
       "micro-batches.",
     forward: "forward",
     backward: "backward",
+    backward_input: "backward of the input (I)",
+    backward_weights: "backward of the weights (W)",
     moves: "communication: {names}",
     update: "update",
     idle: "idle",
@@ -332,6 +350,8 @@ const StepWords = {
     "block backward": "backward of layer {layer}",
     "block forward micro": "forward of micro-batch {micro}",
     "block backward micro": "backward of micro-batch {micro}",
+    "block backward_input micro": "backward of the input, micro-batch {micro}",
+    "block backward_weights micro": "backward of the weights, micro-batch {micro}",
     "block move": "{name} of {of}{axis}, layer {layer}, {bytes} a rank",
     "block send": "send of {of}, micro-batch {micro}, to rank {to}, {bytes}",
     "block update": "update",
@@ -342,15 +362,21 @@ const StepWords = {
     gradients: "gradients",
     optimizer: "Adam's moments",
     activations: "activations",
+    pending: "output gradients kept for W",
     gathered: "gathered weights",
     "activation gradients": "activations' gradients",
     axis: " along axis {axis}",
     memory: "Memory of each rank",
-    "memory of":
-      "The most that each part takes in a step. Each layer keeps its input for backward. A rank " +
-      "holds {part} of what a single rank would.",
+    "memory of": "The most that each part takes in a step. Each layer keeps its input for backward.",
+    "memory gpipe": "With GPipe these are the inputs of all micro-batches.",
+    "memory 1f1b": "With m micro-batches on p ranks, rank k keeps the inputs of at most min(m, p - k).",
+    "memory zero_bubble":
+      "With m micro-batches on p ranks, each keeps the inputs of at most min(m, p), as W needs them too. From I to W " +
+      "rank k also keeps the gradients of its layers' outputs, of at most min(m, k + 1).",
+    "memory part": "A rank holds {part} of what a single rank would.",
+    "memory fullest": "No rank holds more than rank {rank}: {part} of what a single rank would.",
     "memory gathered":
-      " Gathered weights: those of all layers when backward begins, and the whole gradient of one layer.",
+      "Gathered weights: those of all layers when backward begins, and the whole gradient of one layer.",
     sum: "sum",
     part: "part",
     "a rank": "a rank",
@@ -366,12 +392,12 @@ const StepWords = {
       "A rank between two others sends both; the first sends activations only, the last gradients only.",
     "idle of": "Idle",
     "idle formula":
-      "With p = {ranks} stages and m = {micro} micro-batches a rank is idle (p - 1) / (m + p - 1) = {stages} / " +
-      "{both} = {formula} of forward and backward, if sends took no time. In the picture, with sends and " +
+      "With p = {ranks} stages and m = {micro} micro-batches a rank is idle {form} = {above} / {below} = " +
+      "{formula} of forward and backward, if sends took no time. In the picture, with sends and " +
       "update, it is {share} of the step.",
     "idle none": "No rank waits for another: all do equal work and enter each collective together.",
     compare: "All strategies",
-    "compare of": "{ranks} ranks, {rows} rows, {link} GB/s; the pipeline with {micro} micro-batches.",
+    "compare of": "{ranks} ranks, {rows} rows, {link} GB/s; the pipeline: {schedule}, {micro} micro-batches.",
     "a step": "a step",
     "sends at most": "sends",
     "up to": "up to {most}",
@@ -388,8 +414,9 @@ const StepWords = {
     model: "一个较大模型中的 {layers} 个相同的层 relu(x) @ w：输入和输出各 {hidden} 个特征，可由 1 到 8 个 rank 均分；float32，Adam。每层的权重占 {layer}。",
     rates:
       "所有时长都由公式算出，均非实测。每个 rank 的计算速度为 {flops} GFLOP/s，更新一个参数需要 {update} ns，略慢于我们实测的 CPU " +
-      "核。反向的时间是前向的两倍。与 eager 模式下的示例一样，rank 在通信时不计算。",
+      "核。反向的时间是前向的两倍：一半用于输入的梯度，一半用于权重的梯度。与 eager 模式下的示例一样，rank 在通信时不计算。",
     strategy: "策略",
+    schedule: "流水线调度",
     ranks: "rank 数",
     micro: "micro-batch 数",
     rows: "batch 的行数",
@@ -402,10 +429,23 @@ const StepWords = {
     data_tensor: "数据 x 张量并行",
     sharded: "全分片",
     zero: "ZeRO",
+    gpipe: "GPipe",
+    "1f1b": "1F1B",
+    zero_bubble: "零气泡",
     "about data": "每个 rank 持有全部权重和 batch 中自己的行。反向时，每个权重的梯度通过 all-reduce 相加。",
     "about tensor": "层两两成对：第一层的权重按列切分，第二层按行切分。每一对在前向时需要对输出做一次 all-reduce，在反向时需要对输入的梯度做一次。",
     "about pipeline":
-      "每个 rank 持有 {layers} 层中的 {stage} 层。batch 分成多个 micro-batch，各个 rank 因此可以同时工作：这是 GPipe，与 graph 中相同。",
+      "每个 rank 持有 {layers} 层中的 {stage} 层。batch 分成多个 micro-batch，各个 rank 因此可以同时工作。",
+    "about gpipe": "GPipe：先做完全部前向，再做全部反向。",
+    "about 1f1b":
+      "1F1B：第一个 micro-batch 的梯度返回之后，每个 rank 交替执行一次前向和一次反向。按公式，空闲时间与 GPipe " +
+      "相同，但每个 rank 保存激活值的 micro-batch 个数不超过 rank 数。",
+    "about zero_bubble":
+      "零气泡（zero bubble，ZB-H1）：在 1F1B 的基础上把每次反向一分为二：输入的梯度（I），前一个 rank " +
+      "正等着它；权重的梯度（W），没有 rank 等它。rank k 把 W 推迟 k 个 micro-batch，放到原本空闲的时间里计算。",
+    "about schedules":
+      "eager 模式下，程序中各次调用的先后顺序就是流水线调度。nn.Graph 则自行安排顺序：我们在 2 到 4 个 rank 上实测，无论 " +
+      "micro-batch 有多少，它只保存固定个数的 micro-batch 的激活值。",
     "about data_tensor": "{data} x {tensor} 的设备网格：轴 0 切分 batch，轴 1 切分权重。激活值的 all-reduce 沿轴 1，梯度的沿轴 0。",
     "about sharded":
       "每个 rank 只持有每个权重、梯度、一阶矩和二阶矩的 1/n。每层在前向之前用 all-gather 收集权重，保留到反向用完为止，相当于 FSDP 设置 " +
@@ -414,12 +454,14 @@ const StepWords = {
     summary: "一步需要 {seconds}，速度是单个 rank 的 {times} 倍。{parts}",
     "summary of one": "单个 rank 一步需要 {seconds}。{parts}",
     "summary shares": "各 rank 的时间中，计算占 {compute}，通信占 {move}，更新占 {update}，空闲占 {idle}。",
-    "summary sizes": "每个 rank 持有 {memory}，发送量：{sent}。",
+    "summary sizes": "每个 rank 的持有量：{memory}，发送量：{sent}。",
     time: "一步的时间",
     "time of": "单位为毫秒，由公式算出，不是实测；通信与计算不重叠。色块中的数字是层的序号。",
     "time of micro": "单位为毫秒，由公式算出，不是实测；通信与计算不重叠。色块中的数字是 micro-batch 的序号。",
     forward: "前向",
     backward: "反向",
+    backward_input: "输入的反向（I）",
+    backward_weights: "权重的反向（W）",
     moves: "通信：{names}",
     update: "更新",
     idle: "空闲",
@@ -427,6 +469,8 @@ const StepWords = {
     "block backward": "第 {layer} 层的反向",
     "block forward micro": "micro-batch {micro} 的前向",
     "block backward micro": "micro-batch {micro} 的反向",
+    "block backward_input micro": "micro-batch {micro} 的输入的反向",
+    "block backward_weights micro": "micro-batch {micro} 的权重的反向",
     "block move": "{of}的 {name}{axis}，第 {layer} 层，每个 rank {bytes}",
     "block send": "把 micro-batch {micro} 的{of}发给 rank {to}，{bytes}",
     "block update": "更新",
@@ -437,11 +481,19 @@ const StepWords = {
     gradients: "梯度",
     optimizer: "Adam 的一阶矩和二阶矩",
     activations: "激活值",
+    pending: "为 W 保存的输出梯度",
     gathered: "收集来的权重",
     "activation gradients": "激活值的梯度",
     axis: "（沿轴 {axis}）",
     memory: "每个 rank 的内存",
-    "memory of": "各部分在一步中的最大值。激活值：每层为反向保存自己的输入。每个 rank 持有的是单个 rank 时的 {part}。",
+    "memory of": "各部分在一步中的最大值。激活值：每层为反向保存自己的输入。",
+    "memory gpipe": "GPipe 保存全部 micro-batch 的输入。",
+    "memory 1f1b": "m 个 micro-batch、p 个 rank 时，rank k 最多保存 min(m, p - k) 个 micro-batch 的输入。",
+    "memory zero_bubble":
+      "m 个 micro-batch、p 个 rank 时，每个 rank 最多保存 min(m, p) 个 micro-batch 的输入，因为 W 也要用到。从 I 到 W，rank k " +
+      "还要保存各层输出的梯度，最多 min(m, k + 1) 个 micro-batch。",
+    "memory part": "每个 rank 持有的是单个 rank 时的 {part}。",
+    "memory fullest": "rank {rank} 持有最多，是单个 rank 时的 {part}。",
     "memory gathered": "收集来的权重：反向开始时，所有层的完整权重，以及一层的完整梯度。",
     sum: "合计",
     part: "部分",
@@ -457,11 +509,11 @@ const StepWords = {
     "sends by rank": "两侧都有相邻 rank 的 rank 两者都发送；第一个只发送激活值，最后一个只发送梯度。",
     "idle of": "空闲",
     "idle formula":
-      "p = {ranks} 个 stage，m = {micro} 个 micro-batch：若收发不占时间，每个 rank 在前向与反向中空闲 (p - 1) / (m + p - 1) = {stages} " +
-      "/ {both} = {formula}。图中计入收发和更新，空闲占一步的 {share}。",
+      "p = {ranks} 个 stage，m = {micro} 个 micro-batch：若收发不占时间，每个 rank 在前向与反向中空闲 {form} = {above} / {below} " +
+      "= {formula}。图中计入收发和更新，空闲占一步的 {share}。",
     "idle none": "没有 rank 需要等待：各 rank 的计算量相同，每次集合通信由所有 rank 一起完成。",
     compare: "所有策略",
-    "compare of": "{ranks} 个 rank，{rows} 行，{link} GB/s；流水并行用 {micro} 个 micro-batch。",
+    "compare of": "{ranks} 个 rank，{rows} 行，{link} GB/s；流水并行用{schedule}，{micro} 个 micro-batch。",
     "a step": "一步",
     "sends at most": "发送",
     "up to": "至多 {most}",

@@ -265,14 +265,19 @@ STRATEGIES = {  # forward and backward of a pair of layers in order, and how wha
     "pipeline": (),
 }
 STRATEGIES["sharded"] = STRATEGIES["zero"]
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 STATES = """
-const { STRATEGIES, microBatches, ROWS } = Steps;
-return Object.entries(STRATEGIES).flatMap(([strategy, { ranks }]) => ranks.flatMap((n) => ROWS.flatMap((rows) =>
-  microBatches(rows).filter((m) => (strategy === "pipeline" ? m % 3 === 1 : m === 1)).flatMap((micro) =>
+const { STRATEGIES, SCHEDULES, microBatches, ROWS } = Steps;
+const views = Object.entries(STRATEGIES).flatMap(([strategy, { ranks }]) => {
+  const schedules = strategy === "pipeline" ? Object.keys(SCHEDULES) : ["gpipe"];
+  return schedules.flatMap((schedule) => ranks.map((n) => ({ strategy, schedule, ranks: n })));
+});
+return views.flatMap((view) => ROWS.flatMap((rows) =>
+  microBatches(rows).filter((m) => (view.strategy === "pipeline" ? m % 3 === 1 : m === 1)).flatMap((micro) =>
     [1, 50].map((link) => {
-      const state = { strategy, ranks: n, rows, micro, link };
+      const state = { ...view, rows, micro, link };
       return [state, Steps.mesh(state), Steps.step(state)];
-    })))));
+    }))));
 """
 
 
@@ -283,15 +288,75 @@ def steps(browser):
     return browser.run("return Steps.MODEL"), browser.run(STATES)
 
 
+def schedule_of(schedule, n, micro):
+    """[[(kind, micro-batch) in its order] of each rank] of a pipeline; micro-batches count from 1."""
+    forward, backward = ([(kind, m) for m in range(1, micro + 1)] for kind in ("forward", "backward"))
+    if schedule == "gpipe":
+        return [forward + backward] * n
+    rows = []
+    for rank in range(n):
+        first = min(micro, n - 1 - rank)
+        turns = [call for turn in zip(forward[first:], backward) for call in turn]
+        rows.append(forward[:first] + turns + backward[micro - first :])
+    return rows if schedule == "1f1b" else [split(row, late, micro) for late, row in enumerate(rows)]
+
+
+def split(row, late, micro):
+    """Each backward in two: that of the weights is `late` micro-batches after that of the input, or at the end."""
+    calls = []
+    for kind, m in row:
+        calls.append((kind if kind == "forward" else "backward_input", m))
+        if kind == "backward" and m > late:
+            calls.append(("backward_weights", m - late))
+    done = max(0, micro - late)
+    return calls + [("backward_weights", m) for m in range(done + 1, micro + 1)]
+
+
+def seconds_of(rows, seconds, send):
+    """When the last rank has made all calls: the times of arrival are corrected until none changes."""
+    arrivals, corrected = None, {}
+    while corrected != arrivals:
+        arrivals, corrected, ends = corrected, {}, []
+        for rank, row in enumerate(rows):
+            time = 0
+            for kind, m in row:
+                forward = kind == "forward"
+                time = max(time, arrivals.get((rank, forward, m), 0)) + seconds[kind]
+                to = rank + 1 if forward else rank - 1
+                if kind != "backward_weights" and 0 <= to < len(rows):
+                    time += send
+                    corrected[to, forward, m] = time
+            ends.append(time)
+    return max(ends)
+
+
+def most_held(row, taken, released):
+    """Of how many micro-batches a rank has made the call `taken`, but not yet one of `released`, at most."""
+    return max(np.cumsum([(kind == taken) - (kind in released) for kind, _ in row]))
+
+
+def order_of_pipeline(state):
+    """What each rank does and sends, in order."""
+    n, orders = state["ranks"], []
+    for rank, row in enumerate(schedule_of(state["schedule"], n, state["micro"])):
+        order = []
+        for kind, m in row:
+            order.append(f"{kind} {m}")
+            if kind == "forward" and rank < n - 1:
+                order.append(f"activations {m}")
+            if kind in ("backward", "backward_input") and rank > 0:
+                order.append(f"activation_gradients {m}")
+        orders.append([*order, "update"])
+    return orders
+
+
 def order_and_bytes(state, mesh, model):
     """(what each rank does and sends, in order; {what is sent: bytes by rank}), by STRATEGIES and theory.Boxing."""
-    n, micro, activation = state["ranks"], state["micro"], (state["rows"], model["hidden"])
+    n, activation = state["ranks"], (state["rows"], model["hidden"])
     if state["strategy"] == "pipeline":
         size = 4 * activation[0] * activation[1]
-        forward = [["forward", "activations"][: 1 + (rank < n - 1)] * micro for rank in range(n)]
-        backward = [["backward", "activation_gradients"][: 1 + (rank > 0)] * micro for rank in range(n)]
         sent = {"activations": [size] * (n - 1) + [0], "activation_gradients": [0] + [size] * (n - 1)}
-        return [[*before, *after, "update"] for before, after in zip(forward, backward)], sent
+        return order_of_pipeline(state), sent
     forward, backward, moves = STRATEGIES[state["strategy"]]
     order = " ".join([forward] * (model["layers"] // 2) + [backward] * (model["layers"] // 2) + ["update"]).split()
     ranks = np.arange(n).reshape(-1, 2) if state["strategy"] == "data_tensor" else np.arange(n)
@@ -311,12 +376,11 @@ def test_step_takes_the_time_of_its_parts_and_sends_their_bytes(steps):
         n, micro, byte = state["ranks"], state["micro"], 1 / state["link"] / 1e9
         for blocks, words in zip(step["lanes"], order):
             labels = [block.get("of", block["kind"]).replace(" ", "_") for block in blocks]
-            assert [label for label in labels if label != "idle"] == words, state
+            numbers = [f" {block['micro']}" if "micro" in block else "" for block in blocks]
+            shown = [label + number for label, number in zip(labels, numbers) if label != "idle"]
+            assert shown == words, state
             assert blocks[0]["start"] == 0 and blocks[-1]["end"] == pytest.approx(step["seconds"]), state
             assert all(block["end"] == after["start"] for block, after in zip(blocks, blocks[1:])), state
-            if state["strategy"] == "pipeline":  # backward in the opposite order
-                numbers = [block["micro"] for block in blocks if block["kind"] in ("forward", "backward")]
-                assert numbers == [*range(1, micro + 1), *range(micro, 0, -1)], state
         by_rank = np.sum(list(sent.values()), axis=0)
         assert step["sent"] == pytest.approx(by_rank.tolist()), state
         shown = dict.fromkeys(sent, 0)
@@ -324,16 +388,61 @@ def test_step_takes_the_time_of_its_parts_and_sends_their_bytes(steps):
             shown[collective["of"].replace(" ", "_")] += collective["bytes"]
         assert shown == pytest.approx({what: max(sizes) for what, sizes in sent.items()}), state
         forward = 2 * state["rows"] * model["hidden"] ** 2 * model["layers"] / n / 100e9
-        update = step["memory"]["optimizer"] / 8 * 1e-9
+        update = step["memory"][0]["optimizer"] / 8 * 1e-9
+        times = {"forward": forward, "backward": 2 * forward, "backward_input": 0, "backward_weights": 0}
+        if state["schedule"] == "zero_bubble":
+            times = {**times, "backward": 0, "backward_input": forward, "backward_weights": forward}
         seconds = 3 * forward + by_rank[0] * byte
-        if mesh["pipeline"] > 1:  # n + micro - 2 times a rank waits for what another computes and sends
-            seconds = (n + micro - 2) * (3 * forward / micro + 2 * by_rank[0] * byte / micro) + 3 * forward / micro
-        parts = {"forward": forward, "backward": 2 * forward, "move": by_rank.mean() * byte, "update": update}
+        if mesh["pipeline"] > 1:
+            of_micro_batch = {kind: time / micro for kind, time in times.items()}
+            rows = schedule_of(state["schedule"], n, micro)
+            seconds = seconds_of(rows, of_micro_batch, by_rank[0] * byte / micro)
+        if mesh["pipeline"] > 1 and state["schedule"] == "gpipe":  # n + micro - 2 times a rank waits for another
+            waits = (n + micro - 2) * (3 * forward + 2 * by_rank[0] * byte) / micro
+            assert seconds == pytest.approx(waits + 3 * forward / micro), state
+        parts = {**times, "move": by_rank.mean() * byte, "update": update}
         parts["idle"] = seconds + update - sum(parts.values())
         assert step["seconds"] == pytest.approx(seconds + update), state
         assert step["shares"] == pytest.approx({kind: part / step["seconds"] for kind, part in parts.items()}, abs=1e-9)
-        stages = mesh["pipeline"]
-        assert step["idleFormula"] == pytest.approx((stages - 1) / (micro + stages - 1)), state
+
+
+IDLE = """
+const micro = [...Array(16).keys()].map((m) => m + 1);
+return Object.keys(Steps.SCHEDULES).flatMap((schedule) => [2, 4, 8].flatMap((n) => micro.map((m) => {
+  const state = { strategy: "pipeline", schedule, ranks: n, micro: m, rows: 1680, link: 1e30 };
+  const { lanes, seconds, shares, idleFormula } = Steps.step(state);
+  const [{ start, end }] = lanes[0].filter(({ kind }) => kind === "update");
+  return [schedule, n, m, idleFormula, shares.idle * seconds / (seconds - (end - start))];
+})));
+"""
+
+
+def test_idle_formula_is_what_is_drawn_where_sends_take_no_time(opened):
+    for schedule, n, m, formula, drawn in opened().run(IDLE):
+        expected = (n - 1) / (m + n - 1)
+        if schedule == "zero_bubble":
+            late = max(0, n - m)  # by so many micro-batches the pauses are too short for W
+            expected = (n - 1 + late) / (3 * m + n - 1 + late)
+        assert formula["above"] / formula["below"] == pytest.approx(expected), (schedule, n, m)
+        assert drawn == pytest.approx(expected), (schedule, n, m)
+
+
+FORMULAS = {  # at 4 stages and so many micro-batches
+    ("gpipe", 6): "(p - 1) / (m + p - 1) = 3 / 9 = 33 %",
+    ("1f1b", 6): "(p - 1) / (m + p - 1) = 3 / 9 = 33 %",
+    ("zero_bubble", 6): "(p - 1) / (3m + p - 1) = 3 / 21 = 14 %",
+    ("zero_bubble", 2): "(2p - m - 1) / (2p + 2m - 1) = 5 / 11 = 45 %",
+}
+
+
+@pytest.mark.parametrize("schedule, micro", FORMULAS)
+def test_texts_follow_the_schedule(opened, schedule, micro):
+    view = f"#lang=en&step-strategy=pipeline&step-ranks=4&step-micro={micro}&step-schedule={schedule}"
+    text = opened(view).text("#steps")
+    assert FORMULAS[schedule, micro] in text and f"{micro} micro-batches." in text
+    splits = schedule == "zero_bubble"
+    for words in ("backward of the input (I)", "backward of the weights (W)", "output gradients kept for W"):
+        assert (words in text) == splits
 
 
 def test_memory_of_a_step_is_that_of_plan(steps):
@@ -343,15 +452,25 @@ def test_memory_of_a_step_is_that_of_plan(steps):
         stage = (model["layers"] * model["hidden"] ** 2 / mesh["pipeline"], 0)
         elements = formulas.elements_on_a_rank(stage, mesh["tensor"], mesh["data"] if strategy == "sharded" else 1)
         sizes = zip(("weights", "gradients", "optimizer"), formulas.PRECISIONS["fp32"])
-        expected = {part: size * elements for part, size in sizes}
+        expected = {part: size * elements for part, size in sizes} | {"pending": 0}
         expected["optimizer"] /= n if strategy == "zero" else 1
-        inputs = (
-            (1 + 1 / mesh["tensor"]) / 2 * model["layers"] / mesh["pipeline"]
-        )  # of the second of a pair only a part
+        # of the second of a pair only a part
+        inputs = (1 + 1 / mesh["tensor"]) / 2 * model["layers"] / mesh["pipeline"]
         expected["activations"] = 4 * state["rows"] / mesh["data"] * model["hidden"] * inputs
         gathered = 4 * (model["layers"] + 1) * model["hidden"] ** 2
         expected["gathered"] = gathered if strategy == "sharded" and n > 1 else 0
-        assert step["memory"] == pytest.approx(expected), state
+        by_rank = [expected] * n
+        if strategy == "pipeline":
+            micro, rows = state["micro"], schedule_of(state["schedule"], n, state["micro"])
+            held = [most_held(row, "forward", ("backward", "backward_weights")) for row in rows]
+            pending = [most_held(row, "backward_input", ("backward_weights",)) for row in rows]
+            at_most = {"gpipe": [micro] * n, "1f1b": [min(micro, n - k) for k in range(n)]}
+            assert held == at_most.get(state["schedule"], [min(micro, n)] * n), state
+            size = expected["activations"] / micro
+            by_rank = [{**expected, "activations": k * size, "pending": p * size} for k, p in zip(held, pending)]
+        for parts, memory in zip(by_rank, step["memory"], strict=True):
+            assert memory == pytest.approx(parts), state
+        assert step["fullest"] == np.argmax([sum(memory.values()) for memory in step["memory"]]), state
 
 
 SMALL = {"layers": 4, "hidden": 720, "rows": 1440}
@@ -364,14 +483,14 @@ STEP = "Object.assign(Steps.MODEL, arguments[0]); return Steps.step(arguments[1]
 def test_ranks_send_and_keep_what_the_page_says(pools, opened, n, strategy):
     """A stack of fewer and smaller layers, in eager mode."""
     micro = 4 if strategy == "pipeline" else 1
-    state = {"strategy": strategy, "ranks": n, "rows": SMALL["rows"], "micro": micro, "link": 1}
+    state = {"strategy": strategy, "ranks": n, "schedule": "gpipe", "rows": SMALL["rows"], "micro": micro, "link": 1}
     step = opened().run(STEP, {"layers": SMALL["layers"], "hidden": SMALL["hidden"]}, state)
     functions, arguments = ROOT / "tests" / "on_rank_steps.py", {"strategy": strategy, "micro_batches": micro, **SMALL}
     assert pools(n).call(f"{functions}:sent", **arguments) == pytest.approx(step["sent"], rel=0.02)
-    for inputs, weights in pools(n).call(f"{functions}:kept", **arguments):
-        assert inputs == step["memory"]["activations"]
+    for (inputs, weights), memory in zip(pools(n).call(f"{functions}:kept", **arguments), step["memory"], strict=True):
+        assert inputs == memory["activations"]
         if strategy == "sharded":
-            assert weights == step["memory"]["gathered"] - 4 * SMALL["hidden"] ** 2
+            assert weights == memory["gathered"] - 4 * SMALL["hidden"] ** 2
 
 
 @pytest.mark.parametrize(
@@ -415,6 +534,7 @@ return [
 def test_every_view_fits_and_opens_again_by_its_link(opened, lang, width, dark):
     clicks = [("", f"[data-preset={name}]") for name in PRESETS]
     clicks += [("", f"#steps input[value={name}]") for name in STRATEGIES]
+    clicks += [("#step-strategy=pipeline&step-ranks=8", f"#steps input[value='{name}']") for name in SCHEDULES[1:]]
     for view, click in [*clicks, *((view, "") for view in VIEWS)]:
         view = view or "#ranks=2&x=S0&w=B&step-strategy=zero"
         browser = opened(f"{view}&lang={lang}", width=width, dark=dark)
@@ -422,7 +542,7 @@ def test_every_view_fits_and_opens_again_by_its_link(opened, lang, width, dark):
             browser.run("document.querySelector(arguments[0]).click()", click)
         link, text = browser.view(), browser.text("body")
         assert browser.run(PROBLEMS) == [], link
-        assert not click or re.search(r"=(\w+)]", click)[1] in link
+        assert not click or re.search(r"=(\w+)]", click.replace("'", ""))[1] in link
         if "preset" in click:
             [pressed] = browser.all("[data-preset][aria-pressed=true]")
             assert pressed.get_attribute("data-preset") in click and ".py" in browser.text("#about"), link
@@ -435,9 +555,12 @@ def test_every_view_fits_and_opens_again_by_its_link(opened, lang, width, dark):
 
 
 LANES = """
-return Object.entries(Steps.STRATEGIES).flatMap(([strategy, { ranks }]) => ranks.flatMap((n) =>
+const schedules = (strategy) => (strategy === "pipeline" ? Object.keys(Steps.SCHEDULES) : ["gpipe"]);
+const views = Object.entries(Steps.STRATEGIES).flatMap(([strategy, { ranks }]) =>
+  schedules(strategy).flatMap((schedule) => ranks.map((n) => ({ strategy, schedule, ranks: n }))));
+return views.flatMap((view) =>
   [[1680, 1, 1], [840, 15, 0.1], [6720, 16, 50]].map(([rows, micro, link]) => {
-    stepState = { strategy, ranks: n, rows, micro, link };
+    stepState = { ...view, rows, micro, link };
     drawSteps();
     const drawn = [...document.querySelectorAll(".steps-lanes [data-kind]")];
     const { lanes } = Steps.step(Steps.settle(stepState));
@@ -446,7 +569,7 @@ return Object.entries(Steps.STRATEGIES).flatMap(([strategy, { ranks }]) => ranks
     const picture = box(document.querySelector(".steps-lanes"));
     const inside = drawn.every((node) => box(node).left >= picture.left - 1 && box(node).right <= picture.right + 1);
     return [stepState, inside, drawn.map(({ dataset }) => `${dataset.rank} ${dataset.kind}`), blocks];
-  })));
+  }));
 """
 
 
@@ -463,6 +586,7 @@ def test_every_block_of_a_step_is_drawn(opened, width):
         "#ranks=2&x=B&w=B&preset=toString",
         "#ranks=2x2&x=B,B&w=B,B&to=B",
         "#step-strategy=__proto__&step-ranks=-1&lang=xx",
+        "#step-strategy=pipeline&step-schedule=toString",
     ],
 )
 def test_bad_address_shows_the_first_view(opened, view):
@@ -506,6 +630,8 @@ def test_keyboard(opened):
     browser.run("document.querySelector('#steps [value=data]').focus()")
     browser.press("ARROW_RIGHT", "ARROW_RIGHT")  # the focus stays; only a pipeline has micro-batches
     assert browser.run(focus)[1] == "pipeline" and browser.one("#steps-micro").is_displayed()
+    browser.press("TAB", "ARROW_RIGHT", "ARROW_RIGHT")  # and a schedule
+    assert browser.run(focus) == ["steps-schedule", "zero_bubble"] and "step-schedule=zero_bubble&" in browser.view()
     opened("#ranks=2&x=S1&w=S0&to=B")
     browser.run("document.querySelector('[data-stage=multiply] [role=grid] [tabindex=\"0\"]').focus()")
     browser.press("ARROW_DOWN", *["ARROW_RIGHT"] * 4)  # not beyond the last
@@ -514,6 +640,13 @@ def test_keyboard(opened):
         "rank 0: 5·3 + 6·2 = 27",
         "rank 1: 7·5 + 8·1 = 43",
     ]
+
+
+def test_link_without_a_schedule_shows_gpipe(opened):
+    link = "#ranks=2&x=S1&w=S0&to=B&lang=en&step-strategy={}&step-ranks=4&step-micro=4&step-rows=1680&step-link=1"
+    browser = opened(link.format("pipeline"))
+    assert browser.one("#steps [value=gpipe]").is_selected() and "GPipe: all forwards, then" in browser.text("#steps")
+    assert not opened(link.format("zero")).one("#steps [value=gpipe]").is_displayed()
 
 
 def test_buttons(opened):
@@ -560,12 +693,14 @@ def test_both_languages_have_the_same_texts_and_values(opened):
 
 CONTRASTS = """
 const light = (name) => {
-  document.body.style.outlineColor = `var(${name})`;
-  const parts = getComputedStyle(document.body).outlineColor.match(/[\\d.]+/g).map((part) => part / 255);
+  const node = document.getElementById("steps");
+  node.style.outlineColor = `var(${name})`;
+  const parts = getComputedStyle(node).outlineColor.match(/[\\d.]+/g).map((part) => part / 255);
   const [r, g, b] = parts.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
 };
 const pairs = [["--quiet", "--raised"], ["--text", "--raised"], ["--move", "--ground"], ["--error", "--ground"]];
+for (const kind of ["forward", "backward", "backward-weights", "move", "update"]) pairs.push(["--letter", `--${kind}`]);
 for (const rank of [0, 1, 2, 3]) pairs.push(["--text", `--tint${rank}`], [`--rank${rank}`, "--ground"]);
 return pairs.map(([text, ground]) => [text, ground, light(text) / light(ground)]);
 """
