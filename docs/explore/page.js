@@ -23,7 +23,7 @@ const PRESETS = {
   },
   pipeline: {
     state: {},
-    recipes: ["pipeline_parallel.py", "pipelines/train_pipeline.py"],
+    recipes: ["pipeline_parallel.py", "pipelines/train_pipeline.py", "pipelines/pipeline_schedules.py"],
     step: { strategy: "pipeline" },
   },
   mesh: {

@@ -416,7 +416,7 @@ const StepWords = {
       "所有时长都由公式算出，均非实测。每个 rank 的计算速度为 {flops} GFLOP/s，更新一个参数需要 {update} ns，略慢于我们实测的 CPU " +
       "核。反向的时间是前向的两倍：一半用于输入的梯度，一半用于权重的梯度。与 eager 模式下的示例一样，rank 在通信时不计算。",
     strategy: "策略",
-    schedule: "流水线调度",
+    schedule: "流水并行调度",
     ranks: "rank 数",
     micro: "micro-batch 数",
     rows: "batch 的行数",
@@ -431,7 +431,7 @@ const StepWords = {
     zero: "ZeRO",
     gpipe: "GPipe",
     "1f1b": "1F1B",
-    zero_bubble: "零气泡",
+    zero_bubble: "zero bubble",
     "about data": "每个 rank 持有全部权重和 batch 中自己的行。反向时，每个权重的梯度通过 all-reduce 相加。",
     "about tensor": "层两两成对：第一层的权重按列切分，第二层按行切分。每一对在前向时需要对输出做一次 all-reduce，在反向时需要对输入的梯度做一次。",
     "about pipeline":
@@ -441,10 +441,10 @@ const StepWords = {
       "1F1B：第一个 micro-batch 的梯度返回之后，每个 rank 交替执行一次前向和一次反向。按公式，空闲时间与 GPipe " +
       "相同，但每个 rank 保存激活值的 micro-batch 个数不超过 rank 数。",
     "about zero_bubble":
-      "零气泡（zero bubble，ZB-H1）：在 1F1B 的基础上把每次反向一分为二：输入的梯度（I），前一个 rank " +
+      "zero bubble（零气泡，ZB-H1）：在 1F1B 的基础上把每次反向一分为二：输入的梯度（I），前一个 rank " +
       "正等着它；权重的梯度（W），没有 rank 等它。rank k 把 W 推迟 k 个 micro-batch，放到原本空闲的时间里计算。",
     "about schedules":
-      "eager 模式下，程序中各次调用的先后顺序就是流水线调度。nn.Graph 则自行安排顺序：我们在 2 到 4 个 rank 上实测，无论 " +
+      "eager 模式下，程序中各次调用的先后顺序就是流水并行调度。nn.Graph 则自行安排顺序：我们在 2 到 4 个 rank 上实测，无论 " +
       "micro-batch 有多少，它只保存固定个数的 micro-batch 的激活值。",
     "about data_tensor": "{data} x {tensor} 的设备网格：轴 0 切分 batch，轴 1 切分权重。激活值的 all-reduce 沿轴 1，梯度的沿轴 0。",
     "about sharded":
@@ -493,7 +493,7 @@ const StepWords = {
       "m 个 micro-batch、p 个 rank 时，每个 rank 最多保存 min(m, p) 个 micro-batch 的输入，因为 W 也要用到。从 I 到 W，rank k " +
       "还要保存各层输出的梯度，最多 min(m, k + 1) 个 micro-batch。",
     "memory part": "每个 rank 持有的是单个 rank 时的 {part}。",
-    "memory fullest": "rank {rank} 持有最多，是单个 rank 时的 {part}。",
+    "memory fullest": "持有最多的 rank（如 rank {rank}）为单个 rank 时的 {part}。",
     "memory gathered": "收集来的权重：反向开始时，所有层的完整权重，以及一层的完整梯度。",
     sum: "合计",
     part: "部分",
@@ -513,7 +513,7 @@ const StepWords = {
       "= {formula}。图中计入收发和更新，空闲占一步的 {share}。",
     "idle none": "没有 rank 需要等待：各 rank 的计算量相同，每次集合通信由所有 rank 一起完成。",
     compare: "所有策略",
-    "compare of": "{ranks} 个 rank，{rows} 行，{link} GB/s；流水并行用{schedule}，{micro} 个 micro-batch。",
+    "compare of": "{ranks} 个 rank，{rows} 行，{link} GB/s；流水并行用 {schedule}，{micro} 个 micro-batch。",
     "a step": "一步",
     "sends at most": "发送",
     "up to": "至多 {most}",

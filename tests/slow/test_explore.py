@@ -16,6 +16,7 @@ from harness.measure.theory import Boxing, lines
 from harness.plan import formulas
 from harness.pool import Pool
 from harness.report import atlas
+from harness.start.recipe import load, path_of
 from tests.browser import Browser
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
@@ -404,6 +405,23 @@ def test_step_takes_the_time_of_its_parts_and_sends_their_bytes(steps):
         parts["idle"] = seconds + update - sum(parts.values())
         assert step["seconds"] == pytest.approx(seconds + update), state
         assert step["shares"] == pytest.approx({kind: part / step["seconds"] for kind, part in parts.items()}, abs=1e-9)
+
+
+ORDERS = """
+const letters = { forward: "F", backward: "B", backward_input: "I", backward_weights: "W" };
+return Object.fromEntries(Object.entries(Steps.SCHEDULES).map(([name, { calls }]) => [name, arguments[0].map(([n, m]) =>
+  [...Array(n).keys()].map((rank) => calls(rank, n, m).map(([kind, j]) => [letters[kind], rank, j])))]));
+"""
+
+
+def test_schedules_are_those_of_the_recipe(opened):
+    sizes = [(n, m) for n in (1, 2, 4, 8) for m in range(1, 17)]
+    recipe = load(str(path_of("pipeline_schedules")))
+    orders = opened().run(ORDERS, sizes)
+    assert set(orders) == set(recipe.SCHEDULES)
+    for name, schedule in recipe.SCHEDULES.items():
+        for (n, m), order in zip(sizes, orders[name], strict=True):
+            assert [[tuple(call) for call in row] for row in order] == schedule(n, m), (name, n, m)
 
 
 IDLE = """
