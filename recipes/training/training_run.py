@@ -15,7 +15,7 @@ Moves: along data one all-reduce of the gradients in a step; along tensor, in ea
        of the activations forward and 2 backward. To save, the split weights to rank 0.
 Run:   ./launch.sh recipes/training/training_run.py [--graph] [--tensor 2] [--checkpoint-dir DIR --steps 200]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/training/training_run.py [--graph]
-Use it to begin a run that must be right and may be stopped. For pipeline stages see gpt.py, for dropout random_numbers.py.
+Use it to begin a run that must be right and may be stopped. Pipeline stages: gpt.py; dropout: random_numbers.py.
 Source: PyTorch documentation, "Saving and loading a general checkpoint"; I. Loshchilov and F. Hutter, arXiv:1711.05101.
 """
 
@@ -31,7 +31,7 @@ import tempfile
 import numpy as np
 import oneflow as flow
 
-WORLD_SIZES = (2, 1, 3, 4, 6, 8)  # numbers of ranks; launch.sh refuses others
+WORLD_SIZES = (2, 1, 3, 4, 6, 12)  # numbers of ranks; launch.sh refuses others
 B, S = flow.sbp.broadcast, flow.sbp.split
 BATCH, COLUMN, ROW, REPLICATED = (S(0), B), (B, S(1)), (B, S(0)), (B, B)  # SBPs along data and tensor
 IGNORE = -100  # the target of a position without a token
@@ -41,15 +41,15 @@ IGNORE = -100  # the target of a position without a token
 class Config:
     """What must stay the same when a run is resumed; the mesh may change."""
 
-    batch_size: int = 48
+    batch_size: int = 24
     micro_batches: int = 2
-    seq_len: int = 16
+    seq_len: int = 12
     vocab_size: int = 29
     num_layers: int = 2
     hidden_size: int = 32
     num_heads: int = 4
-    train_samples: int = 1000
-    test_samples: int = 100
+    train_samples: int = 480
+    test_samples: int = 50
     lr: float = 0.01
     warmup_steps: int = 4
     decay_steps: int = 40  # not the steps of this job: a job that stops early must not decay earlier
@@ -371,21 +371,24 @@ def main():
 
     counts = [(targets.to_local() != IGNORE).sum().item() for _, targets in Batches(config, mesh, seed=0).next()]
     print("valid tokens in this rank's rows of the micro-batches of step 1:", *counts)
-    if args.checkpoint_dir:
-        train(mesh, config, args.graph, 0, args.steps, args.checkpoint_dir, args.save_every, log=True)
+    options = {"graph": args.graph, "steps": args.steps, "save_every": args.save_every}
+    if args.checkpoint_dir:  # a real run: the same command again resumes it
+        train(mesh, config, **options, checkpoint_dir=args.checkpoint_dir, log=True)
         return
-    with tempfile.TemporaryDirectory() as folder:  # of rank 0, which alone saves
-        train(mesh, config, args.graph, steps=args.steps // 2, checkpoint_dir=folder)  # a job that is stopped
-        _, losses, held_out = train(mesh, config, args.graph, steps=args.steps, checkpoint_dir=folder, log=True)
-    _, at_once, _ = train(mesh, config, args.graph, steps=args.steps)
-    np.testing.assert_array_equal(losses, at_once)
-    one = placements(args.device, 1)
-    _, alone, held_out_alone = train(one, Config(micro_batches=1), args.graph, steps=args.steps)
+
+    _, losses, held_out = train(mesh, config, **options, log=True)
+    at_once = dataclasses.replace(config, micro_batches=1)
+    _, alone, held_out_alone = train(placements(args.device, 1), at_once, **options)  # on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-4)
     np.testing.assert_allclose(held_out, held_out_alone, rtol=1e-4)
+    with tempfile.TemporaryDirectory() as folder:
+        train(mesh, config, **{**options, "steps": args.steps // 2}, checkpoint_dir=folder)  # this job is stopped
+        _, resumed, held_out_resumed = train(mesh, config, **options, checkpoint_dir=folder)
+    np.testing.assert_array_equal(resumed, losses)
+    np.testing.assert_array_equal(held_out_resumed, held_out)
     if flow.env.get_rank() == 0:
-        print("stopped and resumed, the run has the losses of one that was not stopped, bit by bit")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
+        print(f"stopped after step {args.steps // 2} and resumed, it has the same losses, bit by bit")
 
 
 if __name__ == "__main__":
