@@ -7,7 +7,17 @@ import tempfile
 from pathlib import Path
 
 from harness.start.recipe import entry, path_of, world_sizes
-from tests.cases import CASES, PROOFS, ROOT, WITHOUT_CASE, figures, gpt_meshes, modes, proven_on  # noqa: F401  (gpt's Proof)
+from tests.cases import (  # noqa: F401  (gpt_meshes and whole_run add their Proofs)
+    CASES,
+    PROOFS,
+    ROOT,
+    WITHOUT_CASE,
+    figures,
+    gpt_meshes,
+    modes,
+    proven_on,
+    whole_run,
+)
 from tests.cases.ladder import Checks
 
 ON_RANK = str(ROOT / "tests" / "on_rank_main.py")
@@ -282,6 +292,7 @@ TAKEN = {
     "a width that the number divides, or 3": ((2, 1, 3, 4, 8), "tensor_parallel_module pytorch_weights"),
     "four parts": ((2, 1, 3, 4), "pipeline_module"),
     "any mesh": ((2, 1, *range(3, 1025)), "gpt"),
+    "a number that divides the 12 rows of a micro-batch": ((2, 1, 3, 4, 6, 12), "training_run"),
 }
 WORLD_SIZES = {name: sizes for sizes, names in TAKEN.values() for name in names.split()}
 
