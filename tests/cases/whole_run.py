@@ -1,14 +1,15 @@
 """The case of recipes/training/training_run.py: what is asserted of a run on any mesh, in either mode."""
 
+import dataclasses
 from functools import lru_cache
 
 import numpy as np
 
-from tests.cases import ROOT, reference_run
+from tests.cases import ROOT, figures, reference_run
 from tests.cases.ladder import check_operations, check_tensors
 from tests.cases.recipe_case import PROOFS, Case, Main, Proof
 from tests.cases.reference import Value
-from tests.cases.reference_run import SMALL
+from tests.cases.reference_run import SMALL, Sizes
 
 TRAINED = f"{ROOT / 'tests' / 'on_rank_run.py'}:trained"
 RUNS = [  # number of ranks, ranks along tensor, graph, and what else differs from SMALL; the first two are quick
@@ -20,15 +21,38 @@ RUNS = [  # number of ranks, ranks along tensor, graph, and what else differs fr
     (4, 2, True, {"micro_batches": 3, "clip_grad": 100.0}),  # of gradients that are shorter than that
 ]
 STEPS = 6  # into the third epoch, and beyond the last step of the schedule
+known = lru_cache(maxsize=None)(reference_run.trained)
+
+
+def valid_tokens(n, rank, facts, graph, report):
+    """How many targets in a rank's rows of the micro-batches of the first step are no padding."""
+    call = figures.computing(report)[0]
+    names = [field.name for field in dataclasses.fields(Sizes)]
+    sizes = Sizes(**{name: call[name] for name in names})
+    _, targets = reference_run.samples(reference_run.indices_of(1, sizes, call["seed"]), sizes)
+    data, tensor = np.shape(call["mesh"]["ranks"])
+    rows = targets.reshape(call["micro_batches"], data, -1)[:, rank // tensor]
+    counts = (rows != reference_run.PADDING).sum(1)
+    return [f"valid tokens in this rank's rows of the micro-batches of step 1: {' '.join(map(str, counts))}"]
+
+
 PROOFS["training_run"] = Proof(
     refused={f"--{option} 0": "1 or more" for option in ("tensor", "micro-batches", "steps", "save-every")},
     tests=["tests/test_training_run.py", "tests/test_rare_failures.py"],
     main=Main(
-        alone={"micro_batches": 1},
-        refused=["--tensor 3", "--tensor 8 --micro-batches 5", "--micro-batches 5"],
+        alone={"micro_batches": 1, "log": False},
+        not_compared={
+            "model": "its losses are",
+            "2 losses": "the run that is stopped: the one that resumes returns them too",
+            "2 held_out": "the same",
+        },
+        figures=valid_tokens,
+        other_options=["--micro-batches", "4"],
+        refused=["--tensor 3", "--micro-batches 5"],
+        refused_expressions=["Config(num_heads=3).check(placements('cpu', 2, 2))"],
+        refused_elsewhere="is of a run with another configuration",
     ),
 )
-known = lru_cache(maxsize=None)(reference_run.trained)
 
 KINDS = {"qkv": "B, S(1)", "up": "B, S(1)", "project": "B, S(0)", "down": "B, S(0)"}
 BATCH, HEADS, COLUMNS, PARTS = "S(0), B", "S(0), S(1)", "S(0), S(2)", "S(0), P"  # of activations
