@@ -58,11 +58,11 @@ class Config:
     eval_every: int = 4
 
     def check(self, mesh):
-        """Raise ValueError where a size does not fit the mesh, where OneFlow would hang or abort."""
+        """Raise ValueError if a size does not fit the mesh: OneFlow would hang or abort."""
         data, tensor = mesh.ranks.shape
         if self.batch_size % (data * self.micro_batches):
-            words = f"must divide --batch-size {self.batch_size}"
-            raise ValueError(f"{data} ranks along data x --micro-batches {self.micro_batches} {words}")
+            words = f"{data} ranks along data x {self.micro_batches} micro-batches must divide"
+            raise ValueError(f"--micro-batches {self.micro_batches}: {words} the {self.batch_size} rows of a batch")
         if self.num_heads % tensor:
             raise ValueError(f"--tensor {tensor} must divide the {self.num_heads} heads")
 
