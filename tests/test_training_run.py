@@ -1,6 +1,7 @@
 """The run that a reader copies: on any mesh, in either mode, stopped and resumed, its numbers are those of numpy."""
 
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.cases import ROOT, reference_run
 from tests.cases.ladder import Checks, check_tensors
 from tests.cases.reference_run import PADDING, SMALL, Sizes
 from tests.cases.whole_run import RUNS, STEPS, TRAINED, case_of, known, mesh_of, prove
+from tests.jobs import LAUNCH, Run, ended
 
 RUN, HERE = str(path_of("training_run")), str(ROOT / "tests" / "on_rank_run.py")
 MODES = pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "graph"])
@@ -55,7 +57,7 @@ def check_values(seen, tensor, **more):
 )
 def test_run_resumes_on_other_ranks_and_in_the_other_mode(pools, tmp_path, jobs):
     for n, tensor, graph, steps in jobs:
-        seen = train(pools(n), tmp_path, tensor, graph=graph, steps=steps)
+        seen = train(pools(n), tmp_path, tensor, graph=graph, steps=steps, micro_batches=1 + n % 2)
     check_values(seen, tensor)
 
 
@@ -90,6 +92,25 @@ def test_run_that_dies_resumes_with_the_same_bits(pools, tmp_path, moment, graph
         pools(2).call(f"{HERE}:die", moment=moment, step=4, **arguments)
     assert "2" in os.listdir(tmp_path) and "4" not in os.listdir(tmp_path)
     same_bits(train(pools(2), tmp_path, steps=STEPS, **options), at_once)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", [False, True])
+def test_job_that_is_killed_midway_ends_with_the_bits_of_an_undisturbed_one(pools, tmp_path, graph):
+    """A rank is killed at some moment after step 8, and the same command is started again."""
+    command = [LAUNCH, "-n", 2, RUN, *["--graph"] * graph, "--steps", 20, "--save-every", 3, "--checkpoint-dir"]
+    run = Run(*command, tmp_path / "killed").until("step 8 ")
+    os.kill(run.ranks()[-1], signal.SIGKILL)
+    [run] = ended([run])
+    assert run.code and "killed by signal 9" in run.err and "20" not in os.listdir(tmp_path / "killed")
+    again, undisturbed = (Run(*command, tmp_path / folder).wait() for folder in ("killed", "at once"))
+    assert (again.code, again.err, undisturbed.code, undisturbed.err) == (0, "", 0, "")
+    assert "step 4 " in undisturbed.out and "step 4 " not in again.out
+    folders = [str(tmp_path / name / "20") for name in ("killed", "at once")]
+    [[one], [other]] = [pools(1).call(f"{HERE}:loaded", folder=folder) for folder in folders]
+    assert one.keys() == other.keys() and len(one[".losses"]) == 20
+    for name, value in one.items():
+        Checks.that(np.array_equal(value, other[name]), name, "differs")
 
 
 @pytest.mark.parametrize("n, tensor", [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])

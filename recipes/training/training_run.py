@@ -39,7 +39,7 @@ IGNORE = -100  # the target of a position without a token
 
 @dataclasses.dataclass
 class Config:
-    """What must stay the same when a run is resumed; the mesh may change."""
+    """The sizes of a run. A job that resumes it may change the mesh and micro_batches, and nothing else."""
 
     batch_size: int = 24
     micro_batches: int = 2
@@ -56,6 +56,10 @@ class Config:
     weight_decay: float = 0.1
     clip_grad: float = 1.0  # the largest norm of all gradients together
     eval_every: int = 4
+
+    def fixed(self):
+        """What a checkpoint and the job that resumes from it must share."""
+        return dataclasses.asdict(dataclasses.replace(self, micro_batches=1))
 
     def check(self, mesh):
         """Raise ValueError if a size does not fit the mesh: OneFlow would hang or abort."""
@@ -320,7 +324,7 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir="", sa
     done = newest_checkpoint(checkpoint_dir)
     if done:
         state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)  # if rank 0 cannot read it, the others hang
-        if state["config"] != dataclasses.asdict(config):
+        if state["config"] != config.fixed():
             raise ValueError(f"{checkpoint_dir}/{done} is of a run with another configuration: {state['config']}")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -336,7 +340,7 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir="", sa
             if log and flow.env.get_rank() == 0:
                 print(f"step {step}  loss {losses[-1]:.4f}  held-out {held_out[-1]:.4f}", flush=True)
         if checkpoint_dir and (step % save_every == 0 or step == steps):
-            state = {"config": dataclasses.asdict(config), "batches": batches.state_dict()}
+            state = {"config": config.fixed(), "batches": batches.state_dict()}
             state.update(model=model.state_dict(), optimizer=optimizer.state_dict(), losses=losses, held_out=held_out)
             save(state, checkpoint_dir, step)
     return model, losses, held_out

@@ -80,7 +80,7 @@ def case_of(mesh, graph, steps, more):
     for name in sorted(exact["initial"], key=place_in_model):
         new, moment = exact["new"][name], exact["moments"][f"{name} exp_avg"]
         new.bound = 1e-5  # at most 2.5e-6 was seen, where Adam normalizes a tiny gradient
-        moment.bound = 8e-6 * np.abs(moment.exact).max()  # at most 4e-6 was seen
+        moment.bound = 4e-5 * np.abs(moment.exact).max()  # at most 8e-6 was seen, in the gain of a norm
         tensors = {name: exact["initial"][name], f"new {name}": new, f"{name} exp_avg": moment}
         values.update(tensors)
         layout.update(dict.fromkeys(tensors, (KINDS.get(name.split(".")[-1], "B, B"), mesh)))
