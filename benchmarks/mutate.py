@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.mutations import BY_NUMPY, WORLD, mutants  # noqa: E402
 from harness.pool import Pool, PoolError, pool_cache  # noqa: E402
 from harness.start.recipe import path_of  # noqa: E402
-from tests.cases import CASES, GRAPH_ONLY, PROOFS, PROVEN, ROOT, WITHOUT_CASE, mains, modes, runs  # noqa: E402
+from tests.cases import CASES, GRAPH_ONLY, PROOFS, PROVEN, ROOT, WITHOUT_CASE, mains, modes, runs, whole_run  # noqa: E402
 from tests.cases import gpt_meshes as gpt  # noqa: E402
 from tests.cases.ladder import check_recipe  # noqa: E402
 
@@ -63,6 +63,8 @@ def proofs(name):
     """Yield (number of ranks, graph, function of a pool and a path) for each run that proves a recipe."""
     for mesh, more in GPT if name == "gpt" else ():
         yield math.prod(mesh), more.get("graph", False), partial(gpt.prove, mesh=mesh, **more)
+    for n, tensor, graph, more in whole_run.RUNS if name == "training_run" else ():
+        yield n, graph, partial(whole_run.prove, tensor=tensor, graph=graph, **more)
     for _, n, graph, sizes in (run for run in runs() if run[0] == name):
         yield n, graph, partial(check_recipe, name=name, graph=graph, sizes=sizes)
 

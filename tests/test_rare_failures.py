@@ -70,7 +70,8 @@ def train_and_save(path, **arguments):
 
 
 TINY = {"batch_size": 2, "seq_len": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 2}
-SAVES_TWICE = {"checkpoint": {}, "elastic_training": {}, "gpt": {"steps": 2, "save_every": 1, **TINY}}
+TWICE = {"steps": 2, "save_every": 1, **TINY}
+SAVES_TWICE = {"checkpoint": {}, "elastic_training": {}, "gpt": TWICE, "training_run": {**TWICE, "micro_batches": 1}}
 
 
 @MODES
@@ -141,7 +142,10 @@ def newest_step(path, loader, folders):
     return getattr(load(path), loader)(folders[flow.env.get_rank()])
 
 
-@pytest.mark.parametrize("name, loader", [("elastic_training", "last_step"), ("gpt", "newest_checkpoint")])
+@pytest.mark.parametrize(
+    "name, loader",
+    [("elastic_training", "last_step"), ("gpt", "newest_checkpoint"), ("training_run", "newest_checkpoint")],
+)
 def test_ranks_that_do_not_see_the_checkpoints_resume_where_rank_0_does(pools, tmp_path, name, loader):
     """As on a host without the shared file system: else each rank would start from a different step."""
     for folder in ("seen", "seen/4", "empty"):

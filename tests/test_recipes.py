@@ -7,8 +7,8 @@ import pytest
 
 from harness.start.recipe import all_paths, path_of
 from tests.cases import CASES, LONG, WITHOUT_CASE, is_default, modes, proven_on, run_id, runs, sizes_of
-from tests.cases.gpt_meshes import PROOFS  # with that of gpt.py, which has no case
 from tests.cases.ladder import MAIN, OBSERVE, Checks, check_recipe, runs_of
+from tests.cases.mains import PROOFS  # with those of recipes that have no case
 
 RUNS = [pytest.param(run, id=run_id(run), marks=() if is_default(run) else pytest.mark.slow) for run in runs()]
 IN_BOTH_MODES = [param for param in RUNS if param.values[0][2] and len(modes(param.values[0][0])) == 2]

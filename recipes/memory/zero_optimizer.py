@@ -11,7 +11,7 @@
     new w1       (8, 4)                       rows 0-3    rows 4-7    S(0)
 
 From the first step on each rank keeps its rows of each weight and of Adam's state, and updates them by the same rows of
-the gradient. So it is in each of the stages 1, 2 and 3: on CPU OneFlow 0.9.0 compiles them to the same graph.
+the gradient. Stages 1, 2 and 3 are one and the same graph in OneFlow 0.9.0 on CPU: the same operations, SBPs and moves.
 
 Moves: an all-gather of each weight, a reduce-scatter of its gradient: each (n-1)/n x the weights from each of n ranks.
 Run:   ./launch.sh recipes/memory/zero_optimizer.py [--shard-min-size 1024]

@@ -1,4 +1,4 @@
-"""Elastic training: when a rank dies, all restart from the last checkpoint.
+"""Elastic training: when a rank dies, all restart from the last checkpoint, as under torchrun.
 
     loss = mean((x @ w - y)^2)    rank 0      rank 1      SBP
     x           (8, 64)           rows 0-3    rows 4-7    S(0)

@@ -25,7 +25,7 @@ ONE_LAYER = [name for name in CASES if path_of(name).parent in (RECIPES, RECIPES
 TRANSFORMERS = [name for name in CASES if path_of(name).parent == RECIPES / "transformer"]
 YOUR_MODEL = [name for name in CASES if path_of(name).parent == RECIPES / "your_model"]
 LONG = (*TRANSFORMERS, *YOUR_MODEL)  # they take long: one run of each mode in the default suite
-WITHOUT_CASE = ("gpt",)  # a whole model on any mesh: test_gpt.py
+WITHOUT_CASE = ("gpt", "training_run")  # whole models on any mesh: test_gpt.py, test_training_run.py
 TRAINED = [name for name in CASES if "steps" in entry(path_of(name))]
 
 

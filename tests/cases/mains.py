@@ -7,7 +7,17 @@ import tempfile
 from pathlib import Path
 
 from harness.start.recipe import entry, path_of, world_sizes
-from tests.cases import CASES, PROOFS, ROOT, WITHOUT_CASE, figures, gpt_meshes, modes, proven_on  # noqa: F401  (gpt's Proof)
+from tests.cases import (  # noqa: F401  (gpt_meshes and whole_run add their Proofs)
+    CASES,
+    PROOFS,
+    ROOT,
+    WITHOUT_CASE,
+    figures,
+    gpt_meshes,
+    modes,
+    proven_on,
+    whole_run,
+)
 from tests.cases.ladder import Checks
 
 ON_RANK = str(ROOT / "tests" / "on_rank_main.py")
@@ -106,7 +116,8 @@ def check_option(name, option, value, calls, report):
         exempt = any(option in words for words in own) and call[option] in [words.get(option) for words in own] + [
             usual
         ]
-        exempt = exempt or (name == "checkpoint" and option == "steps" and call[option] == value // 2)
+        stopped = name in ("checkpoint", "training_run") and option == "steps" and call[option] == value // 2
+        exempt = exempt or stopped
         Checks.that(call[option] == value or exempt, f"--{option} {value}: call {i} has {call[option]}")
     Checks.that(any(call[option] == value for call in receiving), f"--{option} {value} reaches no call")
 
@@ -286,6 +297,7 @@ TAKEN = {
     "a width that the number divides, or 3": ((2, 1, 3, 4, 8), "tensor_parallel_module pytorch_weights"),
     "four parts": ((2, 1, 3, 4), "pipeline_module"),
     "any mesh": ((2, 1, *range(3, 1025)), "gpt"),
+    "a number that divides the 12 rows of a micro-batch": ((2, 1, 3, 4, 6, 12), "training_run"),
 }
 WORLD_SIZES = {name: sizes for sizes, names in TAKEN.values() for name in names.split()}
 

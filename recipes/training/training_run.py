@@ -1,0 +1,399 @@
+"""Training run: padding, clipping, schedule, evaluation and resuming, right on any mesh; copy this file to begin.
+
+    kind of tensor      shape                   along data    along tensor
+    ids, targets        (batch, seq_len)        S(0)          B
+    activation          (batch, seq_len, ...)   S(0)          B
+    column weight       (hidden, more)          B             S(1)
+    row weight          (more, hidden)          B             S(0)
+    other parameters                            B             B
+
+The model is a small causal transformer; sequences have different lengths. In both modes the losses of all valid tokens
+are added, over ranks and micro-batches, and divided once, by their number. With --graph the model runs in two graphs,
+and the update stays eager: a graph clips each parameter group by its own norm, and LambdaLR has no form for a graph.
+
+Moves: along data one all-reduce of the gradients in a step; along tensor, in each block and micro-batch, 2 all-reduces
+       of the activations forward and 2 backward. To save, the split weights to rank 0.
+Run:   ./launch.sh recipes/training/training_run.py [--graph] [--tensor 2] [--checkpoint-dir DIR --steps 200]
+       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/training/training_run.py [--graph]
+Use it to begin a run that must be right and may be stopped. Pipeline stages: gpt.py; dropout: random_numbers.py.
+Source: PyTorch documentation, "Saving and loading a general checkpoint"; I. Loshchilov and F. Hutter, arXiv:1711.05101.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import shutil
+import tempfile
+
+import numpy as np
+import oneflow as flow
+
+WORLD_SIZES = (2, 1, 3, 4, 6, 12)  # numbers of ranks; launch.sh refuses others
+B, S = flow.sbp.broadcast, flow.sbp.split
+BATCH, COLUMN, ROW, REPLICATED = (S(0), B), (B, S(1)), (B, S(0)), (B, B)  # SBPs along data and tensor
+IGNORE = -100  # the target of a position without a token
+
+
+@dataclasses.dataclass
+class Config:
+    """The sizes of a run. A job that resumes it may change the mesh and micro_batches, and nothing else."""
+
+    batch_size: int = 24
+    micro_batches: int = 2
+    seq_len: int = 12
+    vocab_size: int = 29
+    num_layers: int = 2
+    hidden_size: int = 32
+    num_heads: int = 4
+    train_samples: int = 480
+    test_samples: int = 50
+    lr: float = 0.01
+    warmup_steps: int = 4
+    decay_steps: int = 40  # not the steps of this job: a job that stops early must not decay earlier
+    weight_decay: float = 0.1
+    clip_grad: float = 1.0  # the largest norm of all gradients together
+    eval_every: int = 4
+
+    def fixed(self):
+        """What a checkpoint and the job that resumes from it must share."""
+        return dataclasses.asdict(dataclasses.replace(self, micro_batches=1))
+
+    def check(self, mesh):
+        """Raise ValueError if a size does not fit the mesh: OneFlow would hang or abort."""
+        data, tensor = mesh.ranks.shape
+        if self.batch_size % (data * self.micro_batches):
+            words = f"{data} ranks along data x {self.micro_batches} micro-batches must divide"
+            raise ValueError(f"--micro-batches {self.micro_batches}: {words} the {self.batch_size} rows of a batch")
+        if self.num_heads % tensor:
+            raise ValueError(f"--tensor {tensor} must divide the {self.num_heads} heads")
+
+
+class Block(flow.nn.Module):
+    def __init__(self, config, mesh, rng):
+        super().__init__()
+        hidden = config.hidden_size
+        self.num_heads = config.num_heads
+        self.norm = flow.nn.LayerNorm(hidden).to_global(mesh, REPLICATED)
+        self.qkv = parameter(rng, (hidden, 3 * hidden), mesh, COLUMN)
+        self.project = parameter(rng, (hidden, hidden), mesh, ROW)
+        self.norm_mlp = flow.nn.LayerNorm(hidden).to_global(mesh, REPLICATED)
+        self.up = parameter(rng, (hidden, 4 * hidden), mesh, COLUMN)
+        self.down = parameter(rng, (4 * hidden, hidden), mesh, ROW)
+
+    def forward(self, x):
+        x = x + self.attention(to_columns(self.norm(x)))
+        hidden = flow.relu(flow.matmul(to_columns(self.norm_mlp(x)), self.up))
+        return x + from_rows(flow.matmul(hidden, self.down))
+
+    def attention(self, x):
+        """Each rank of the tensor axis has its own heads. No token sees a later one, so none sees the padding."""
+        batch, seq_len, hidden = x.shape
+        qkv = flow.matmul(x, self.qkv)  # its columns are in the order of the heads
+        qkv = qkv.reshape(batch, seq_len, self.num_heads, -1).permute(0, 2, 1, 3)
+        q, k, v = qkv.chunk(3, -1)
+        scores = flow.matmul(q, k, transpose_b=True) * q.shape[-1] ** -0.5
+        values = flow.matmul((scores + causal_mask(seq_len, x.placement)).softmax(-1), v)
+        values = values.permute(0, 2, 1, 3).reshape(batch, seq_len, hidden)
+        return from_rows(flow.matmul(values, self.project))
+
+
+class Model(flow.nn.Module):
+    def __init__(self, config, mesh, seed):
+        super().__init__()
+        rng = np.random.default_rng(seed)  # all ranks draw the same weights
+        self.tokens = parameter(rng, (config.vocab_size, config.hidden_size), mesh, REPLICATED)
+        self.positions = parameter(rng, (config.seq_len, config.hidden_size), mesh, REPLICATED)
+        self.blocks = flow.nn.ModuleList([Block(config, mesh, rng) for _ in range(config.num_layers)])
+        self.norm = flow.nn.LayerNorm(config.hidden_size).to_global(mesh, REPLICATED)
+        self.head = parameter(rng, (config.hidden_size, config.vocab_size), mesh, REPLICATED)
+
+    def forward(self, ids):
+        x = flow.nn.functional.embedding(ids, self.tokens) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return flow.matmul(self.norm(x), self.head)
+
+
+def parameter(rng, shape, mesh, sbp):
+    values = 0.1 * rng.standard_normal(shape, dtype=np.float32)
+    return flow.nn.Parameter(flow.tensor(values, placement=mesh, sbp=sbp))
+
+
+def causal_mask(seq_len, mesh):
+    """-1e9 where a token would see a later one."""
+    shape = (seq_len, seq_len)
+    return flow._C.global_constant(shape, -1e9, dtype=flow.float32, placement=mesh, sbp=REPLICATED).triu(1)
+
+
+def to_columns(x):
+    """Before a column weight: nothing moves forward, and the gradient is reduced at once."""
+    return x.to_global(sbp=BATCH, grad_sbp=BATCH)
+
+
+def from_rows(out):
+    """Behind a row weight: the partial sums are added up."""
+    return out.to_global(sbp=BATCH)
+
+
+def sum_of_losses(model, ids, targets):
+    """The losses of all valid tokens, added up, and how many there are; a mean here would be one of means later."""
+    logits = model(ids).flatten(0, 1)
+    targets = targets.flatten()
+    loss = flow.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    return loss, (targets != IGNORE).sum()
+
+
+def sums_and_gradients(model, ids, targets):
+    """The two sums of a micro-batch, and the gradients of the first. Along data they are P: nothing has moved."""
+    loss, count = sum_of_losses(model, ids, targets)
+    return (loss, count, *flow.autograd.grad(loss, list(model.parameters())))
+
+
+class GradientGraph(flow.nn.Graph):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        # a graph refuses backward without an optimizer; this one changes nothing
+        self.add_optimizer(flow.optim.SGD(model.parameters(), lr=0.0))
+
+    def build(self, ids, targets):
+        loss, count = sum_of_losses(self.model, ids, targets)
+        loss.backward()
+        parameters = [parameter.to(flow.Tensor) for parameter in self.model.parameters()]
+        return (loss, count, *[parameter.grad for parameter in parameters])
+
+
+class EvaluationGraph(flow.nn.Graph):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def build(self, ids, targets):
+        return sum_of_losses(self.model, ids, targets)
+
+
+def sample(index, config):
+    """The ids and targets of a sequence, padded. Replace it by one that reads the index-th from your files."""
+    ids = np.zeros(config.seq_len, np.int64)
+    targets = np.full(config.seq_len, IGNORE, np.int64)
+    if index < config.train_samples + config.test_samples:  # else nothing but padding
+        rng = np.random.RandomState(index)
+        start, stride = rng.randint(config.vocab_size), rng.randint(1, 8)
+        length = rng.randint(2, config.seq_len + 1)
+        tokens = (start + stride * np.arange(length + 1)) % config.vocab_size
+        ids[:length], targets[:length] = tokens[:-1], tokens[1:]
+    return ids, targets
+
+
+def load_rows(indices, config, mesh):
+    """The global ids and targets of these samples; each rank reads its own rows alone."""
+    place = np.argwhere(mesh.ranks == flow.env.get_rank())  # of this rank, along data and tensor; none outside
+    rows = np.split(indices, mesh.ranks.shape[0])[place[0][0]] if len(place) else indices[:0]
+    padded = np.array([sample(index, config) for index in rows], np.int64).reshape(-1, 2, config.seq_len)
+    local = [flow.tensor(padded[:, i], device=mesh.type) for i in range(2)]
+    return [tensor.to_global(placement=mesh, sbp=BATCH) for tensor in local]
+
+
+class Batches:
+    """Shuffled batches without end, the same on any mesh. Their state is the seed, the epoch and a position in it."""
+
+    def __init__(self, config, mesh, seed):
+        self.config, self.mesh = config, mesh
+        self.load_state_dict({"seed": seed, "epoch": 0, "position": 0})
+
+    def state_dict(self):
+        return {"seed": self.seed, "epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state):
+        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
+        self.order = self.shuffled()
+
+    def shuffled(self):
+        return np.random.RandomState([self.seed, self.epoch]).permutation(self.config.train_samples)
+
+    def next(self):
+        """The micro-batches of a step, each of them ids and targets."""
+        size = self.config.batch_size
+        if self.position + size > self.config.train_samples:  # what is left of an epoch is dropped
+            self.epoch, self.position = self.epoch + 1, 0
+            self.order = self.shuffled()
+        indices = self.order[self.position : self.position + size]
+        self.position += size
+        return [load_rows(part, self.config, self.mesh) for part in np.split(indices, self.config.micro_batches)]
+
+
+def parameter_groups(model, weight_decay):
+    """Matrices decay; biases and the gains of norms do not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def learning_rate(step, config):
+    """Warmup, then a cosine down to a tenth. It depends on the step alone, so a resumed run has it from there on."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    done = min((step - config.warmup_steps) / (config.decay_steps - config.warmup_steps), 1)
+    return config.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def clip_gradients(parameters, max_norm):
+    """Scale all gradients by one factor, so that the norm of all groups and shards together is at most max_norm."""
+    # linalg.norm of a split tensor is wrong, and clip_grad_norm_ gathers each gradient
+    squares = [(p.grad * p.grad).sum().to_global(sbp=REPLICATED) for p in parameters]
+    factor = (max_norm / (flow.sqrt(sum(squares)) + 1e-6)).clamp(max=1.0)
+    for p in parameters:
+        p.grad = p.grad * factor
+
+
+def train_step(model, optimizer, gradients_of, micro_batches, config):
+    """One update; returns the mean loss of all valid tokens of the batch. All ranks call it."""
+    totals = None
+    for ids, targets in micro_batches:
+        sums = gradients_of(ids, targets)
+        totals = sums if totals is None else [total + new for total, new in zip(totals, sums)]
+    loss, count, *gradients = totals
+    count = count.to_global(sbp=REPLICATED)  # of all ranks and micro-batches: a mean of their means is another loss
+    parameters = list(model.parameters())
+    for p, gradient in zip(parameters, gradients):
+        p.grad = gradient.to_global(sbp=p.sbp) / count  # the all-reduce along data, once for all micro-batches
+    clip_gradients(parameters, config.clip_grad)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.item() / count.item()
+
+
+def evaluate(sums_of, config, mesh):
+    """The mean loss of all valid held-out tokens. The last batch is filled up with padding, which does not count."""
+    rows = config.batch_size // config.micro_batches
+    loss, count = 0, 0
+    for begin in range(0, config.test_samples, rows):
+        indices = config.train_samples + np.arange(begin, begin + rows)
+        with flow.no_grad():
+            new_loss, new_count = sums_of(*load_rows(indices, config, mesh))
+        loss, count = loss + new_loss.item(), count + new_count.item()  # collective: all ranks call it
+    return loss / count
+
+
+def save(state, checkpoint_dir, step):
+    """Save a checkpoint, named by its step; OSError if there is one of that name. All ranks call it."""
+    unfinished = pathlib.Path(checkpoint_dir, "unfinished")
+    if flow.env.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # a crash may have left one
+    flow.save(state, unfinished, global_dst_rank=0)  # gathers each tensor on rank 0, which alone writes
+    if flow.env.get_rank() == 0:
+        for path in [*unfinished.rglob("*"), unfinished]:
+            fsync(path)  # everything is on disk before it gets its name
+        os.replace(unfinished, unfinished.with_name(str(step)))
+        fsync(checkpoint_dir)
+
+
+def fsync(path):
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def newest_checkpoint(checkpoint_dir):
+    """The step of the newest checkpoint in the folder, 0 if there is none. All ranks call it."""
+    names = [path.name for path in pathlib.Path(checkpoint_dir).glob("*")] if checkpoint_dir else []
+    step = flow.tensor([max((int(name) for name in names if name.isdecimal()), default=0)])
+    flow.comm.broadcast(step, 0)  # the other ranks may not see the folder
+    return step.item()
+
+
+def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir="", save_every=4, log=False):
+    """Train up to a step, from the newest checkpoint on, if there is one.
+
+    Returns the model, the loss of each step and the losses on held-out data, with those of the jobs before this one.
+    """
+    config = config or Config()
+    config.check(mesh)
+    model = Model(config, mesh, seed)
+    optimizer = flow.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.lr)
+    batches = Batches(config, mesh, seed)
+    gradients_of = GradientGraph(model) if graph else functools.partial(sums_and_gradients, model)
+    sums_of = EvaluationGraph(model) if graph else functools.partial(sum_of_losses, model)
+    losses, held_out = [], []
+    done = newest_checkpoint(checkpoint_dir)
+    if done:
+        state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)  # if rank 0 cannot read it, the others hang
+        if state["config"] != config.fixed():
+            raise ValueError(f"{checkpoint_dir}/{done} is of a run with another configuration: {state['config']}")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        batches.load_state_dict(state["batches"])
+        losses, held_out = state["losses"], state["held_out"]
+
+    for step in range(done + 1, steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        losses.append(train_step(model, optimizer, gradients_of, batches.next(), config))
+        if step % config.eval_every == 0:
+            held_out.append(evaluate(sums_of, config, mesh))
+            if log and flow.env.get_rank() == 0:
+                print(f"step {step}  loss {losses[-1]:.4f}  held-out {held_out[-1]:.4f}", flush=True)
+        if checkpoint_dir and (step % save_every == 0 or step == steps):
+            state = {"config": config.fixed(), "batches": batches.state_dict()}
+            state.update(model=model.state_dict(), optimizer=optimizer.state_dict(), losses=losses, held_out=held_out)
+            save(state, checkpoint_dir, step)
+    return model, losses, held_out
+
+
+def placements(device, n, tensor=1):
+    """A mesh of data x tensor. ValueError if it does not fit."""
+    if n % tensor:
+        raise ValueError(f"--tensor {tensor} must divide the {n} ranks")
+    return flow.placement(device, np.arange(n).reshape(-1, tensor).tolist())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--graph", action="store_true", help="run the model in an nn.Graph")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks along the tensor axis; data has the others")
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8, help="train up to this step")
+    parser.add_argument("--checkpoint-dir", default="", help="save checkpoints here, and resume from the newest")
+    parser.add_argument("--save-every", type=int, default=4, help="steps from one checkpoint to the next")
+    args = parser.parse_args()
+    for name in ("tensor", "micro_batches", "steps", "save_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: 1 or more")
+    config = Config(micro_batches=args.micro_batches)
+    try:
+        mesh = placements(args.device, flow.env.get_world_size(), args.tensor)
+        config.check(mesh)
+    except ValueError as error:
+        parser.error(str(error))  # each rank ends with this line before it waits for another
+
+    counts = [(targets.to_local() != IGNORE).sum().item() for _, targets in Batches(config, mesh, seed=0).next()]
+    print("valid tokens in this rank's rows of the micro-batches of step 1:", *counts)
+    options = {"graph": args.graph, "steps": args.steps, "save_every": args.save_every}
+    if args.checkpoint_dir:  # a real run: the same command again resumes it
+        train(mesh, config, **options, checkpoint_dir=args.checkpoint_dir, log=True)
+        return
+
+    _, losses, held_out = train(mesh, config, **options, log=True)
+    at_once = dataclasses.replace(config, micro_batches=1)
+    _, alone, held_out_alone = train(placements(args.device, 1), at_once, **options)  # on a single device
+    np.testing.assert_allclose(losses, alone, rtol=1e-4)
+    np.testing.assert_allclose(held_out, held_out_alone, rtol=1e-4)
+    with tempfile.TemporaryDirectory() as folder:
+        train(mesh, config, **{**options, "steps": args.steps // 2}, checkpoint_dir=folder)  # this job is stopped
+        _, resumed, held_out_resumed = train(mesh, config, **options, checkpoint_dir=folder)
+    np.testing.assert_array_equal(resumed, losses)
+    np.testing.assert_array_equal(held_out_resumed, held_out)
+    if flow.env.get_rank() == 0:
+        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
+        print(f"stopped after step {args.steps // 2} and resumed, it has the same losses, bit by bit")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The case of recipes/training/training_run.py: what is asserted of a run on any mesh, in either mode."""
+
+import dataclasses
+from functools import lru_cache
+
+import numpy as np
+
+from tests.cases import ROOT, figures, reference_run
+from tests.cases.ladder import check_operations, check_tensors
+from tests.cases.recipe_case import PROOFS, Case, Main, Proof
+from tests.cases.reference import Value
+from tests.cases.reference_run import SMALL, Sizes
+
+TRAINED = f"{ROOT / 'tests' / 'on_rank_run.py'}:trained"
+RUNS = [  # number of ranks, ranks along tensor, graph, and what else differs from SMALL; the first two are quick
+    (2, 1, False, {"micro_batches": 3}),
+    (2, 2, True, {"micro_batches": 2, "num_layers": 2}),
+    (1, 1, False, {"micro_batches": 1}),
+    (3, 1, True, {"micro_batches": 2}),
+    (4, 2, False, {"micro_batches": 2}),
+    (4, 2, True, {"micro_batches": 3, "clip_grad": 100.0}),  # of gradients that are shorter than that
+]
+STEPS = 6  # into the third epoch, and beyond the last step of the schedule
+known = lru_cache(maxsize=None)(reference_run.trained)
+
+
+def valid_tokens(n, rank, facts, graph, report):
+    """How many targets in a rank's rows of the micro-batches of the first step are no padding."""
+    call = figures.computing(report)[0]
+    names = [field.name for field in dataclasses.fields(Sizes)]
+    sizes = Sizes(**{name: call[name] for name in names})
+    _, targets = reference_run.samples(reference_run.indices_of(1, sizes, call["seed"]), sizes)
+    data, tensor = np.shape(call["mesh"]["ranks"])
+    rows = targets.reshape(call["micro_batches"], data, -1)[:, rank // tensor]
+    counts = (rows != reference_run.PADDING).sum(1)
+    return [f"valid tokens in this rank's rows of the micro-batches of step 1: {' '.join(map(str, counts))}"]
+
+
+PROOFS["training_run"] = Proof(
+    refused={f"--{option} 0": "1 or more" for option in ("tensor", "micro-batches", "steps", "save-every")},
+    tests=["tests/test_training_run.py", "tests/test_rare_failures.py"],
+    equivalent={r"grad_sbp=BATCH\) -> x.to_global\(grad_sbp=BATCH\)$": "what a norm returns is in BATCH already"},
+    main=Main(
+        alone={"micro_batches": 1, "log": False},
+        not_compared={
+            "model": "its losses are",
+            "2 losses": "the run that is stopped: the one that resumes returns them too",
+            "2 held_out": "the same",
+        },
+        figures=valid_tokens,
+        other_options=["--micro-batches", "4"],
+        refused=["--tensor 3", "--micro-batches 5"],
+        refused_expressions=["Config(num_heads=3).check(placements('cpu', 2, 2))"],
+        refused_elsewhere="is of a run with another configuration",
+    ),
+)
+
+KINDS = {"qkv": "B, S(1)", "up": "B, S(1)", "project": "B, S(0)", "down": "B, S(0)"}
+BATCH, HEADS, COLUMNS, PARTS = "S(0), B", "S(0), S(1)", "S(0), S(2)", "S(0), P"  # of activations
+
+
+def mesh_of(n, tensor):
+    return np.arange(n).reshape(-1, tensor).tolist()
+
+
+def prove(pool, path, tensor, graph, steps=STEPS, **more):
+    """Train the recipe, or a changed copy, and check it; returns what each rank recorded."""
+    arguments = {**SMALL, "graph": graph, "steps": steps, **more}
+    seen = pool.call(TRAINED, path=str(path), tensor=tensor, **arguments)
+    case = case_of(mesh_of(pool.world_size, tensor), graph, steps, more)
+    check_tensors(case, seen)
+    check_operations(case, graph, seen)
+    return seen
+
+
+def case_of(mesh, graph, steps, more):
+    """The Case of a run: weights before and after, Adam's first moment, both curves, and all that it does."""
+    sizes = {**SMALL, **more}
+    exact = known(steps, **{name: size for name, size in more.items() if name != "micro_batches"})
+    values, layout = {}, {}
+    for name in sorted(exact["initial"], key=place_in_model):
+        new, moment = exact["new"][name], exact["moments"][f"{name} exp_avg"]
+        new.bound = 1e-5  # at most 2.5e-6 was seen, where Adam normalizes a tiny gradient
+        moment.bound = moment_bound(name, moment.exact, sizes["num_heads"])
+        tensors = {name: exact["initial"][name], f"new {name}": new, f"{name} exp_avg": moment}
+        values.update(tensors)
+        layout.update(dict.fromkeys(tensors, (KINDS.get(name.split(".")[-1], "B, B"), mesh)))
+    for name in ("losses", "held_out"):
+        values[name], layout[name] = Value(exact[name]), ("B, B", [])
+        values[name].bound = 5e-6
+    passes = [sizes["micro_batches"], -(-sizes["test_samples"] // rows_of(sizes))]  # in a step, in an evaluation
+    evaluations = steps // sizes["eval_every"]
+    return Case(
+        layout,
+        values,
+        operations(graph, steps, sizes, passes, forward_matmuls(mesh, sizes), [], []),
+        layouts_of_parameters(exact["initial"], mesh)
+        + operations(graph, steps, sizes, passes, forward_moves(mesh, sizes), loading(mesh), reducing(layout, mesh)),
+        reads=operations(True, steps, sizes, passes, [], [], [("P, B", mesh), ("B, B", mesh)], [("P, B", mesh)] * 2),
+        numbers=("held_out",),
+        graph_calls=steps * passes[0] + evaluations * passes[1],
+    )
+
+
+def moment_bound(name, exact, num_heads):
+    """At most 2e-6 of the largest number was seen, of norms 8e-6. Queries, keys and values have different sizes."""
+    if not name.endswith("qkv"):
+        return (5e-6 if exact.ndim > 1 else 4e-5) * np.abs(exact).max()
+    parts = exact.reshape(len(exact), num_heads, 3, -1)
+    return np.broadcast_to(5e-6 * np.abs(parts).max((0, 1, 3), keepdims=True), parts.shape).reshape(exact.shape)
+
+
+def place_in_model(name):
+    """Where `parameters()` has it: a module's own parameters come before those of its parts."""
+    part, *rest = name.split(".")
+    if part == "blocks":
+        return (1, int(rest[0]), len(rest))
+    return (2,) if rest else (0,)
+
+
+def rows_of(sizes):
+    return sizes["batch_size"] // sizes["micro_batches"]
+
+
+def operations(graph, steps, sizes, passes, forward, before, after, after_evaluation=()):
+    """What happens in all steps and evaluations: `before` for each micro-batch, its `forward`, and `after` the step.
+
+    A graph is built once. An evaluation loads each of its batches right before it.
+    """
+    found, (micro_batches, test_batches), built = [], passes, set()
+    for step in range(1, steps + 1):
+        found += before * micro_batches
+        found += [] if graph and "training" in built else forward * (1 if graph else micro_batches)
+        found += after
+        built.add("training")
+        if step % sizes["eval_every"] == 0:
+            for _ in range(test_batches):
+                found += before + ([] if graph and "evaluation" in built else forward) + list(after_evaluation)
+                built.add("evaluation")
+    return found
+
+
+def layouts_of_parameters(weights, mesh):
+    """The norms are made local, and go to the mesh."""
+    return [(("local", []), ("B, B", mesh)) for name in weights if name.endswith((".weight", ".bias"))]
+
+
+def loading(mesh):
+    """The ids and the targets of a micro-batch."""
+    return [(("local", []), (BATCH, mesh))] * 2
+
+
+def forward_moves(mesh, sizes):
+    """In each block, before the columns and behind the rows, of attention and of the MLP."""
+    return [((BATCH, mesh), (BATCH, mesh), BATCH), ((PARTS, mesh), (BATCH, mesh))] * 2 * sizes["num_layers"]
+
+
+def reducing(layout, mesh):
+    """The number of valid tokens, the gradients, and their squares."""
+    gradients = [where for name, where in layout.items() if name.endswith(" exp_avg")]
+    moves = [(("P, B", mesh), ("B, B", mesh))]
+    moves += [((sbp.replace("B", "P", 1), mesh), (sbp, mesh)) for sbp, _ in gradients]
+    return moves + [(("B, P" if "S" in sbp else "B, B", mesh), ("B, B", mesh)) for sbp, _ in gradients]
+
+
+def forward_matmuls(mesh, sizes):
+    """(SBP, ranks, shape) of x, w and the product of each matmul of a forward pass, in order."""
+    rows, length, hidden, heads = rows_of(sizes), sizes["seq_len"], sizes["hidden_size"], sizes["num_heads"]
+    size = hidden // heads
+
+    def product(sbps, *shapes):
+        return tuple((sbp, mesh, shape) for sbp, shape in zip(sbps, shapes))
+
+    def column(width):
+        return product((BATCH, "B, S(1)", COLUMNS), (rows, length, hidden), (hidden, width), (rows, length, width))
+
+    def row(width):
+        return product((COLUMNS, "B, S(0)", PARTS), (rows, length, width), (width, hidden), (rows, length, hidden))
+
+    keys, scores = (rows, heads, length, size), (rows, heads, length, length)
+    attention = [product([HEADS] * 3, keys, keys, scores), product([HEADS] * 3, scores, keys, keys)]
+    block = [column(3 * hidden), *attention, row(hidden), column(4 * hidden), row(4 * hidden)]
+    vocab = sizes["vocab_size"]
+    head = product((BATCH, "B, B", BATCH), (rows, length, hidden), (hidden, vocab), (rows, length, vocab))
+    return [*block * sizes["num_layers"], head]

@@ -1,0 +1,152 @@
+"""The run that a reader copies: on any mesh, in either mode, stopped and resumed, its numbers are those of numpy."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from harness.pool import PoolError
+from harness.start.recipe import path_of
+from tests.cases import ROOT, reference_run
+from tests.cases.ladder import Checks, check_tensors
+from tests.cases.reference_run import PADDING, SMALL, Sizes
+from tests.cases.whole_run import RUNS, STEPS, TRAINED, case_of, known, mesh_of, prove
+from tests.jobs import LAUNCH, Run, ended
+
+RUN, HERE = str(path_of("training_run")), str(ROOT / "tests" / "on_rank_run.py")
+MODES = pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "graph"])
+SIZES = Sizes(**SMALL)
+
+
+def run_id(run):
+    n, tensor, graph, more = run
+    return f"{n // tensor}x{tensor}-{'graph' if graph else 'eager'}-{more['micro_batches']}"
+
+
+QUICK_FIRST = [pytest.param(run, marks=pytest.mark.slow if i > 1 else (), id=run_id(run)) for i, run in enumerate(RUNS)]
+
+
+@pytest.mark.parametrize("run", QUICK_FIRST)
+def test_run_trains_as_numpy(pools, run):
+    n, tensor, graph, more = run
+    prove(pools(n), RUN, tensor, graph, **more)
+
+
+def train(pool, folder, tensor=1, **arguments):
+    """What each rank has after training with checkpoints in this folder."""
+    return pool.call(TRAINED, path=RUN, checkpoint_dir=str(folder), tensor=tensor, **{**SMALL, **arguments})
+
+
+def check_values(seen, tensor, **more):
+    """Weights, moments and both curves on each rank are those of numpy, which was not stopped."""
+    case = case_of(mesh_of(len(seen), tensor), False, STEPS, {"micro_batches": 2, **more})
+    for name in list(case.layout):
+        if name in known(STEPS)["initial"]:  # those of the beginning are not those of a run that resumes
+            del case.layout[name]
+    check_tensors(case, seen)
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [  # each with the ranks, those along tensor, graph, and the step up to which it trains
+        [(2, 1, False, 3), (1, 1, False, STEPS)],
+        pytest.param([(2, 2, True, 1), (3, 1, False, 3), (4, 2, True, 5), (1, 1, True, STEPS)], marks=pytest.mark.slow),
+    ],
+    ids=len,
+)
+def test_run_resumes_on_other_ranks_and_in_the_other_mode(pools, tmp_path, jobs):
+    for n, tensor, graph, steps in jobs:
+        seen = train(pools(n), tmp_path, tensor, graph=graph, steps=steps, micro_batches=1 + n % 2)
+    check_values(seen, tensor)
+
+
+def same_bits(seen, other):
+    for rank, (one, two) in enumerate(zip(seen, other)):
+        for name in ("losses", "held_out"):
+            Checks.that((one["arrays"][name] == two["arrays"][name]).all(), rank, name, "have other bits")
+        for name in (name for name in one["tensors"] if name.split()[0] == "new" or " " in name):
+            values = (result["tensors"][name]["value"] for result in (one, two))
+            Checks.that(np.array_equal(*values), rank, name, "has other bits")
+
+
+@MODES
+def test_run_that_resumes_has_the_bits_of_one_that_was_not_stopped(pools, tmp_path, graph):
+    """Stopped within an epoch, between two evaluations, while the learning rate falls."""
+    options = {"graph": graph, "micro_batches": 2, "save_every": 2}
+    at_once = train(pools(2), "", steps=STEPS, **options)
+    for steps in (3, STEPS):
+        stopped = train(pools(2), tmp_path, steps=steps, **options)
+    assert sorted(os.listdir(tmp_path)) == ["2", "3", "4", str(STEPS)]
+    same_bits(stopped, at_once)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("moment", ["in training", "not all files", "not named"])
+def test_run_that_dies_resumes_with_the_same_bits(pools, tmp_path, moment, graph):
+    options = {"graph": graph, "save_every": 2}
+    at_once = train(pools(2), "", steps=STEPS, **options)
+    with pytest.raises(PoolError, match="died .exit code 9"):
+        arguments = {"path": RUN, "checkpoint_dir": str(tmp_path), "steps": STEPS, **SMALL, **options}
+        pools(2).call(f"{HERE}:die", moment=moment, step=4, **arguments)
+    assert "2" in os.listdir(tmp_path) and "4" not in os.listdir(tmp_path)
+    same_bits(train(pools(2), tmp_path, steps=STEPS, **options), at_once)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", [False, True])
+def test_job_that_is_killed_midway_ends_with_the_bits_of_an_undisturbed_one(pools, tmp_path, graph):
+    """A rank is killed at some moment after step 8, and the same command is started again."""
+    command = [LAUNCH, "-n", 2, RUN, *["--graph"] * graph, "--steps", 20, "--save-every", 3, "--checkpoint-dir"]
+    run = Run(*command, tmp_path / "killed").until("step 8 ")
+    os.kill(run.ranks()[-1], signal.SIGKILL)
+    [run] = ended([run])
+    assert run.code and "killed by signal 9" in run.err and "20" not in os.listdir(tmp_path / "killed")
+    again, undisturbed = (Run(*command, tmp_path / folder).wait() for folder in ("killed", "at once"))
+    assert (again.code, again.err, undisturbed.code, undisturbed.err) == (0, "", 0, "")
+    assert "step 4 " in undisturbed.out and "step 4 " not in again.out
+    folders = [str(tmp_path / name / "20") for name in ("killed", "at once")]
+    [[one], [other]] = [pools(1).call(f"{HERE}:loaded", folder=folder) for folder in folders]
+    assert one.keys() == other.keys() and len(one[".losses"]) == 20
+    for name, value in one.items():
+        Checks.that(np.array_equal(value, other[name]), name, "differs")
+
+
+@pytest.mark.parametrize("n, tensor", [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_each_rank_reads_its_own_rows(pools, n, tensor):
+    """In the order of the shuffled epoch, micro-batch after micro-batch; the ranks of a tensor group read the same."""
+    steps, micro_batches, data = 3, 2, n // tensor
+    by_rank = pools(n).call(
+        f"{HERE}:rows_read", path=RUN, tensor=tensor, steps=steps, micro_batches=micro_batches, **SMALL
+    )
+    for rank, read in enumerate(by_rank):
+        wanted = []
+        for step in range(1, steps + 1):
+            parts = np.split(reference_run.indices_of(step, SIZES, 0), micro_batches)
+            wanted += [np.split(part, data)[rank // tensor] for part in parts]
+            if step % SIZES.eval_every == 0:  # the last ones are beyond the data: padding
+                parts = np.split(SIZES.train_samples + np.arange(SIZES.batch_size), micro_batches)
+                wanted += [np.split(part, data)[rank // tensor] for part in parts]
+        assert read == np.concatenate(wanted).tolist()
+
+
+def test_a_mean_of_means_would_be_another_loss():
+    """Else a recipe that takes one would pass: of ranks, and of micro-batches."""
+    ids, targets = reference_run.samples(reference_run.indices_of(1, SIZES, 0), SIZES)
+    counts = (targets.reshape(4, 3, -1) != PADDING).sum((1, 2))  # of 2 micro-batches on 2 ranks
+    assert len(set(counts)) > 2
+    w = known(1)["initial"]
+    right = reference_run.mean_loss(w, ids, targets, SIZES).exact.item()
+    for parts in (2, 3, 4):
+        losses = [
+            reference_run.mean_loss(w, *rows, SIZES).exact.item()
+            for rows in zip(np.split(ids, parts), np.split(targets, parts))
+        ]
+        assert abs(np.mean(losses) - right) > 1e-4
+
+
+def test_run_refuses_a_checkpoint_of_another_configuration(pools, tmp_path):
+    train(pools(1), tmp_path, steps=1)
+    with pytest.raises(PoolError, match="is of a run with another configuration: .*'lr': 0.01"):
+        train(pools(1), tmp_path, steps=2, lr=0.02)
