@@ -267,7 +267,11 @@ MEASURED_EXPERTS = {"batch": 12, "experts": 12}  # 2, 3 and 4 ranks divide them
         "--top-k 0": "from 1 to the 8 experts",
         "--top-k 9": "from 1 to the 8 experts",
     },
-    main=Main(figures=figures.only_rank_0(figures.mixture), other_options=["--capacity", "1"]),
+    main=Main(
+        figures=figures.only_rank_0(figures.mixture),
+        other_options=["--capacity", "1"],
+        refused=["--experts 1 --top-k 1"],
+    ),
 )
 def mixture_of_experts(
     n,
