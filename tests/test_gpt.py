@@ -85,7 +85,7 @@ REFUSED = [  # number of ranks, arguments, the error
     (2, {"tensor": 2, "num_heads": 3}, "--tensor 2 does not divide the 3 heads; these do: 1, 3"),
     (2, {"pipeline": 2, "num_layers": 1}, "--pipeline 2 is more than the 1 layers; use fewer"),
     (2, {"experts": 3}, "--data 2 does not divide the 3 experts; these do: 1, 3"),
-    (1, {"experts": 1}, "--experts 1: a token chooses 2 experts"),
+    (1, {"experts": 1}, "--experts 1 is fewer than the 2 that a token chooses"),
     (1, {"seq_len": 7}, "--seq-len 7 is too short for a sum; use 8 or more"),
     (1, {"recompute": "full"}, "--recompute full: OneFlow does that in a graph alone; add --graph"),
     (

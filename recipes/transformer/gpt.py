@@ -6,14 +6,14 @@
     vocabulary           (vocab_size, hidden)         B             S(0)    --shard-weights: S(1), S(0)
     column weight        (hidden, more)               B             S(1)    --shard-weights: S(0), S(1)
     row weight           (more, hidden)               B             S(0)    --shard-weights: S(1), S(0)
-    experts, columns     (experts, hidden, more)      S(0)          S(2)    with --experts; rows (more, hidden): S(1)
-    norms, positions     (hidden), (seq_len, hidden)  B             B       so is the router of the experts
+    expert column weight (experts, hidden, more)      S(0)          S(2)
+    expert row weight    (experts, more, hidden)      S(0)          S(1)
+    norms, positions     (hidden), (seq_len, hidden)  B             B
 
 Stage k of a pipeline has the k-th part of the ranks and of the layers; stages may differ by one layer. In eager mode
 they work one after another; in a graph with micro-batches they overlap. The text is sums: the model learns to add.
-Moves: data: all-reduce of the gradients; sharded: all-gather and reduce-scatter of the weights. Tensor: in each layer 2
-       all-reduces forward, 2 backward, or all-gathers and reduce-scatters of the sequence. Pipeline: the residual.
-       Experts: in each layer 2 all-to-alls along data forward, 2 backward, of the slots that tokens take.
+Moves: data: all-reduce of gradients; sharded: all-gather and reduce-scatter of weights; experts: 4 all-to-alls a layer.
+       Tensor: 4 all-reduces a layer, or all-gathers and reduce-scatters of the sequence. Pipeline: the residual.
 Run:   ./launch.sh recipes/transformer/gpt.py [--graph] [--tensor 2] [--steps 1000] [--checkpoint-dir DIR] [--check]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/gpt.py [--graph]
 Use it where the layout may change from run to run: a checkpoint of either mode loads on any mesh, in either mode.
@@ -91,9 +91,9 @@ class Config:
         if self.shard_weights:
             check_divides("--data", data, self.hidden_size, "columns of a weight")
         if self.experts:
+            if self.experts < TOP_K:
+                raise ValueError(f"--experts {self.experts} is fewer than the {TOP_K} that a token chooses")
             check_divides("--data", data, self.experts, "experts")
-        if self.experts == 1:
-            raise ValueError(f"--experts 1: a token chooses {TOP_K} experts")
 
 
 def check_divides(option, parts, size, what):

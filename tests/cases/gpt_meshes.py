@@ -74,7 +74,14 @@ PROOFS["gpt"] = Proof(
         defaults={"steps": (400, 3), "checkpoint_dir": ("", "")},
         figures=figures.held("weights"),
         refused=[
-            *("--pipeline 2 --num-layers 1", "--seq-len 7", "--batch-size 7", "--data 3", "--recompute full"),
+            *(
+                "--pipeline 2 --num-layers 1",
+                "--seq-len 7",
+                "--batch-size 7",
+                "--data 3",
+                "--recompute full",
+                "--experts 1",
+            ),
         ],
         refused_expressions=["placements('cpu', 2, data=1)"],
     ),
