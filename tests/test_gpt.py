@@ -31,7 +31,7 @@ def test_mesh_trains_as_numpy(pools, run):
 @pytest.mark.parametrize(
     "run", [EXPERT_RUNS[0], *(pytest.param(run, marks=pytest.mark.slow) for run in EXPERT_RUNS[1:])], ids=run_id
 )
-def test_experts_train_as_numpy(pools, run):
+def test_mesh_with_experts_trains_as_numpy(pools, run):
     mesh, more = run
     prove(pools(int(np.prod(mesh))), GPT, mesh, **more)
 
