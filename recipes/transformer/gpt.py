@@ -493,7 +493,7 @@ def main():
     parser.add_argument("--sequence-parallel", action="store_true", help="split the residual along the tensor axis")
     parser.add_argument("--recompute", choices=["none", "full"], default="none", help="full: blocks again in backward")
     parser.add_argument("--shard-weights", action="store_true", help="split weights along the data axis (FSDP)")
-    parser.add_argument("--experts", type=int, default=0, help="in place of each MLP, split along the data axis")
+    parser.add_argument("--experts", type=int, default=0, help="experts for each MLP, split along data; 0: none")
     sizes = ["num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches"]
     for name in sizes:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name))
