@@ -22,6 +22,7 @@ from harness.start import recipe
 OFF = 2e-4  # of the largest number: just above what float32 needs, and below a tolerance that is 1,000 times too wide
 
 FEW = 3  # steps, where a main trains for 20
+NUMBERS = ("losses", "loaded", "balance_losses", "loads", "dropped")  # that a main may print
 
 
 class FakePlacement:
@@ -255,7 +256,7 @@ def facts_of(module, result):
         tensors.update(value.named_parameters() if isinstance(value, flow.nn.Module) else {})
     facts = {
         "tensors": [],
-        **{name: result[name] for name in ("losses", "loaded", "dropped") if name in result},
+        **{name: result[name] for name in NUMBERS if name in result},
     }
     for name, tensor in tensors.items():
         if isinstance(tensor, flow.Tensor):

@@ -31,12 +31,12 @@ def docstring(name):
 def drawing(name):
     """The rows of the table in a docstring: (tensor, shape, one cell for each rank and the SBP)."""
     for line in docstring(name).splitlines():
-        row = re.match(r" +(\S.*?) +\((\d+)(?:, (\d+))?(?:, (\d+))?\) +(\S.*)", line)
+        row = re.match(r" +(\S.*?) +\((\d+)(?:, (\d+))?(?:, (\d+))?(?:, (\d+))?\) +(\S.*)", line)
         if row:
-            cells = re.split(r"  +", row.group(5).strip())
+            cells = re.split(r"  +", row.group(6).strip())
             yield (
                 row.group(1).split(" ")[0] if " = " in line else row.group(1),
-                tuple(int(size) for size in row.groups()[1:4] if size),
+                tuple(int(size) for size in row.groups()[1:5] if size),
                 cells,
             )
 
@@ -55,6 +55,14 @@ def block(shape, sbp, ranks, rank):
         return ", ".join(spans) if parts else "whole"
     word = ("row", "column")[parts[0]] + "s" * ("-" in spans[parts[0]])
     return f"{word} {spans[parts[0]]}"
+
+
+def in_words_of_block(cell, sbp):
+    """A cell with rows and columns in place of what they mean in the recipe."""
+    words = {"sequence": "row", "expert": "column" if sbp == "S(1)" else "row", "numpy array": "local tensor"}
+    for word, plain in words.items():
+        cell = cell.replace(word, plain)
+    return cell
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,7 +91,7 @@ def test_drawing_in_the_docstring_is_the_layout(name):
                     np.testing.assert_allclose(eval(cell, factors), part.exact)
         else:
             wanted = [block(shape, sbp, ranks, rank) for rank in range(n)]
-        assert [cell.replace("expert", "row").replace("numpy array", "local tensor") for cell in cells] == wanted
+        assert [in_words_of_block(cell, sbp) for cell in cells] == wanted
         assert len(cells) == n
 
 

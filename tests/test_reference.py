@@ -34,9 +34,10 @@ def test_gradients_of_the_reference_are_finite_differences(monkeypatch, name):
     assert any(calls)
 
 
-def test_gradients_of_the_reference_of_gpt_are_finite_differences():
+@pytest.mark.parametrize("experts", [0, 4])
+def test_gradients_of_the_reference_of_gpt_are_finite_differences(experts):
     rng = np.random.default_rng(1)
-    w = reference_gpt.new_weights(12, 5, 2, 8)
+    w = reference_gpt.new_weights(12, 5, 2, 8, experts=experts)
     w = {name: reference.Value(value.exact + 0.3 * rng.standard_normal(value.exact.shape)) for name, value in w.items()}
     ids, targets = rng.integers(12, size=(2, 3, 5))
     check_gradients(lambda w: reference_gpt.loss_of(w, ids, targets, num_heads=2), w, rng, "gpt")

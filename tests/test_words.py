@@ -54,6 +54,8 @@ KINDS = {  # row of the table in gpt.py's docstring -> kinds of tensors
     "vocabulary": ["vocabulary"],
     "column weight": ["column"],
     "row weight": ["row"],
+    "expert column weight": ["expert column"],
+    "expert row weight": ["expert row"],
     "norms, positions": ["replicated"],
 }
 
@@ -85,4 +87,5 @@ def test_table_in_the_docstring_of_gpt_is_its_layout():
             in_words[option][KINDS[row][-1]] = tuple(changed)
     assert in_words == {"sequence-parallel": sequence_parallel, "shard-weights": sharded}
     assert all(gpt.SBPS[kind] == ", ".join(plain[kind]) for kind in gpt.SBPS)
+    assert list(gpt.EXPERT_SBPS.values()) == [", ".join(plain[kind]) for kind in ("expert column", "expert row")]
     assert all(gpt.SHARDED[kind] == ", ".join(sharded[kind]) for kind in sharded)

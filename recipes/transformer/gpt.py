@@ -6,12 +6,14 @@
     vocabulary           (vocab_size, hidden)         B             S(0)    --shard-weights: S(1), S(0)
     column weight        (hidden, more)               B             S(1)    --shard-weights: S(0), S(1)
     row weight           (more, hidden)               B             S(0)    --shard-weights: S(1), S(0)
+    expert column weight (experts, hidden, more)      S(0)          S(2)
+    expert row weight    (experts, more, hidden)      S(0)          S(1)
     norms, positions     (hidden), (seq_len, hidden)  B             B
 
 Stage k of a pipeline has the k-th part of the ranks and of the layers; stages may differ by one layer. In eager mode
 they work one after another; in a graph with micro-batches they overlap. The text is sums: the model learns to add.
-Moves: data: all-reduce of the gradients; sharded: all-gather and reduce-scatter of the weights. Tensor: in each layer 2
-       all-reduces forward, 2 backward, or all-gathers and reduce-scatters of the sequence. Pipeline: the residual.
+Moves: data: all-reduce of gradients; sharded: all-gather and reduce-scatter of weights; experts: 4 all-to-alls a layer.
+       Tensor: 4 all-reduces a layer, or all-gathers and reduce-scatters of the sequence. Pipeline: the residual.
 Run:   ./launch.sh recipes/transformer/gpt.py [--graph] [--tensor 2] [--steps 1000] [--checkpoint-dir DIR] [--check]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/gpt.py [--graph]
 Use it where the layout may change from run to run: a checkpoint of either mode loads on any mesh, in either mode.
@@ -30,7 +32,7 @@ import numpy as np
 import oneflow as flow
 
 WORLD_SIZES = (2, 1, *range(3, 1025))  # numbers of ranks; launch.sh refuses others
-B, S = flow.sbp.broadcast, flow.sbp.split
+B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 # S(i): each rank holds a slice of dimension i. B: each holds the whole tensor. P, which no entry names: what the ranks
 # hold adds up to the tensor, as after a matmul with a split row weight. Ranks communicate where to_global changes the
 # SBP: P -> B is an all-reduce, P -> S a reduce-scatter, S -> B an all-gather; the input's gradient gets grad_sbp.
@@ -41,6 +43,8 @@ LAYOUT = {  # kind of tensor -> its SBPs along the data and the tensor axis of a
     "vocabulary": (B, S(0)),
     "column": (B, S(1)),
     "row": (B, S(0)),
+    "expert column": (S(0), S(2)),
+    "expert row": (S(0), S(1)),
     "replicated": (B, B),
 }
 SEQUENCE_PARALLEL = {"residual": (S(1), S(0))}
@@ -50,6 +54,10 @@ CHARACTERS = "0123456789+=;"
 QUESTION, LINE = len("27+35="), len("27+35=260;")  # an answer begins with its last digit
 SUMS = np.random.RandomState(0).permutation(100 * 100)  # all a + b below 100, as 100 a + b
 HELD_OUT = 100  # the first of them are never trained on
+
+TOP_K = 2  # experts that a token chooses
+CAPACITY_FACTOR = 1.25  # slots of a sequence at each expert, in units of what it has for one if all get the same
+BALANCE_COEF = 0.01  # weight of the balance loss
 
 
 @dataclasses.dataclass
@@ -65,6 +73,7 @@ class Config:
     clip_grad: float = 0.0  # the largest norm of all gradients together; 0: any
     sequence_parallel: bool = False
     shard_weights: bool = False
+    experts: int = 0  # in place of each MLP; 0: the MLP
     recompute: str = "none"  # or "full": backward computes each block again, from its input; in a graph
 
     def check(self, meshes):
@@ -81,6 +90,10 @@ class Config:
             check_divides("--tensor", tensor, self.seq_len, "tokens of a sequence")
         if self.shard_weights:
             check_divides("--data", data, self.hidden_size, "columns of a weight")
+        if self.experts:
+            if self.experts < TOP_K:
+                raise ValueError(f"--experts {self.experts} is fewer than the {TOP_K} that a token chooses")
+            check_divides("--data", data, self.experts, "experts")
 
 
 def check_divides(option, parts, size, what):
@@ -155,15 +168,23 @@ class Block(StageModule):
         self.add_weight("qkv", "column", normal(rng, hidden_size, 3 * hidden_size))
         self.add_weight("project", "row", normal(rng, hidden_size, hidden_size))
         self.add_weight("norm_mlp", "replicated", np.ones(hidden_size, np.float32))
-        self.add_weight("up", "column", normal(rng, hidden_size, 4 * hidden_size))
-        self.add_weight("down", "row", normal(rng, 4 * hidden_size, hidden_size))
+        if config.experts:
+            self.experts = Experts(config, stage, mesh, rng)
+        else:
+            self.add_weight("up", "column", normal(rng, hidden_size, 4 * hidden_size))
+            self.add_weight("down", "row", normal(rng, 4 * hidden_size, hidden_size))
 
     def forward(self, x):
+        """The next residual, and the balance loss of the experts, None without them."""
         x = x.to_global(placement=self.mesh)  # from the stage before
         out = self.attention(self.gather_sequence(self.rms_norm(x, "norm")))
         x = x + self.sum_parts(out)
-        out = self.mlp(self.gather_sequence(self.rms_norm(x, "norm_mlp")))
-        return x + self.sum_parts(out)
+        normed, balance_loss = self.rms_norm(x, "norm_mlp"), None
+        if self.config.experts:
+            out, balance_loss = self.experts(normed)
+        else:
+            out = self.mlp(self.gather_sequence(normed))
+        return x + self.sum_parts(out), balance_loss
 
     def attention(self, x):
         """Causal, each rank of the tensor axis with its own heads: between qkv and project nothing moves."""
@@ -187,6 +208,57 @@ class Block(StageModule):
         """Its activation is the squared ReLU, much faster than GELU on a CPU (arXiv:2109.08668)."""
         hidden = flow.square(flow.relu(flow.matmul(x, self.weight("up"))))
         return flow.matmul(hidden, self.weight("down"))
+
+
+class Experts(StageModule):
+    """In place of an MLP; recipes/transformer/mixture_of_experts.py explains its steps."""
+
+    def __init__(self, config, stage, mesh, rng):
+        super().__init__(config, stage, mesh)
+        experts, hidden_size = config.experts, config.hidden_size
+        self.add_weight("router", "replicated", normal(rng, hidden_size, experts))
+        self.add_weight("up", "expert column", normal(rng, experts, hidden_size, 4 * hidden_size))
+        self.add_weight("down", "expert row", normal(rng, experts, 4 * hidden_size, hidden_size))
+
+    def forward(self, x):
+        """The output for a normed residual, partial sums along tensor, and the balance loss."""
+        probs = flow.matmul(x, self.weight("router")).softmax(-1)
+        tokens = self.gather_sequence(x).transpose(0, 1)
+        gates = self.gather_sequence(probs).transpose(0, 1)
+        chosen = self.choose(gates)
+        balance_loss = self.config.experts * (chosen.mean(1) / TOP_K * probs.mean(0)).sum(-1).mean()
+        gates = gates * chosen
+        gates = gates / gates.sum(-1, keepdim=True)
+        slots = self.assign_slots(chosen)
+        out = self.mlps(flow.matmul(slots.flatten(2), tokens, transpose_a=True))
+        gates = gates.unsqueeze(3).expand(*slots.shape)  # without expand, backward moves more than gates
+        out = flow.matmul((slots * gates).flatten(2), out)
+        return out.transpose(0, 1), balance_loss
+
+    def choose(self, probs):
+        """(batch, token, expert): 1 for the most likely experts of a token; of equals for the first one."""
+        left = probs.detach()
+        for _ in range(TOP_K):
+            left = left - 2 * flow.nn.functional.one_hot(left.argmax(-1), self.config.experts).to(left.dtype)
+        return (left < 0).to(probs.dtype)
+
+    def assign_slots(self, chosen):
+        """(batch, token, expert, slot): 1 for a slot that a token takes. Earlier tokens come first: causal."""
+        capacity = math.ceil(CAPACITY_FACTOR * TOP_K * chosen.shape[1] / self.config.experts)
+        # cumsum would move the tensor if a dimension in front of its own were split
+        order = flow.cumsum(chosen.transpose(0, 1), dim=0).transpose(0, 1)
+        slot = (order - 1).clamp(0, capacity).to(flow.int64)  # what has no slot gets one more, which is cut off
+        return flow.nn.functional.one_hot(slot, capacity + 1).to(chosen.dtype)[..., :capacity] * chosen.unsqueeze(3)
+
+    def mlps(self, slots):
+        """What the experts make of the tokens in their slots, (batch, expert and slot, hidden)."""
+        batch, _, hidden_size = slots.shape
+        sent = slots.reshape(batch, self.config.experts, -1, hidden_size)
+        arrived = sent.to_global(sbp=(S(1), B), grad_sbp=(S(0), P))  # all-to-all along data
+        hidden = flow.matmul(arrived.transpose(0, 1).flatten(1, 2), self.weight("up"))
+        out = flow.matmul(flow.square(flow.relu(hidden)), self.weight("down"))
+        out = out.reshape(self.config.experts, batch, -1, hidden_size).transpose(0, 1)
+        return out.to_global(sbp=(S(0), P), grad_sbp=(S(1), B)).flatten(1, 2)  # and back
 
 
 class Head(StageModule):
@@ -216,12 +288,21 @@ class GPT(flow.nn.Module):
             self.blocks.append(Block(config, stage, meshes[stage], rng))
         self.head = Head(config, len(meshes) - 1, meshes[-1])
 
-    def forward(self, ids):
-        """The logits, (seq_len, batch, vocab_size), of ids (batch, seq_len)."""
+    def forward(self, ids, targets=None):
+        """The logits, (seq_len, batch, vocab_size), of ids (batch, seq_len); with targets the loss."""
         x, table = self.embedding(ids)
+        balance_losses = []
         for block in self.blocks:
-            x = block(x)
-        return self.head(x, table)
+            x, balance_loss = block(x)
+            balance_losses.append(balance_loss)
+        logits = self.head(x, table)
+        if targets is None:
+            return logits
+        loss = cross_entropy(logits, targets)
+        if self.config.experts:
+            for balance_loss in balance_losses:
+                loss = loss + BALANCE_COEF * balance_loss.to_global(placement=targets.placement)
+        return loss
 
 
 def cross_entropy(logits, targets):
@@ -242,7 +323,7 @@ class TrainingGraph(flow.nn.Graph):
             block.to(flow.nn.graph.GraphModule).activation_checkpointing = model.config.recompute == "full"
 
     def build(self, ids, targets):
-        loss = cross_entropy(self.model(ids), targets)
+        loss = self.model(ids, targets)
         loss.backward()  # in a graph this includes the update
         return loss
 
@@ -253,8 +334,7 @@ def eager_step(model, optimizer, ids, targets):
     optimizer.zero_grad(set_to_none=True)
     total = 0
     for ids_part, targets_part in zip(np.split(ids, micro_batches), np.split(targets, micro_batches)):
-        logits = model(to_mesh(ids_part, model.embedding.mesh))
-        loss = cross_entropy(logits, to_mesh(targets_part, model.head.mesh)) / micro_batches
+        loss = model(to_mesh(ids_part, model.embedding.mesh), to_mesh(targets_part, model.head.mesh)) / micro_batches
         loss.backward()  # adds to the gradients
         total = total + loss.detach()
     if model.config.clip_grad:
@@ -413,6 +493,7 @@ def main():
     parser.add_argument("--sequence-parallel", action="store_true", help="split the residual along the tensor axis")
     parser.add_argument("--recompute", choices=["none", "full"], default="none", help="full: blocks again in backward")
     parser.add_argument("--shard-weights", action="store_true", help="split weights along the data axis (FSDP)")
+    parser.add_argument("--experts", type=int, default=0, help="experts for each MLP, split along data; 0: none")
     sizes = ["num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches"]
     for name in sizes:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name))

@@ -43,8 +43,15 @@ def ages(n, rank, facts, graph, report):
 
 
 def mixture(n, rank, facts, graph, report):
-    capacity, dropped = computing(report)[0]["capacity"], facts[0]["dropped"]
-    return [f"with {capacity} slots for each group at each expert, {dropped[0]:.0f} tokens are dropped at first"]
+    """The choices are those of all tokens, of which none is lost on the way to an expert."""
+    seen, choices = facts[0], 64 * computing(report)[0]["top_k"]
+    loads = [" ".join(str(int(number)) for number in seen["loads"][step]) for step in (0, -1)]
+    assert sum(map(int, loads[0].split())) == choices
+    lines = [
+        f"step {step}: tokens of each expert {load}; {int(dropped)} of {choices} choices dropped"
+        for step, load, dropped in zip((1, len(seen["losses"])), loads, (seen["dropped"][0], seen["dropped"][-1]))
+    ]
+    return [*lines, f"balance loss {seen['balance_losses'][0]:.4f} -> {seen['balance_losses'][-1]:.4f}"]
 
 
 def held(words):

@@ -1,5 +1,6 @@
 """The case of recipes/transformer/gpt.py: what is asserted of a run on any mesh, and the runs of docs/gpt.md."""
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -41,6 +42,14 @@ RUNS = [  # data, tensor, pipeline, and what else; the last one takes long
     ((1, 2, 1), {"graph": True, "sequence_parallel": True, "micro_batches": 2, "recompute": "full"}),
     ((1, 1, 3), {"graph": True, "micro_batches": 4, "num_layers": 4}),  # stages of 2, 1 and 1 layers
 ]
+EXPERT_RUNS = [  # the same with experts, of which some drop tokens; only the first one is in the default suite
+    ((2, 1, 1), {"experts": 4}),
+    ((2, 1, 1), {"experts": 4, "graph": True, "micro_batches": 2}),
+    ((2, 2, 1), {"experts": 4, "graph": True, "micro_batches": 2}),
+    ((1, 2, 1), {"experts": 3, "sequence_parallel": True}),
+    ((2, 2, 1), {"experts": 4, "clip_grad": 0.5}),
+    ((2, 1, 2), {"experts": 4, "graph": True}),
+]
 SMALL_ARGUMENTS = ["--batch-size", "8", "--hidden-size", "16", "--num-heads", "2", "--num-layers", "2"]
 SIZES_TO_REFUSE = ("num-layers", "hidden-size", "num-heads", "seq-len", "batch-size")
 PROOFS["gpt"] = Proof(
@@ -65,7 +74,14 @@ PROOFS["gpt"] = Proof(
         defaults={"steps": (400, 3), "checkpoint_dir": ("", "")},
         figures=figures.held("weights"),
         refused=[
-            *("--pipeline 2 --num-layers 1", "--seq-len 7", "--batch-size 7", "--data 3", "--recompute full"),
+            *(
+                "--pipeline 2 --num-layers 1",
+                "--seq-len 7",
+                "--batch-size 7",
+                "--data 3",
+                "--recompute full",
+                "--experts 1",
+            ),
         ],
         refused_expressions=["placements('cpu', 2, data=1)"],
     ),
@@ -75,6 +91,7 @@ known = lru_cache(maxsize=None)(reference_gpt.trained)
 KINDS = {"tokens": "vocabulary", "qkv": "column", "project": "row", "up": "column", "down": "row"}
 SBPS = {"vocabulary": "B, S(0)", "column": "B, S(1)", "row": "B, S(0)", "replicated": "B, B"}
 SHARDED = {**SBPS, "vocabulary": "S(1), S(0)", "column": "S(0), S(1)", "row": "S(1), S(0)"}
+EXPERT_SBPS = {"up": "S(0), S(2)", "down": "S(0), S(1)"}
 BATCH, PARTS, BY_HEAD, BY_COLUMN = "S(1), B", "S(1), P", "S(0), S(1)", "S(1), S(2)"  # of activations
 
 
@@ -97,7 +114,9 @@ def prove(pool, path, mesh, num_layers=SMALL["num_layers"], **more):
 def prove_run(pool, path, mesh, options, sizes, *what):
     """Train on a mesh and check it; returns what each rank recorded, and the values of numpy."""
     seen = pool.call(TRAINED, path=str(path), **mesh_of(mesh), **options, **sizes)
-    exact = known(**{name: options[name] for name in ("steps", "sums", "clip_grad") if name in options}, **sizes)
+    exact = known(
+        **{name: options[name] for name in ("steps", "sums", "clip_grad", "experts") if name in options}, **sizes
+    )
     check(seen, exact, mesh, options, sizes, *what)
     return seen, exact
 
@@ -162,11 +181,30 @@ def formulas(mesh, layout):
     return plan.moved(MODEL, mesh, SIZES["batch_size"], options), max(by_rank)
 
 
+def expert_formulas(mesh, experts):
+    """{axis: bytes that all ranks send along it in a step}, with experts in place of the MLPs; for one stage.
+
+    Along data the MLPs' gradients are replaced by the router's, and by 4 all-to-alls of the slots in each layer: of K
+    bytes they send (n-1)/n K, and each rank along tensor takes part in its own. Along tensor each layer also has an
+    all-reduce of the gradients of the gates.
+    """
+    data, tensor, _ = mesh
+    layers, hidden, tokens = SIZES["num_layers"], SIZES["hidden_size"], SIZES["batch_size"] * SIZES["seq_len"]
+    slots = SIZES["batch_size"] * experts * math.ceil(1.25 * 2 * SIZES["seq_len"] / experts)
+    plain = formulas(mesh, "plain")[0]
+    gradients = 2 * (data - 1) * 4 * layers * (tensor * hidden * experts - 8 * hidden**2)
+    all_to_alls = 4 * layers * tensor * (data - 1) / data * 4 * slots * hidden
+    gates = 2 * (tensor - 1) * layers * 4 * tokens * experts
+    return {"data": plain["data"] + gradients + all_to_alls, "tensor": plain["tensor"] + gates, "pipeline": 0}
+
+
 def layout_of(name, mesh, num_layers, shard_weights):
     """(SBP, ranks) of a weight: that of its kind, on its stage."""
     stages = stages_of(mesh)
     part, *number, weight = name.split(".")
     stage = {"embedding": 0, "head": -1}.get(part, number and int(number[0]) * len(stages) // num_layers)
+    if "experts" in number and weight != "router":
+        return EXPERT_SBPS[weight], stages[stage]
     return (SHARDED if shard_weights else SBPS)[KINDS.get(weight, "replicated")], stages[stage]
 
 
@@ -203,6 +241,7 @@ def plain_layouts(layouts, mesh):
 def case_of(mesh, exact, sizes, options):
     """The Case of a run: its weights before and after, the first gradients, the losses, and all that it does."""
     options = {"graph": False, "micro_batches": 1, "sequence_parallel": False, "shard_weights": False, **options}
+    options.setdefault("experts", 0)
     graph, steps, num_layers = options["graph"], options["steps"], sizes["num_layers"]
     weights = {name: layout_of(name, mesh, num_layers, options["shard_weights"]) for name in exact["initial"]}
     values, layout = {}, {}
@@ -218,11 +257,12 @@ def case_of(mesh, exact, sizes, options):
     passes = {"graph": graph, "steps": steps, "passes": options["micro_batches"]}
     clipping = clip_moves(weights.values()) if options.get("clip_grad") and not graph else []
     moves = in_steps(forward=forward_moves(mesh, num_layers, options), after=clipping, **passes)
-    read = ("P, P" if graph else "B, B", stages_of(mesh)[-1])
+    in_graph = "P, B" if options["experts"] and not options["sequence_parallel"] else "P, P"
+    read = (in_graph if graph else "B, B", stages_of(mesh)[-1])
     return Case(
         {**layout, "losses": ("B, B", [])},  # an array, which has no layout
         {**values, "losses": losses},
-        in_steps(forward=forward_matmuls(mesh, sizes, options["micro_batches"]), **passes),
+        in_steps(forward=forward_matmuls(mesh, sizes, options), **passes),
         [plain_layouts(move, mesh) for move in moves],
         stages=graph_stages(mesh, num_layers),
         recomputed=recomputed(num_layers, options),
@@ -281,10 +321,10 @@ def graph_stages(mesh, num_layers):
     return [(stage, stages_of(mesh)[stage]) for stage in stage_of_each(mesh, num_layers)]
 
 
-def forward_matmuls(mesh, sizes, micro_batches):
+def forward_matmuls(mesh, sizes, options):
     """(SBP, ranks, shape) of x, w and the product of each matmul of a forward pass, in order."""
     length, hidden, heads = sizes["seq_len"], sizes["hidden_size"], sizes["num_heads"]
-    batch, head_size = sizes["batch_size"] // micro_batches, hidden // heads
+    batch, head_size = sizes["batch_size"] // options["micro_batches"], hidden // heads
 
     def column(ranks, columns):
         shapes = (length, batch, hidden), (hidden, columns), (length, batch, columns)
@@ -304,10 +344,35 @@ def forward_matmuls(mesh, sizes, micro_batches):
         scores = by_head(ranks, per_token, per_token, per_pair)  # k is transposed by the matmul itself
         values = by_head(ranks, per_pair, per_token, per_token)
         matmuls += [column(ranks, 3 * hidden), scores, values, row(ranks, hidden)]
-        matmuls += [column(ranks, 4 * hidden), row(ranks, 4 * hidden)]
+        if options["experts"]:
+            matmuls += expert_matmuls(ranks, {**sizes, "batch_size": batch}, options)
+        else:
+            matmuls += [column(ranks, 4 * hidden), row(ranks, 4 * hidden)]
     x, _, logits = column(stages_of(mesh)[-1], reference_gpt.vocab_size_of(heads))
     matmuls.append((x, (SBPS["vocabulary"], x[1], (logits[2][-1], hidden)), logits))  # so is the table
     return [plain_layouts(operands, mesh) for operands in matmuls]
+
+
+def expert_matmuls(ranks, sizes, options):
+    """(SBP, ranks, shape) of x, w and the product of each matmul of the experts of a layer: router, slots, up, down."""
+    length, batch, hidden, experts = sizes["seq_len"], sizes["batch_size"], sizes["hidden_size"], options["experts"]
+    slots = experts * math.ceil(1.25 * 2 * length / experts)
+    residual = "S(1), S(0)" if options["sequence_parallel"] else BATCH
+
+    def operands(*sbps_and_shapes):
+        return tuple((sbp, ranks, shape) for sbp, shape in sbps_and_shapes)
+
+    by_token, in_slots = (batch, length, hidden), (batch, slots, hidden)
+    mask, by_expert = (batch, length, slots), (experts, batch * slots // experts, hidden)
+    up, down, inner = (experts, hidden, 4 * hidden), (experts, 4 * hidden, hidden), (*by_expert[:2], 4 * hidden)
+    router = [(residual, (length, batch, hidden)), ("B, B", (hidden, experts)), (residual, (length, batch, experts))]
+    return [
+        operands(*router),
+        operands(("S(0), B", mask), ("S(0), B", by_token), ("S(0), B", in_slots)),
+        operands(("S(0), B", by_expert), (EXPERT_SBPS["up"], up), ("S(0), S(2)", inner)),
+        operands(("S(0), S(2)", inner), (EXPERT_SBPS["down"], down), ("S(0), P", by_expert)),
+        operands(("S(0), B", mask), ("S(0), P", in_slots), ("S(0), P", by_token)),
+    ]
 
 
 def clip_moves(weights):
@@ -346,13 +411,21 @@ def forward_moves(mesh, num_layers, options):
     for stage in stage_of_each(mesh, num_layers)[1:-1]:
         before, here = here, stages[stage]
         move_in(residual, before, here)
-        for _ in range(2):  # attention and MLP
+        for part in ("attention", "experts" if options["experts"] else "mlp"):
             move(residual, BATCH, here, residual)
-            weight("column", here)
-            weight("row", here)
+            if part == "experts":
+                move(residual, BATCH, here, residual)  # the probabilities of the router
+                move("S(0), B", "S(1), B", here, "S(0), P")
+                move("S(1), P", "S(0), P", here, "S(1), B")
+            else:
+                weight("column", here)
+                weight("row", here)
             move(PARTS, residual, here, BATCH)
     if graph:
         moves.append(((residual, here), (residual, stages[-1])))
     move_in(table, stages[0], stages[-1])
     move(residual, BATCH, stages[-1], residual)
+    for stage in stage_of_each(mesh, num_layers)[1:-1] if options["experts"] else ():
+        balance_loss = "P, P" if options["sequence_parallel"] else "P, B"
+        moves.append(((balance_loss, stages[stage]), (balance_loss, stages[-1])))
     return moves

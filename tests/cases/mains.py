@@ -267,11 +267,11 @@ def check_refusals(pools, path, name):
 
 # The numbers of ranks that the recipes take, by what limits them
 TAKEN = {
-    "as many as rows, columns, heads or experts of 8, in eights": (
+    "as many as rows, columns, heads, sequences or experts of 8, in eights": (
         range(2, 9),
         "train_data_parallel train_model_parallel ddp ring_all_reduce parameter_server async_update batch_norm "
         "random_numbers activation_checkpointing auto_parallel loss_placement replicate_scatter_gather all_gather_kv "
-        "ulysses ring_attention",
+        "ulysses ring_attention mixture_of_experts",
     ),
     "as many as micro-batches of 8, or of 3 for each rank of 24": (
         range(2, 9),
@@ -282,9 +282,9 @@ TAKEN = {
         "data_parallel model_parallel row_parallel sbp_conversions matmul_signatures global_and_local fully_sharded "
         "zero_optimizer",
     ),
-    "each rank adds a stage, rows or an expert": (
+    "each rank adds a stage or rows": (
         range(2, 65),
-        "train_pipeline data_loading pipeline_parallel hello_ranks rendezvous mixture_of_experts",
+        "train_pipeline data_loading pipeline_parallel hello_ranks rendezvous",
     ),
     "a checkpoint has 64 rows": ((2, 1, *range(3, 65)), "checkpoint"),
     "25 rows": (range(2, 26), "metrics"),

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.cases import reference
 from tests.cases.reference import Value
-from tests.cases.reference_transformer import causal, cross_entropy, softmax
+from tests.cases.reference_transformer import causal, cross_entropy, experts_of, softmax
 
 VOCABULARY = 13  # 0 to 9 are the digits, 10 is +, 11 is =, 12 is ;
 SUMS = np.random.RandomState(0).permutation(10_000)  # of 100 a + b; the first 100 are held out
@@ -25,8 +25,30 @@ def rms_norm(x):
     return Value(rows, (x, lambda g: scale * (g - rows * (g * rows).mean(-1, keepdims=True))))
 
 
+def kept(chosen, capacity):
+    """1 for each choice of an expert that has a slot: its first ones. chosen: (token, expert)."""
+    return chosen * (chosen.cumsum(0) <= capacity)
+
+
+def experts(x, w, name, seq_len):
+    """What the experts make of x, (batch, up to seq_len, hidden), two of them for each token; and the balance loss."""
+    probs = softmax(x @ w[name + "router"])
+    best, num_experts = -np.sort(-probs.exact)[..., :3], probs.exact.shape[-1]
+    assert -np.diff(best).max() > 1e-6, "rounding must not choose"
+    capacity = math.ceil(1.25 * 2 * seq_len / num_experts)
+    chosen = np.eye(num_experts)[experts_of(probs.exact, 2)].sum(2)
+    gates = probs * chosen
+    gates = gates / gates.sum(-1) * np.array([kept(sequence, capacity) for sequence in chosen])
+    out = 0 * x
+    for i in range(num_experts):
+        hidden = squared_relu(x @ w[name + "up"][i])
+        out = out + gates[..., i : i + 1] * (hidden @ w[name + "down"][i])
+    fractions = chosen.mean(1, keepdims=True) / 2
+    return out, num_experts * (probs.mean(1) * fractions).sum(-1).mean()
+
+
 def block(x, w, name, num_heads):
-    """One layer, of x (batch, seq_len, hidden)."""
+    """One layer, of x (batch, seq_len, hidden), and the balance loss of its experts, 0 without them."""
     batch, seq_len, hidden = x.exact.shape
     head_size = hidden // num_heads
     qkv = (rms_norm(x) * w[name + "norm"]) @ w[name + "qkv"]  # head by head
@@ -35,21 +57,26 @@ def block(x, w, name, num_heads):
     scores = (q @ k.T) * head_size**-0.5 + causal(seq_len)
     values = (softmax(scores) @ v).permute(0, 2, 1, 3).reshape(batch, seq_len, hidden)
     x = x + values @ w[name + "project"]
-    return x + squared_relu((rms_norm(x) * w[name + "norm_mlp"]) @ w[name + "up"]) @ w[name + "down"]
+    normed = rms_norm(x) * w[name + "norm_mlp"]
+    if name + "experts.router" in w:
+        out, balance_loss = experts(normed, w, name + "experts.", len(w["embedding.positions"].exact))
+        return x + out, balance_loss
+    return x + squared_relu(normed @ w[name + "up"]) @ w[name + "down"], Value(0.0)
 
 
 def logits_of(w, ids, num_heads):
-    """(batch, seq_len, vocab_size), of ids (batch, seq_len)."""
-    x = w["embedding.tokens"][ids] + w["embedding.positions"][: ids.shape[1]]
+    """(batch, seq_len, vocab_size), of ids (batch, seq_len), and the sum of the balance losses."""
+    x, total = w["embedding.tokens"][ids] + w["embedding.positions"][: ids.shape[1]], Value(0.0)
     for i in range(sum(name.endswith(".qkv") for name in w)):
-        x = block(x, w, f"blocks.{i}.", num_heads)
-    return (rms_norm(x) * w["head.norm"]) @ w["embedding.tokens"].T
+        x, balance_loss = block(x, w, f"blocks.{i}.", num_heads)
+        total = total + balance_loss.reshape()
+    return (rms_norm(x) * w["head.norm"]) @ w["embedding.tokens"].T, total
 
 
 def loss_of(w, ids, targets, num_heads):
-    """The mean over all tokens; w: name -> Value."""
-    logits = logits_of(w, ids, num_heads)
-    return cross_entropy(logits.reshape(targets.size, -1), targets.ravel())
+    """The mean over all tokens, and 0.01 of the balance losses; w: name -> Value."""
+    logits, balance_loss = logits_of(w, ids, num_heads)
+    return cross_entropy(logits.reshape(targets.size, -1), targets.ravel()) + 0.01 * balance_loss.reshape(1, 1)
 
 
 def lines_of(sums):
@@ -68,7 +95,7 @@ def batch_of(step, batch_size, seq_len, seed=0):
     return rows[:, :seq_len], rows[:, 1 : seq_len + 1]
 
 
-def new_weights(vocab_size, seq_len, num_layers, hidden_size, seed=0):
+def new_weights(vocab_size, seq_len, num_layers, hidden_size, seed=0, experts=0):
     """Name -> Value, of float32 numbers."""
     rng = np.random.default_rng(seed)
 
@@ -83,7 +110,9 @@ def new_weights(vocab_size, seq_len, num_layers, hidden_size, seed=0):
     for i in range(num_layers):
         w.update({f"blocks.{i}.norm": ones(), f"blocks.{i}.qkv": drawn(hidden, 3 * hidden)})
         w.update({f"blocks.{i}.project": drawn(hidden, hidden), f"blocks.{i}.norm_mlp": ones()})
-        w.update({f"blocks.{i}.up": drawn(hidden, 4 * hidden), f"blocks.{i}.down": drawn(4 * hidden, hidden)})
+        name, stacked = (f"blocks.{i}.experts.", (experts,)) if experts else (f"blocks.{i}.", ())
+        w.update({name + "router": drawn(hidden, experts)} if experts else {})
+        w.update({name + "up": drawn(*stacked, hidden, 4 * hidden), name + "down": drawn(*stacked, 4 * hidden, hidden)})
     return {**w, "head.norm": ones()}
 
 
@@ -99,9 +128,9 @@ def vocab_size_of(num_heads):
     return -(-VOCABULARY // num_heads) * num_heads
 
 
-def trained(steps, batch_size, seq_len, num_layers, hidden_size, num_heads, clip_grad=0.0, seed=0, sums=0):
+def trained(steps, batch_size, seq_len, num_layers, hidden_size, num_heads, clip_grad=0.0, seed=0, sums=0, experts=0):
     """{"losses"; "initial" weights, "first" gradients and "new" weights, by name; "lines": its answers to sums}."""
-    initial = w = new_weights(vocab_size_of(num_heads), seq_len, num_layers, hidden_size, seed)
+    initial = w = new_weights(vocab_size_of(num_heads), seq_len, num_layers, hidden_size, seed, experts)
     optimizer = reference.Optimizer("adamw", rate=1e-3, graph=True, decay=0.01)  # 2e-7 from AdamW in float64
     losses, first = [], None
     for step in range(1, steps + 1):
@@ -118,6 +147,6 @@ def answered(w, sums, num_heads):
     """The lines that it writes for sums that are held out: the most likely digits."""
     lines = lines_of(sums)
     for i in (6, 7, 8):
-        logits = logits_of(w, lines[:, :i], num_heads).exact
+        logits = logits_of(w, lines[:, :i], num_heads)[0].exact
         lines[:, i] = logits[:, -1, :VOCABULARY].argmax(-1)
     return lines

@@ -107,41 +107,82 @@ def context_parallel(seed=0, steps=1, seq_len=8, num_heads=4, head_size=4, matmu
     return {**w, "y": y, "mask": causal(seq_len), **reference.descend(w, forward, steps)[0]}
 
 
+def experts_of(probs, top_k):
+    """[the most likely expert, the second, ...] of each token, from an array (..., experts); of equals the first."""
+    return np.argsort(-probs, axis=-1, kind="stable")[..., :top_k]
+
+
+def slots_of(experts, num_experts, capacity):
+    """(token, expert, slot): 1 where a token of a sequence has a slot. experts: (token, choice), by their numbers."""
+    taken, free = np.zeros((len(experts), num_experts, capacity)), [iter(range(capacity)) for _ in range(num_experts)]
+    for choice in experts.T:  # all first choices, then all second ones
+        for token, expert in enumerate(choice):
+            slot = next(free[expert], None)
+            if slot is not None:
+                taken[token, expert, slot] = 1
+    return taken
+
+
+def route(probs, top_k, capacity):
+    """(gates, slots, balance loss, number of tokens of each expert) of probs, a Value (sequence, token, expert)."""
+    experts = np.array([experts_of(sequence, top_k) for sequence in probs.exact])
+    _, seq_len, num_experts = probs.exact.shape
+    chosen = np.eye(num_experts)[experts].sum(2)
+    gates = probs * chosen
+    gates = gates / gates.sum(-1) if top_k > 1 else gates
+    slots = np.array([slots_of(sequence, num_experts, capacity) for sequence in experts])
+    fractions = chosen.sum(1, keepdims=True) / (seq_len * top_k)
+    balance = num_experts * (probs.mean(1) * fractions).sum(-1).mean()  # Switch Transformers, (4) to (6)
+    return gates, slots, balance, chosen.sum((0, 1))
+
+
 def mixture_of_experts(
-    n, seed=0, steps=1, group_size=8, hidden_size=4, ffn_size=8, capacity=3, matmul_scale=1.0, router_scale=1.0
+    seed=0,
+    steps=1,
+    experts=8,
+    top_k=2,
+    capacity=3,
+    aux_loss_coef=0.3,
+    batch=8,
+    seq_len=8,
+    hidden_size=4,
+    ffn_size=8,
+    matmul_scale=1.0,
+    router_scale=1.0,
 ):
-    """Steps of SGD on mean((out - y)^2), with n experts and n groups of tokens; and how many tokens each step drops."""
-    rng = np.random.default_rng(seed)
-    x, y = (drawn(rng, n * group_size, hidden_size) for _ in range(2))
-    shapes = {"router": (hidden_size, n), "w_up": (n, hidden_size, ffn_size), "w_down": (n, ffn_size, hidden_size)}
-    w = {name: drawn(rng, *shape) for name, shape in shapes.items()}
-    w["router"] = router_scale * w["router"]
+    """Steps of SGD on mean((out - y)^2) and the balance loss, and how the tokens of each step were routed.
+
+    Also "gap", the smallest difference of probabilities that decided a choice: rounding must not.
+    """
+    rng, num_experts = np.random.default_rng(seed), experts
+    x, y = (drawn(rng, batch, seq_len, hidden_size) for _ in range(2))
+    w = {"router": router_scale * drawn(rng, hidden_size, num_experts)}
+    w.update({"w_up": drawn(rng, experts, hidden_size, ffn_size, by=4)})
+    w.update({"w_down": drawn(rng, experts, ffn_size, hidden_size, by=4)})
     w.update({"norm.weight": Value(np.ones(hidden_size)), "norm.bias": Value(np.zeros(hidden_size))})
-    dropped = []
+    routed, gaps = {"balance_losses": [], "loads": [], "dropped": []}, []
 
     def forward(w, part):
         tokens = norm(x) * w["norm.weight"] + w["norm.bias"]
         probs = softmax(matmul_scale * (tokens @ w["router"]))
-        expert, rows = probs.exact.argmax(axis=1), np.arange(n * group_size)
-        best = np.sort(probs.exact, axis=1)
-        assert not router_scale or n == 1 or (best[:, -1] - best[:, -2] > 1e-4).all(), "rounding must not choose"
-        dispatch_mask = np.zeros((n, group_size, n, capacity))
-        for group, token in np.ndindex(n, group_size):
-            own = expert[group * group_size : (group + 1) * group_size]
-            slot = (own[:token] == own[token]).sum()  # earlier tokens of the group that chose the same expert
-            if slot < capacity:
-                dispatch_mask[group, token, own[token], slot] = 1
-        dropped.append(n * group_size - dispatch_mask.sum())
-        slots, tokens = Value(dispatch_mask.reshape(n, group_size, -1)), tokens.reshape(n, group_size, hidden_size)
-        sent = (matmul_scale * (slots.T @ tokens)).reshape(n, n, capacity, hidden_size)
-        by_expert = sent.permute(1, 0, 2, 3).reshape(n, n * capacity, hidden_size)
+        best = -np.sort(-probs.exact, axis=-1)[..., : top_k + 1]
+        gaps.append(-np.diff(best).max(initial=-1))
+        gates, taken, balance, load = route(probs, top_k, capacity)
+        slots = Value(taken.reshape(batch, seq_len, -1))
+        sent = (matmul_scale * (slots.T @ tokens)).reshape(batch, num_experts, capacity, hidden_size)
+        by_expert = sent.permute(1, 0, 2, 3).reshape(num_experts, batch * capacity, hidden_size)
         hidden = (matmul_scale * (by_expert @ w["w_up"])).relu()
-        expert_out = (matmul_scale * (hidden @ w["w_down"])).reshape(n, n, capacity, hidden_size).permute(1, 0, 2, 3)
-        combined = matmul_scale * (slots @ expert_out.reshape(n, n * capacity, hidden_size))
-        out = x + probs[rows, expert].reshape(-1, 1) * combined.reshape(n * group_size, hidden_size)
-        tensors = {"tokens": tokens, "probs": probs.reshape(n, group_size, n), "dispatch_mask": slots, "sent": sent}
-        tensors.update({"arrived": sent, "hidden": hidden, "expert_out": expert_out, "combined": combined, "out": out})
-        return tensors, mse(out, y)
+        expert_out = (matmul_scale * (hidden @ w["w_down"])).reshape(num_experts, batch, capacity, hidden_size)
+        returned = expert_out.permute(1, 0, 2, 3).reshape(batch, num_experts * capacity, hidden_size)
+        weights = (gates.reshape(batch, seq_len, num_experts, 1) * taken).reshape(*slots.exact.shape)
+        out = x + matmul_scale * (weights @ returned)
+        for name, number in (("balance_losses", balance.exact.item()), ("loads", load)):
+            routed[name].append(number)
+        routed["dropped"].append(load.sum() - taken.sum())
+        tensors = {"tokens": tokens, "sent": sent, "arrived": sent, "hidden": hidden, "out": out}
+        return tensors, mse(out, y) + aux_loss_coef * balance.reshape(1, 1, 1)
 
-    trained = reference.descend(w, forward, steps)[0]
-    return {"x": x, "y": y, **w, **trained, "dropped": Value(dropped)}
+    rate = reference.Optimizer("sgd", rate=1.0)
+    trained = reference.descend(w, forward, steps, rate)[0]
+    routed = {name: Value(numbers, rounded=name == "balance_losses") for name, numbers in routed.items()}
+    return {"x": x, "y": y, **w, **trained, **routed, "gap": min(gaps)}

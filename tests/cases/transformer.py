@@ -249,42 +249,75 @@ def ring_attention(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4,
     )
 
 
-OTHER_EXPERTS = {"group_size": 10, "hidden_size": 6, "ffn_size": 5, "capacity": 4, "seed": 1}
+OTHER_EXPERTS = {"experts": 6, "top_k": 3, "capacity": 4, "aux_loss_coef": 0.1, "steps": 4, "seed": 1}
+OTHER_EXPERTS.update({"batch": 7, "seq_len": 10, "hidden_size": 6, "ffn_size": 5})
+MEASURED_EXPERTS = {"batch": 12, "experts": 12}  # 2, 3 and 4 ranks divide them
 
 
 @case_of_recipe(
-    {"other": OTHER_EXPERTS, "none dropped": {"capacity": 8}},
-    measured_at={"group_size": 512, "hidden_size": 256, "ffn_size": 96, "capacity": 256},
-    refused={"--capacity 0": "1 or more"},
-    main=Main(figures=figures.only_rank_0(figures.mixture), other_options=["--capacity", "1"]),
+    {
+        "other": OTHER_EXPERTS,
+        "none dropped": {"capacity": 8, "steps": 3},
+        "one choice": {"top_k": 1, "capacity": 2, "steps": 3},
+    },
+    measured_at={**MEASURED_EXPERTS, "seq_len": 64, "hidden_size": 256, "ffn_size": 96, "capacity": 16},
+    refused={
+        "--capacity 0": "1 or more",
+        "--experts 1": "2 or more, at least one on each rank",
+        "--top-k 0": "from 1 to the 8 experts",
+        "--top-k 9": "from 1 to the 8 experts",
+    },
+    main=Main(
+        figures=figures.only_rank_0(figures.mixture),
+        other_options=["--capacity", "1"],
+        refused=["--experts 1 --top-k 1"],
+    ),
 )
 def mixture_of_experts(
-    n, graph=False, steps=3, group_size=8, hidden_size=4, ffn_size=8, capacity=3, matmul_scale=1.0, seed=0
+    n,
+    graph=False,
+    steps=20,
+    experts=8,
+    top_k=2,
+    capacity=3,
+    batch=8,
+    seq_len=8,
+    hidden_size=4,
+    ffn_size=8,
+    matmul_scale=1.0,
+    **more,
 ):
-    ranks, slots = list(range(n)), n * capacity
-    values = reference.mixture_of_experts(n, seed, steps, group_size, hidden_size, ffn_size, capacity, matmul_scale)
+    """Nothing of the reference depends on n: whatever the number of ranks, the values are the same."""
+    sizes = {"top_k": top_k, "capacity": capacity, "batch": batch, "seq_len": seq_len, "hidden_size": hidden_size}
+    sizes.update({"steps": steps, "experts": experts, "ffn_size": ffn_size, "matmul_scale": matmul_scale, **more})
+    values = reference.mixture_of_experts(**sizes)
+    gap = values.pop("gap")
     values["slots"] = Value(np.arange(1, capacity + 1))
-    split = ("x", "y", "tokens", "probs", "dispatch_mask", "sent", "combined", "out", "w_up", "hidden", "w_down")
-    layout = placed(values, ranks, arrived="S(1)", expert_out="S(1)", **dict.fromkeys(split, "S(0)"))
-    replicated = ("router", "norm.weight", "norm.bias")
+    ranks, split = list(range(n)), ("x", "y", "tokens", "sent", "out", "w_up", "hidden", "w_down")
+    layout = placed(values, ranks, arrived="S(1)", **dict.fromkeys(split, "S(0)"))
     if graph:
-        layout.update({f"{name} grad": ("P", ranks) for name in replicated})
-    shapes = ((n, slots, group_size), (n, slots, hidden_size), (n, group_size, n))
-    dispatched, by_expert, scores = (("S(0)", ranks, shape) for shape in shapes)
-    matmuls = [("tokens", "router", scores), (dispatched, "tokens", by_expert), (by_expert, "w_up", "hidden")]
-    matmuls += [("hidden", "w_down", by_expert), ("dispatch_mask", by_expert, "combined")]
-    inner = ("tokens", "probs", "dispatch_mask", "hidden", "expert_out", "combined")
-    layout, matmuls = without_names(inner, layout, values, matmuls)
+        layout.update({f"{name} grad": ("P", ranks) for name in ("router", "norm.weight", "norm.bias")})
+
+    def split_in_batch(*shape):
+        return "S(0)", ranks, (batch, *shape)
+
+    slots, by_expert = experts * capacity, ("S(0)", ranks, (experts, batch * capacity, hidden_size))
+    in_slots, weights = split_in_batch(slots, hidden_size), split_in_batch(seq_len, slots)
+    matmuls = [("tokens", "router", split_in_batch(seq_len, experts))]
+    matmuls += [(split_in_batch(slots, seq_len), "tokens", in_slots)]
+    matmuls += [(by_expert, "w_up", "hidden"), ("hidden", "w_down", by_expert)]
+    matmuls += [(weights, in_slots, split_in_batch(seq_len, hidden_size))]
+    layout, matmuls = without_names(("tokens", "hidden"), layout, values, matmuls)
     to_experts = (("S(0)", ranks), ("S(1)", ranks), "S(0)")
     back = (("S(1)", ranks), ("S(0)", ranks), "S(1)")
-    all_to_all = (n - 1) * capacity * hidden_size  # elements that each rank sends
-    for_cumsum = 2 * (n - 1) * group_size  # two all-to-alls of a number for each token and expert
+    all_to_all = (n - 1) / n**2 * batch * slots * hidden_size  # elements that each rank sends
     return Case(
         layout,
         values,
         in_steps(graph, steps, matmuls),
         [(("local", []), ("B", ranks))] * 2 + in_steps(graph, steps, [to_experts, back]),  # weight and bias of the norm
-        reads=[("P", ranks)] * 2 * steps,
-        numbers=("dropped",),
-        sends=[4 * all_to_all + for_cumsum + reduced(n, (n + 2) * hidden_size)] * n,
+        reads=[("P", ranks)] * 4 * steps,
+        numbers=("balance_losses", "loads", "dropped"),
+        claims=lambda seen: {f"rounding chooses no expert, with {gap} between two probabilities": gap > 1e-5},
+        sends=[4 * all_to_all + reduced(n, (experts + 2) * hidden_size)] * n,
     )

@@ -18,8 +18,11 @@ from tests.cases.gpt_meshes import (
     FOUND,
     MESHES,
     ROWS,
+    SIZES,
     TRAINED,
+    axis_of,
     by_row,
+    expert_formulas,
     known,
     mesh_of,
     prove_run,
@@ -91,6 +94,19 @@ def test_mesh_trains_as_numpy_plain_and_with_all_options(pools, mesh, graph):
         runs.append({**FEW, "micro_batches": 4})
     for options in runs:
         prove_run(pools(int(np.prod(mesh))), GPT, mesh, {**options, "graph": graph}, sizes, options)
+
+
+@MODES
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1)], ids=str)
+def test_bytes_of_experts(pools, mesh, graph):
+    arguments = {**mesh_of(mesh), **SIZES, "experts": 4, "steps": 4, "graph": graph}
+    seen = pools(int(np.prod(mesh))).call(TRAINED, path=GPT, **arguments)
+    sent = dict.fromkeys(("data", "tensor", "others"), 0)
+    for ranks, count in sent_in_a_step(seen).items():
+        sent[axis_of(mesh, *ranks)] += count
+    for axis, count in sent.items():
+        wanted = expert_formulas(mesh, experts=4).get(axis, 0)
+        Checks.that(abs(count - wanted) <= 0.02 * wanted + 2 * CONTROL, axis, "sends", count, "not", wanted)
 
 
 def test_model_learns_to_add():

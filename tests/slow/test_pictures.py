@@ -17,7 +17,7 @@ from harness.measure.steps import bytes_of
 from harness.report import atlas
 from harness.report.runs import MEASURE_SCRIPT, with_mode
 from harness.start import recipe
-from tests.cases import ROOT
+from tests.cases import ROOT, reference_transformer
 
 PICTURES = ROOT / "docs" / "pictures"
 NAMES = sorted(path.stem for path in PICTURES.glob("*.svg") if not path.stem.endswith("-dark"))
@@ -152,6 +152,19 @@ def test_equations_are_those_of_a_run(measured, name):
         for rank, sent in enumerate(move["sent"]):
             event = large[rank]["events"][place - 1]
             assert near(event.sent / bytes_of(event.inputs[0]), sent), (rank, move)
+
+
+def test_slots_are_those_that_tokens_take():
+    claimed = CLAIMS["all_to_all"]
+    options = {name: option for name, option in claimed["options"].items() if name != "graph"}
+    values = reference_transformer.mixture_of_experts(**options)
+    taken = (values["sent"].exact != 0).any(-1).sum(-1)  # (sequence, expert): one of each on a rank
+    assert taken.tolist() == claimed["slots"] and values["dropped"].exact.tolist() == [claimed["dropped"]]
+    for group in picture("all_to_all").iter(f"{SVG}g"):
+        if group.get("data-slots") == "sent":
+            rank, expert = int(group.get("data-rank")), int(group.get("data-other"))
+            assert len(list(group.iter(f"{SVG}rect"))) == claimed["capacity"]
+            assert [text.text for text in group.iter(f"{SVG}text")] == [str(rank)] * taken[rank, expert]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

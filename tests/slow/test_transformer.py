@@ -1,5 +1,7 @@
 """The traps of recipes, most of transformers: without its cure, a recipe sends more, is wrong, or aborts."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from harness.report.runs import PER_STEP, training_sizes
 from harness.start.recipe import load, path_of
 from tests.cases import CASES, GRAPH_ONLY, PROOFS
 from tests.cases import reference_transformer as reference
-from tests.cases.ladder import Checks, assert_close, check_recipe
+from tests.cases.ladder import OBSERVE, Checks, assert_close, check_recipe, check_tensors
 
 WHERE = "flow.where(self.mask == 0, scores, flow.full_like(scores, -1e9))"
 LOSS = "flow._C.sparse_softmax_cross_entropy(logits + self.unused, targets)"
@@ -67,30 +69,54 @@ def test_indexing_a_table_by_split_ids_is_refused_by_the_ladder(pools, tmp_path,
 
 
 def with_equal_logits(path, graph):
-    """On a rank: losses, dropped tokens and new weights of mixture_of_experts.py if all experts are equally likely."""
+    """On a rank: the result of mixture_of_experts.py, by name, if all experts are equally likely."""
     from harness.measure.entry import call_entry
 
     module = load(path)
 
     class Model(module.MixtureOfExperts):
-        def __init__(self, router, *more):
-            super().__init__(0 * router, *more)
+        def __init__(self, config, router, *more):
+            super().__init__(config, 0 * router, *more)
 
     module.MixtureOfExperts = Model
-    model, losses, dropped = call_entry(module, {"graph": graph, "steps": 1})
+    model, losses, balance_losses, loads, dropped = call_entry(module, {"graph": graph, "steps": 1})
     weights = {f"new {name}": w.numpy() for name, w in model.named_parameters()}
-    return {**weights, "losses": np.array(losses), "dropped": np.array(dropped)}
+    numbers = {"losses": losses, "balance_losses": balance_losses, "loads": loads, "dropped": dropped}
+    return {**weights, **{name: np.array(value) for name, value in numbers.items()}}
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("n", [2, 3])
-def test_token_goes_to_one_expert_where_several_are_equally_likely(pools, n, graph):
-    values = reference.mixture_of_experts(n, router_scale=0.0)
-    assert values["dropped"].exact.tolist() == [n * (8 - 3)]  # all choose the first, which has 3 slots for 8 tokens
+def test_token_goes_to_the_first_experts_where_all_are_equally_likely(pools, n, graph):
+    values = reference.mixture_of_experts(router_scale=0.0)
+    assert values["loads"].exact.tolist() == [[64, 64, 0, 0, 0, 0, 0, 0]]
+    assert values["dropped"].exact.tolist() == [2 * 8 * (8 - 3)]  # the first two have 3 slots for 8 tokens
     path = str(path_of("mixture_of_experts"))
     for seen in pools(n).call(f"{__file__}:with_equal_logits", path=path, graph=graph):
         for name, value in seen.items():
             assert_close(value, values[name], name)
+
+
+def test_tokens_are_spread_over_the_experts_by_the_balance_loss_alone():
+    """As the page says: in numpy, to which the ladder compares the recipe."""
+    first, last = {}, {}
+    for coef in (0.0, 0.3):
+        values = reference.mixture_of_experts(steps=20, aux_loss_coef=coef)
+        first[coef], *_, last[coef] = values["balance_losses"].exact
+    assert first[0.0] == first[0.3] and abs(last[0.0] - first[0.0]) < 0.05 and last[0.3] < first[0.3] - 0.25
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("weight", ["w_up", "w_down"])
+def test_expert_gradients_times_ranks_are_refused_by_the_ladder(pools, tmp_path, weight, graph):
+    """As in pytorch/pytorch#160285: the values of a step are right, the gradients of the experts n times too large."""
+    path = without(tmp_path, "mixture_of_experts", f", self.{weight})", f", twice(self.{weight}))")
+    source = Path(path).read_text()
+    Path(path).write_text(f"{source}\n\ndef twice(w):\n    return 2 * w - w.detach()\n")
+    case = CASES["mixture_of_experts"](2, graph, steps=1)
+    seen = pools(2).call(OBSERVE, path=path, names=list(case.layout), graph=graph, steps=1)
+    with pytest.raises(AssertionError, match=f"rank 0: {weight} grad: shard differs"):
+        check_tensors(case, seen)
 
 
 def rounding():
