@@ -1,4 +1,4 @@
-"""Llama: weights that transformers saved give its logits and its greedy tokens, on every mesh."""
+"""Llama: weights that transformers saved give its logits and greedy tokens; a rank reads and holds its own slices."""
 
 import json
 
@@ -7,33 +7,149 @@ import pytest
 
 from harness.start.recipe import path_of
 from tests.cases import ROOT
-from tests.cases.ladder import Checks
+from tests.cases.ladder import MAIN, Checks
+from tests.cases.reference_llama import shapes
 
 ON_RANK = str(ROOT / "tests" / "on_rank_llama.py")
 LLAMA = str(path_of("llama"))
 DATA = ROOT / "tests" / "data" / "llama"
 KNOWN = json.loads((DATA / "transformers.json").read_text())  # by benchmarks/transformers_llama.py
-NEW_TOKENS = 8
-MESHES = [(n, tensor) for n in (1, 2, 4) for tensor in (1, 2, 4) if n % tensor == 0 and n // tensor <= 2]
-RUNS = [(name, *mesh) for name in ("grouped", "one_kv_head") for mesh in MESHES]
-QUICK = [("grouped", 2, 2), ("one_kv_head", 2, 2)]
+PROMPTS, NEW_TOKENS = KNOWN["prompts"], 8
+HEADS = {"grouped": (2, 8), "one_kv_head": (1, 12)}  # of keys, and their size
+RUNS = [  # checkpoint, number of ranks, ranks of a stage
+    *(("grouped", n, tensor) for n, tensor in ((2, 2), (1, 1), (2, 1), (4, 4), (4, 2))),
+    *(("one_kv_head", n, tensor) for n, tensor in ((2, 2), (1, 1), (2, 1), (4, 4), (4, 2))),
+]
 
 
-def check_generated(pool, folder, name, tensor):
-    """Logits and tokens are those of transformers, and each rank caches the keys of its own heads."""
-    call = {"folder": str(folder), "prompts": KNOWN["prompts"], "max_new_tokens": NEW_TOKENS, "tensor": tensor}
+def check_generated(pool, folder, name, tensor, known=None):
+    """Logits and tokens are those of transformers, and each rank reads and caches what belongs to its own heads."""
+    call = {"folder": str(folder), "prompts": PROMPTS, "max_new_tokens": NEW_TOKENS, "tensor": tensor}
+    known, (heads, head_dim) = known or KNOWN[name], HEADS[name]
     for rank, result in enumerate(pool.call(f"{ON_RANK}:generated", path=LLAMA, **call)):
         for how in ("tokens", "without a cache"):
-            Checks.equal(result[how], KNOWN[name]["tokens"], f"rank {rank}: {how}")
-        for i, logits in enumerate(KNOWN[name]["logits"]):
+            Checks.equal(result[how], known["tokens"], f"rank {rank}: {how}")
+        for i, logits in enumerate(known["logits"]):
             off = np.abs(result["logits"][i] - logits).max()
             Checks.that(off <= 1e-4, f"rank {rank}: the logits of prompt {i} are off transformers' by", off)
-        heads, head_dim = {"grouped": (2, 8), "one_kv_head": (1, 12)}[name]
-        shape = (len(KNOWN["prompts"]), max(heads, tensor) // tensor, 7 + NEW_TOKENS, head_dim)
+        Checks.equal(result["read"], result["held"], f"rank {rank} reads its own numbers, which")
+        shape = (len(PROMPTS), max(heads, tensor) // tensor, max(map(len, PROMPTS)) + NEW_TOKENS, head_dim)
         Checks.equal(result["keys"], {shape}, f"rank {rank}: the shape of its keys in each layer")
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in RUNS], ids=str)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=() if run[1:] == (2, 2) else pytest.mark.slow) for run in RUNS], ids=str
+)
 def test_logits_and_tokens_are_those_of_transformers(pools, run):
     name, n, tensor = run
     check_generated(pools(n), DATA / name, name, tensor)
+
+
+def arrays_of(folder):
+    """{name: array} of float32 files, read here and not by the recipe."""
+    arrays = {}
+    for path in folder.glob("*.safetensors"):
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        for name, entry in json.loads(content[8 : 8 + length]).items():
+            if name != "__metadata__":
+                begin, end = (8 + length + offset for offset in entry["data_offsets"])
+                arrays[name] = np.frombuffer(content[begin:end], np.float32).reshape(entry["shape"])
+    return arrays
+
+
+def write(folder, arrays, config, dtype="F32"):
+    """A checkpoint of a single file, written here and not by the recipe."""
+    header, data = {"__metadata__": {"format": "pt"}}, []
+    for name, array in arrays.items():
+        begin = sum(map(len, data))
+        data.append(array.tobytes())
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, begin + len(data[-1])]}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def config_of(name, **changes):
+    """The config.json of a checkpoint, with changes; None takes an entry away."""
+    entries = {**json.loads((DATA / name / "config.json").read_text()), **changes}
+    return {key: value for key, value in entries.items() if value is not None}
+
+
+def test_single_file_of_float16_and_a_config_of_transformers_4(pools, tmp_path):
+    """Its rope_theta stands by itself. Rounded weights shift the logits a little; the tokens stay."""
+    arrays = {name: array.astype(np.float16) for name, array in arrays_of(DATA / "grouped").items()}
+    arrays["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float16)  # old checkpoints have it
+    folder = write(tmp_path, arrays, config_of("grouped", rope_parameters=None, rope_theta=50.0, head_dim=None), "F16")
+    call = {"folder": str(folder), "prompts": PROMPTS, "max_new_tokens": 4}
+    for result in pools(2).call(f"{ON_RANK}:generated", path=LLAMA, **call):
+        off = [np.abs(own - known).max() for own, known in zip(result["logits"], KNOWN["grouped"]["logits"])]
+        assert 1e-5 < max(off) < 0.05
+        assert result["tokens"] == result["without a cache"]
+
+
+def test_llama3_scaling_of_transformers_4(pools, tmp_path):
+    """Its rope_scaling names the type, and rope_theta stands beside it."""
+    rope = config_of("one_kv_head")["rope_parameters"]
+    old = {"rope_parameters": None, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config_of("one_kv_head", **old)))
+    for name in ("model.safetensors", "generation_config.json"):
+        (tmp_path / name).write_bytes((DATA / "one_kv_head" / name).read_bytes())
+    check_generated(pools(2), tmp_path, "one_kv_head", 2)
+
+
+SIZES = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 512, "head_dim": 32}
+
+
+@pytest.mark.parametrize("n, tensor", [(2, 2), *(pytest.param(4, t, marks=pytest.mark.slow) for t in (1, 2, 4))])
+def test_formula_of_bytes_for_a_token_is_what_the_ranks_send(pools, n, tensor):
+    sizes = {**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 1}
+    results = pools(n).call(f"{ON_RANK}:bytes_of_a_token", path=LLAMA, tensor=tensor, batch=128, **sizes)
+    sent, [formula] = sum(own for own, _ in results), {stated for _, stated in results}
+    Checks.that(abs(sent - formula) <= 0.02 * formula + 40_000, "the ranks send", sent, "and by the formula", formula)
+
+
+@pytest.mark.slow
+def test_rank_never_holds_a_whole_split_weight(pools, tmp_path):
+    """While it loads, a rank gains less memory than the largest weight takes, its pages of the file included."""
+    sizes = {"vocab_size": 32768, "hidden_size": 512, "intermediate_size": 64}
+    of = shapes(*sizes.values(), layers=1, heads=4, kv_heads=4, head_dim=8, tied=True)
+    arrays = {name: np.ones(shape, np.float32) for name, shape in of.items()}
+    more = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    config = config_of("grouped", **sizes, **more, tie_word_embeddings=True)
+    largest = arrays["model.embed_tokens.weight"].nbytes
+    for grown in pools(4).call(f"{ON_RANK}:growth", path=LLAMA, folder=str(write(tmp_path, arrays, config))):
+        Checks.that(largest / 4 <= grown < 0.9 * largest, "a rank gains", grown, "bytes; the weight has", largest)
+
+
+WRONG = [  # what the arrays of a checkpoint have, or its config; and the error
+    ({"model.norm.weight": None}, {}, "model.norm.weight is missing"),
+    ({"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}, {}, "q_proj.bias is not in the model"),
+    ({}, {"num_key_value_heads": 4}, r"k_proj.weight is (16, 32), the model has (32, 32)"),
+    ({}, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; this recipe computes 'silu' only"),
+    (
+        {},
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}},
+        "RoPE of type 'dynamic'; this recipe computes",
+    ),
+    ({}, {"attention_bias": True}, "attention_bias is True; this recipe computes False only"),
+    ({}, {"num_attention_heads": None}, "config.json has no num_attention_heads"),
+]
+
+
+@pytest.mark.parametrize("arrays, changes, error", WRONG, ids=[error for *_, error in WRONG])
+def test_checkpoint_of_another_model_is_refused_in_one_line(pools, tmp_path, arrays, changes, error):
+    arrays = {**arrays_of(DATA / "grouped"), **arrays}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    folder = str(write(tmp_path, arrays, config_of("grouped", **changes)))
+    for code, out, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", folder]):
+        assert (code, out) == (2, "") and error in err.splitlines()[-1]
+
+
+def test_prompt_in_a_batch_is_continued_as_alone(pools):
+    """Padding changes nothing."""
+    for name in ("grouped", "one_kv_head"):
+        call = {"folder": str(DATA / name), "prompts": PROMPTS[1:2], "max_new_tokens": NEW_TOKENS}
+        for result in pools(2).call(f"{ON_RANK}:generated", path=LLAMA, **call):
+            assert result["tokens"] == KNOWN[name]["tokens"][1:2]

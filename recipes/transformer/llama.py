@@ -29,7 +29,7 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
-WORLD_SIZES = (2, 1, *range(3, 1025))  # numbers of ranks; launch.sh refuses others
+WORLD_SIZES = (2, 1, 4, 8, 16, 32, 64)  # numbers of ranks; launch.sh refuses others
 B, S = flow.sbp.broadcast, flow.sbp.split
 LAYOUT = {  # weight, (out, in) as in torch.nn.Linear -> its SBP on the ranks of its stage
     "embed_tokens": S(0),  # words
@@ -58,6 +58,10 @@ IMPLEMENTED = {  # entries of config.json and generation_config.json -> the only
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
 }
+ROPE_TYPES = {  # type -> what it needs
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 @dataclasses.dataclass
@@ -72,7 +76,7 @@ class Config:
     num_key_value_heads: int = 2
     head_dim: int = 8
     rms_norm_eps: float = 1e-6
-    rope_parameters: dict = None  # default: rope_theta 10000
+    rope_parameters: dict = None  # without them rope_theta is 10000
     tie_word_embeddings: bool = False
     eos_token_id: list = None  # of generation_config.json, if there is one
 
@@ -83,6 +87,10 @@ class Config:
             raise ValueError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
         if heads % tensor or (kv_heads % tensor and tensor % kv_heads):
             raise ValueError(f"--tensor {tensor} does not fit {heads} heads with {kv_heads} of keys and values")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; RoPE turns pairs")
+        if min(self.vocab_size, self.intermediate_size) < tensor:
+            raise ValueError(f"--tensor {tensor} is more than a weight has rows")
         if len(stages) > self.num_hidden_layers:
             raise ValueError(f"{len(stages)} stages are more than the {self.num_hidden_layers} layers")
 
@@ -132,11 +140,12 @@ def read_config(folder):
             if place.get(name) not in (None, value):
                 raise ValueError(f"{folder}: {name} is {place[name]!r}; this recipe computes {value!r} only")
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"{folder}: RoPE of type {kind!r}; this recipe computes 'default' and 'llama3' only")
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"{folder}: RoPE of type {kind!r}; this recipe computes {', '.join(ROPE_TYPES)}")
     rope.setdefault("original_max_position_embeddings", entries.get("max_position_embeddings"))
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in sizes if name not in entries]
+    missing = [name for name in sizes if not entries.get(name)]
+    missing += [name for name in ROPE_TYPES[kind] if not rope.get(name)]
     if missing:
         raise ValueError(f"{folder}: config.json has no {', '.join(missing)}")
     heads = entries["num_attention_heads"]
@@ -163,23 +172,23 @@ def open_checkpoint(folder):
 
 
 def open_safetensors(path):
-    """The format is the length of a header (8 bytes), the header in JSON, and the numbers of all tensors."""
+    """The length of a header (8 bytes), the header in JSON, and the numbers of one tensor after another."""
     data = np.memmap(path, np.uint8, "r")
     length = int.from_bytes(data[:8].tobytes(), "little")
     try:
         header = json.loads(data[8 : 8 + length].tobytes())
-    except ValueError:
+        header.pop("__metadata__", None)
+        entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path}: not a safetensors file, or cut off") from None
-    header.pop("__metadata__", None)
-    arrays = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        if entry["dtype"] not in FLOATS:
-            raise ValueError(f"{path}: {name} is {entry['dtype']}; this recipe reads {', '.join(FLOATS)}")
-        numbers = data[8 + length + begin : 8 + length + end].view(FLOATS[entry["dtype"]])
-        if numbers.size != math.prod(entry["shape"]):
-            raise ValueError(f"{path}: cut off: {name} has {numbers.size} numbers, its shape is {entry['shape']}")
-        arrays[name] = numbers.reshape(entry["shape"])
+    numbers, arrays = data[8 + length :], {}
+    for name, dtype, shape, begin, end in entries:
+        if dtype not in FLOATS:
+            raise ValueError(f"{path}: {name} is {dtype}; this recipe reads {', '.join(FLOATS)}")
+        dtype = np.dtype(FLOATS[dtype])
+        if end > numbers.size or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path}: cut off or damaged at {name}")
+        arrays[name] = numbers[begin:end].view(dtype).reshape(shape)
     return arrays
 
 
@@ -210,7 +219,7 @@ def check_weights(arrays, config):
 def placements(device, n, tensor=0):
     """The ranks of each stage: `tensor` ranks, with the same layers and different heads; 0: one stage of all ranks."""
     tensor = tensor or n
-    if n % tensor:
+    if tensor < 1 or n % tensor:
         raise ValueError(f"--tensor {tensor} does not divide the {n} ranks")
     return [flow.placement(device, ranks) for ranks in np.arange(n).reshape(-1, tensor).tolist()]
 
@@ -561,6 +570,8 @@ def main():
     tokens = generate(model, prompts, args.max_new_tokens, caches)
     seconds = time.monotonic() - begin
     if flow.env.get_rank() == 0:
+        if losses:
+            print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {steps} steps")
         for text, new in zip(args.prompt_ids, tokens):
             print(f"{text} -> {','.join(map(str, new))}")
         print(f"{sum(map(len, tokens)) / seconds:.0f} tokens/s with the cache")

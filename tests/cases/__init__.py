@@ -6,7 +6,18 @@
 from functools import lru_cache
 
 from harness.start.recipe import RECIPES, ROOT, entry, path_of, world_sizes  # noqa: F401
-from tests.cases import byhand, data, forward, memory, starting, state, train, transformer, your_model  # noqa: F401
+from tests.cases import (  # noqa: F401
+    byhand,
+    data,
+    forward,
+    llama_training,
+    memory,
+    starting,
+    state,
+    train,
+    transformer,
+    your_model,
+)
 from tests.cases.recipe_case import CASES, GRAPH_ONLY, PROOFS, SIZES
 
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
