@@ -544,6 +544,7 @@ def parsed():
     parser.add_argument("--checkpoint", default="", help="a folder of save_pretrained (default: trains a tiny model)")
     parser.add_argument("--prompt-ids", nargs="+", default=["3,4,5", "30", "11,12"], help="token ids of each prompt")
     parser.add_argument("--max-new-tokens", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=40, help="of training the tiny model")
     parser.add_argument("--check", action="store_true", help="compare with a single device, as without --checkpoint")
     args = parser.parse_args()
     try:
@@ -562,7 +563,7 @@ def parsed():
 
 def main():
     args, stages, config, weights, prompts = parsed()
-    steps = 0 if args.checkpoint else 40
+    steps = 0 if args.checkpoint else args.steps
     model, losses = train(stages, config, weights, steps=steps)
     caches = model.new_caches(len(prompts), max(map(len, prompts)) + args.max_new_tokens)
     print(describe(model, caches))
@@ -585,8 +586,8 @@ def main():
     sequences = [prompt + new for prompt, new in zip(prompts, tokens)]
     logits = logits_of(model, sequences)
     model_alone, losses_alone = train(placements(args.device, 1), config, weights, steps=steps)
-    np.testing.assert_allclose(losses, losses_alone, rtol=1e-3)
-    np.testing.assert_allclose(logits, logits_of(model_alone, sequences), atol=1e-3 * np.abs(logits).max())
+    np.testing.assert_allclose(losses, losses_alone, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(logits, logits_of(model_alone, sequences), atol=5e-5 * np.abs(logits).max())
     assert generate(model_alone, prompts, args.max_new_tokens) == tokens
     if flow.env.get_rank() == 0:
         print(f"{sum(map(len, tokens)) / seconds:.0f} tokens/s without it, and the same tokens")

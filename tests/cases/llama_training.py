@@ -30,10 +30,11 @@ DAMAGED = {  # what is wrong with a checkpoint -> what changes: entries of its c
     "one_row": {"intermediate_size": 1},
     "other_shape": {"intermediate_size": 50},
     "another_layer": {"num_hidden_layers": 3},
+    "one_layer": {"num_hidden_layers": 1},
     "no_json": b"{",
     "cut_off": lambda content: content[:-1],
     "cut_off_header": lambda content: content[:100],
-    "float64": lambda content: content.replace(b'"BF16"', b'"F64"'),
+    "float64": lambda content: content.replace(b'"BF16"', b'"F64" '),
 }
 
 
@@ -54,9 +55,11 @@ def damaged(folder):
 
 
 def held(n, rank, facts, graph, report):
-    """How many weights a rank holds."""
+    """The layers of a rank, and how many weights it holds."""
+    own = [(name.split("."), math.prod(local)) for name, local, _, _ in facts[0]["tensors"]]
+    layers = [int(parts[2]) for parts, here in own if "layers" in parts and here]
     here, whole = (sum(math.prod(tensor[i]) for tensor in facts[0]["tensors"]) for i in (1, 2))
-    return [f"layers 0 to 1: {here:,} of {whole:,} weights..."]
+    return [f"layers {min(layers)} to {max(layers)}: {here:,} of {whole:,} weights, keys ..."]
 
 
 def llama_sizes(n):
@@ -77,8 +80,11 @@ def llama_sizes(n):
 @case_of_recipe(
     llama_sizes,
     refused={"--max-new-tokens 0": "1 or more"},
+    own_steps=True,
     tests=["tests/test_llama.py"],
     main=Main(
+        arguments=["--steps", "2", "--max-new-tokens", "2"],
+        defaults={"steps": (40, 3)},
         figures=held,
         values={"checkpoint": [str(CHECKPOINTS / "grouped")], "prompt_ids": ["7,2"]},
         elsewhere={
@@ -86,7 +92,11 @@ def llama_sizes(n):
             **{"checkpoint": "its config and weights reach train", "check": "it decides whether main compares"},
         },
         other_options=["--checkpoint", str(CHECKPOINTS / "one_kv_head"), "--check"],
-        refused=[*REFUSED, *(f"--checkpoint FOLDER/{name}" for name in DAMAGED)],
+        refused=[
+            *REFUSED,
+            "--tensor 1 --checkpoint FOLDER/one_layer",
+            *(f"--checkpoint FOLDER/{name}" for name in DAMAGED),
+        ],
         make_files=damaged,
     ),
     measured_at={"num_key_value_heads": 4, "hidden_size": 256, "batch": 64, "seq_len": 16},

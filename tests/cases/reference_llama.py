@@ -108,15 +108,22 @@ def batch_of(step, vocab_size, batch, seq_len, seed):
     return rows[:, :-1], rows[:, 1:]
 
 
+def loss_of(w, ids, targets, *model):
+    """The mean over all tokens; model: what `logits_of` takes besides."""
+    logits = logits_of(w, ids, *model)
+    return cross_entropy(logits.reshape(targets.size, -1), targets.ravel())
+
+
 def trained(shapes, heads, eps, turns, seed, steps, batch, seq_len, matmul_scale=1.0):
-    """The initial weights, and what `descend` returns after steps of SGD with momentum."""
-    w, step = new_weights(shapes, seed), iter(range(steps + 1))
-    vocab_size = len(w["model.embed_tokens.weight"].exact)
-
-    def forward(w, part):
-        ids, targets = batch_of(next(step), vocab_size, batch, seq_len, seed)
-        logits = logits_of(w, ids, heads, eps, turns, matmul_scale)
-        return {}, cross_entropy(logits.reshape(targets.size, -1), targets.ravel())
-
-    values, _ = reference.descend(w, forward, steps, reference.Optimizer("momentum"))
-    return {**w, **values}
+    """By name the initial weights, the gradients of the last step, momentum and new weights; the losses."""
+    initial = w = new_weights(shapes, seed)
+    optimizer, losses, gradients = reference.Optimizer("momentum"), [], {}
+    for step in range(steps):
+        ids, targets = batch_of(step, shapes["model.embed_tokens.weight"][0], batch, seq_len, seed)
+        loss = loss_of(w, ids, targets, heads, eps, turns, matmul_scale)
+        gradients = reference.gradients(loss, w)
+        w = optimizer.step(w, gradients)
+        losses.append(loss.exact.item())
+    values = {f"{name} grad": gradient for name, gradient in gradients.items()}
+    values.update({f"new {name}": weight for name, weight in w.items()})
+    return {**initial, **values, **optimizer.state, "losses": Value(losses, rounded=True)}
