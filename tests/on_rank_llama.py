@@ -24,7 +24,7 @@ def opened(path, folder, tensor=0):
     config, weights = module.read_config(folder), module.open_checkpoint(folder)
     module.check_weights(weights, config)
     with replaced({(module, "copy"): counting}):
-        model, _ = module.train(stages, config, weights, steps=0)
+        model, _ = module.train(stages, config, weights=weights, steps=0)
     return module, model, sum(sizes)
 
 

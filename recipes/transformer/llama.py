@@ -11,8 +11,8 @@ Queries, keys, values and the cache, (batch, heads, length, head_dim), are S(1):
 The rows of embed_tokens and lm_head are S(0), norms B. Each rank reads only its slices of the .safetensors files.
 Moves: for each token 2 all-reduces of the residual in a layer and 1 behind the embedding, an all-gather of the logits,
        and the residual from stage to stage. The cache stays where it is.
-Run:   ./launch.sh recipes/transformer/llama.py [--tensor 2] [--checkpoint FOLDER --prompt-ids 1,5,9 7,2]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/llama.py
+Run:   ./launch.sh recipes/transformer/llama.py [--graph] [--tensor 2] [--checkpoint FOLDER --prompt-ids 1,5 7]
+       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/llama.py [--graph]
 Use it for a model that does not fit on one device: FOLDER is what transformers' save_pretrained writes. Prompts are
 token ids, as transformers.AutoTokenizer.from_pretrained(FOLDER).encode(text) makes them; its decode makes text again.
 Source: H. Touvron et al., arXiv:2302.13971; J. Ainslie et al., arXiv:2305.13245; R. Pope et al., arXiv:2211.05102.
@@ -270,8 +270,9 @@ class Columns:
 
     def mask(self, begin, end):
         """What is added to the scores of these columns: -1e9 for padding and for later tokens."""
-        later = flow.full((end - begin, end), -1e9, placement=self.hidden.placement, sbp=B).triu(begin + 1)
-        return self.hidden[:, :, :, :end] + later
+        shape, hidden = (end - begin, end), self.hidden
+        later = flow._C.global_constant(shape, -1e9, dtype=hidden.dtype, placement=hidden.placement, sbp=(B,))
+        return hidden[:, :, :, :end] + later.triu(begin + 1)
 
 
 class KVCache:
@@ -443,6 +444,18 @@ def cross_entropy(logits, targets):
     return flow._C.sparse_softmax_cross_entropy(logits.flatten(0, 1), targets.flatten()).mean()
 
 
+class TrainingGraph(nn.Graph):
+    def __init__(self, model, optimizer, columns):
+        super().__init__()
+        self.model, self.columns = model, columns
+        self.add_optimizer(optimizer)
+
+    def build(self, ids, targets):
+        loss = cross_entropy(self.model(ids, self.columns), targets)
+        loss.backward()  # in a graph this includes the update
+        return loss
+
+
 def batch_of(config, seed, step, batch, seq_len):
     """Rows that count, such as 30, 31, 0, 1; and the same shifted by one, the targets."""
     first = np.random.RandomState([seed, step]).randint(config.vocab_size, size=(batch, 1))
@@ -450,7 +463,7 @@ def batch_of(config, seed, step, batch, seq_len):
     return rows[:, :-1], rows[:, 1:]
 
 
-def train(stages, config=None, weights=None, seed=0, steps=3, batch=8, seq_len=8):
+def train(stages, config=None, graph=False, weights=None, seed=0, steps=3, batch=8, seq_len=8):
     """Load weights, {name: array} or None for random ones, and train them to count; returns model and losses.
 
     stages: what `placements` returns. Without steps the model stays as it is loaded.
@@ -460,14 +473,18 @@ def train(stages, config=None, weights=None, seed=0, steps=3, batch=8, seq_len=8
     model = load(LlamaForCausalLM(config, stages), weights or random_weights(config, seed))
     columns = model.columns_of(np.ones((batch, seq_len), bool))
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    training = TrainingGraph(model, optimizer, columns) if graph else None
     losses = []
     for step in range(steps):
         ids, targets = batch_of(config, seed, step, batch, seq_len)
-        targets = flow.tensor(targets, placement=stages[-1], sbp=B)
-        loss = cross_entropy(model(model.on_first_stage(ids), columns), targets)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        ids, targets = model.on_first_stage(ids), flow.tensor(targets, placement=stages[-1], sbp=B)
+        if graph:
+            loss = training(ids, targets)
+        else:
+            loss = cross_entropy(model(ids, columns), targets)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
         losses.append(loss.numpy())  # collective: all ranks call it
     return model, losses
 
@@ -539,6 +556,7 @@ def describe(model, caches):
 
 def parsed():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tensor", type=int, default=0, help="ranks of a stage (default: all, in one stage)")
     parser.add_argument("--checkpoint", default="", help="a folder of save_pretrained (default: trains a tiny model)")
@@ -564,7 +582,7 @@ def parsed():
 def main():
     args, stages, config, weights, prompts = parsed()
     steps = 0 if args.checkpoint else args.steps
-    model, losses = train(stages, config, weights, steps=steps)
+    model, losses = train(stages, config, args.graph, weights, steps=steps)
     caches = model.new_caches(len(prompts), max(map(len, prompts)) + args.max_new_tokens)
     print(describe(model, caches))
     begin = time.monotonic()
@@ -585,7 +603,7 @@ def main():
     seconds = time.monotonic() - begin
     sequences = [prompt + new for prompt, new in zip(prompts, tokens)]
     logits = logits_of(model, sequences)
-    model_alone, losses_alone = train(placements(args.device, 1), config, weights, steps=steps)
+    model_alone, losses_alone = train(placements(args.device, 1), config, args.graph, weights, steps=steps)
     np.testing.assert_allclose(losses, losses_alone, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(logits, logits_of(model_alone, sequences), atol=5e-5 * np.abs(logits).max())
     assert generate(model_alone, prompts, args.max_new_tokens) == tokens

@@ -135,11 +135,19 @@ def llama(
         is_replicated = parts[-2] in ("k_proj", "v_proj") and num_key_value_heads < tensor
         return "B" if is_replicated else SPLITS.get(parts[-2], "B"), stages[stage]
 
+    def gradient_of(name):
+        """In a graph OneFlow chooses: that of k and v is summed as a reduce-scatter; on one rank all are the same."""
+        sbp, ranks = layout_of(name)
+        if name.endswith(("k_proj.weight", "v_proj.weight")) and sbp == "B":
+            return "S(0)", ranks
+        return ("B" if tensor == 1 and name == head_name else sbp), ranks
+
+    head_name = "model.embed_tokens.weight" if tied else "lm_head.weight"
     layout = {"losses": ("B", stages[-1])}
     for name in shapes:
-        layout.update({f"{name}{end}": layout_of(name) for end in ("", " grad", " momentum_buf")})
-        layout[f"new {name}"] = layout_of(name)
-    head = layout_of("lm_head.weight" if not tied else "model.embed_tokens.weight")[0], stages[-1]
+        layout.update({key: layout_of(name) for key in (name, f"new {name}", f"{name} momentum_buf")})
+        layout[f"{name} grad"] = gradient_of(name) if graph else layout_of(name)
+    head = layout_of(head_name)[0], stages[-1]
 
     def product(ranks, weight, rows, columns):
         """x, w and out of a matmul by a weight, (out, in) = (rows, columns)."""
@@ -168,12 +176,12 @@ def llama(
         moves += [(("B", before), ("B", here)), pin, *own_heads, reduce, pin, reduce]
         before = here
     moves += [pin, ((head[0], stages[0] if tied else stages[-1]), head)]
-    tokens = batch * seq_len
+    tokens, cross_entropy = batch * seq_len, 5 if graph else 8  # numbers for each token that OneFlow reduces in it
     return Case(
         layout,
         values,
         in_steps(graph, steps, matmuls),
         in_steps(graph, steps, moves),
         reads=[("P" if tensor > 1 else "B", stages[-1])] * steps,
-        sends=[reduced(tensor, tokens * (hidden_size * (2 + 4 * num_hidden_layers) + 8))] * n,
+        sends=[reduced(tensor, tokens * (hidden_size * (2 + 4 * num_hidden_layers) + cross_entropy))] * n,
     )
