@@ -45,23 +45,6 @@ LAYOUT = {  # weight, (out, in) as in torch.nn.Linear -> its SBP on the ranks of
     "norm": B,
     "lm_head": S(0),  # words
 }
-FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no bfloat16
-IMPLEMENTED = {  # entries of config.json and generation_config.json -> the only value that this recipe computes
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-}
-ROPE_TYPES = {  # type -> what it needs
-    "default": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 
 
 @dataclasses.dataclass
@@ -121,101 +104,6 @@ class Config:
         return turns.astype(np.float32)
 
 
-def read_json(path):
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-
-
-def read_config(folder):
-    """The Config of a folder; ValueError, in one line, if its model or its way to generate is another one."""
-    entries, generation = read_json(pathlib.Path(folder, "config.json")), {}
-    if pathlib.Path(folder, "generation_config.json").exists():
-        generation = read_json(pathlib.Path(folder, "generation_config.json"))
-    rope = {"rope_theta": entries.get("rope_theta") or 10000.0, **(entries.get("rope_scaling") or {})}  # transformers 4
-    rope.update(entries.get("rope_parameters") or {})  # transformers 5
-    for name, value in IMPLEMENTED.items():
-        for place in (entries, generation, rope):
-            if place.get(name) not in (None, value):
-                raise ValueError(f"{folder}: {name} is {place[name]!r}; this recipe computes {value!r} only")
-    kind = rope.setdefault("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise ValueError(f"{folder}: RoPE of type {kind!r}; this recipe computes {', '.join(ROPE_TYPES)}")
-    rope.setdefault("original_max_position_embeddings", entries.get("max_position_embeddings"))
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in sizes if not entries.get(name)]
-    missing += [name for name in ROPE_TYPES[kind] if not rope.get(name)]
-    if missing:
-        raise ValueError(f"{folder}: config.json has no {', '.join(missing)}")
-    heads = entries["num_attention_heads"]
-    eos = generation.get("eos_token_id") if generation else entries.get("eos_token_id", 2)
-    return Config(
-        **{name: entries[name] for name in sizes},
-        num_key_value_heads=entries.get("num_key_value_heads") or heads,
-        head_dim=entries.get("head_dim") or entries["hidden_size"] // heads,
-        rms_norm_eps=entries.get("rms_norm_eps", 1e-6),
-        rope_parameters=rope,
-        tie_word_embeddings=entries.get("tie_word_embeddings", False),
-        eos_token_id=[eos] if isinstance(eos, int) else eos,
-    )
-
-
-def open_checkpoint(folder):
-    """{name: array} of all files of a folder, as np.memmap: nothing but the headers is read."""
-    index = pathlib.Path(folder, "model.safetensors.index.json")
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    arrays = {}
-    for name in names:
-        arrays.update(open_safetensors(pathlib.Path(folder, name)))
-    return arrays
-
-
-def open_safetensors(path):
-    """The length of a header (8 bytes), the header in JSON, and the numbers of one tensor after another."""
-    data = np.memmap(path, np.uint8, "r")
-    length = int.from_bytes(data[:8].tobytes(), "little")
-    try:
-        header = json.loads(data[8 : 8 + length].tobytes())
-        header.pop("__metadata__", None)
-        entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path}: not a safetensors file, or cut off") from None
-    numbers, arrays = data[8 + length :], {}
-    for name, dtype, shape, begin, end in entries:
-        if dtype not in FLOATS:
-            raise ValueError(f"{path}: {name} is {dtype}; this recipe reads {', '.join(FLOATS)}")
-        dtype = np.dtype(FLOATS[dtype])
-        if end > numbers.size or end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{path}: cut off or damaged at {name}")
-        arrays[name] = numbers[begin:end].view(dtype).reshape(shape)
-    return arrays
-
-
-def weight_shapes(config):
-    """{name in transformers: shape} of all weights."""
-    attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    mlp = [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
-    layer = [*attention, *mlp, "input_layernorm", "post_attention_layernorm"]
-    names = [f"model.layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in layer]
-    names = ["model.embed_tokens", *names, "model.norm", *([] if config.tie_word_embeddings else ["lm_head"])]
-    return {f"{name}.weight": config.shape_of(name.split(".")[-1]) for name in names}
-
-
-def check_weights(arrays, config):
-    """Raise ValueError, in one line, if the arrays are not those of the model."""
-    shapes = weight_shapes(config)
-    problems = [f"{name} is missing" for name in shapes if name not in arrays]
-    for name, array in arrays.items():
-        is_unused = name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
-        if name not in shapes and not is_unused:
-            problems.append(f"{name} is not in the model")
-        elif name in shapes and array.shape != shapes[name]:
-            problems.append(f"{name} is {array.shape}, the model has {shapes[name]}")
-    if problems:
-        raise ValueError("; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""))
-
-
 def placements(device, n, tensor=0):
     """The ranks of each stage: `tensor` ranks, with the same layers and different heads; 0: one stage of all ranks."""
     tensor = tensor or n
@@ -224,8 +112,8 @@ def placements(device, n, tensor=0):
     return [flow.placement(device, ranks) for ranks in np.arange(n).reshape(-1, tensor).tolist()]
 
 
-class Linear(nn.Module):
-    """A weight without bias, on the ranks of a stage."""
+class Weight(nn.Module):
+    """A weight on the ranks of a stage, with the name and the shape that it has in transformers."""
 
     def __init__(self, name, config, ranks):
         super().__init__()
@@ -233,11 +121,13 @@ class Linear(nn.Module):
         sbp = B if is_replicated else LAYOUT[name]
         self.weight = nn.Parameter(flow.zeros(config.shape_of(name), placement=ranks, sbp=sbp))
 
+
+class Linear(Weight):
     def forward(self, x):
-        return flow.matmul(x, flow._C.identity(self.weight), transpose_b=True)
+        return flow.matmul(x, self.weight, transpose_b=True)
 
 
-class RMSNorm(Linear):
+class RMSNorm(Weight):
     """Each token divided by its root mean square."""
 
     def __init__(self, name, config, ranks):
@@ -246,7 +136,7 @@ class RMSNorm(Linear):
 
     def forward(self, x):
         scale = flow.rsqrt(flow.square(x).mean(-1, keepdim=True) + self.eps)
-        return x * scale.expand(*x.shape) * flow._C.identity(self.weight)  # without expand this is slow on a CPU
+        return x * scale.expand(*x.shape) * self.weight  # without expand this is slow on a CPU
 
 
 class Columns:
@@ -312,7 +202,7 @@ class Attention(nn.Module):
             k, v = cache.append(k, v, begin)
         k, v = (repeat_heads(kv, q.shape[1] // kv.shape[1]) for kv in (k, v))
         scores = flow.matmul(q, k, transpose_b=True) * self.config.head_dim**-0.5
-        scores = scores + columns.mask(k.shape[2] - length, k.shape[2])
+        scores = scores + columns.mask(begin, begin + length)
         values = flow.matmul(scores.softmax(-1), v)
         return self.o_proj(values.permute(0, 2, 1, 3).reshape(batch, length, -1))
 
@@ -352,7 +242,7 @@ class DecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     def __init__(self, config, stages):
         super().__init__()
-        self.embed_tokens = Linear("embed_tokens", config, stages[0])
+        self.embed_tokens = Weight("embed_tokens", config, stages[0])
         self.layers = nn.ModuleList()
         for i in range(config.num_hidden_layers):
             stage = i * len(stages) // config.num_hidden_layers
@@ -361,7 +251,7 @@ class LlamaModel(nn.Module):
 
     def forward(self, ids, columns, begin=0, caches=None):
         """The last hidden states, on the last stage. columns: of each stage; caches: of each layer."""
-        x = flow._C.gather(flow._C.identity(self.embed_tokens.weight), ids, 0)  # 0 for the words of other ranks
+        x = flow._C.gather(self.embed_tokens.weight, ids, 0)  # 0 for the words of other ranks
         x = x.to_global(sbp=B)
         for i, layer in enumerate(self.layers):
             x = layer(x, columns[layer.stage], begin, caches[i] if caches else None)
@@ -376,11 +266,12 @@ class LlamaForCausalLM(nn.Module):
         self.config, self.stages = config, stages
         self.model = LlamaModel(config, stages)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear("lm_head", config, stages[-1])
+            self.lm_head = Weight("lm_head", config, stages[-1])
 
     def head(self):
         """The weight of lm_head on the last stage; tied, it is the embedding's, and comes from the first."""
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        # without identity a graph that moves a parameter to other ranks aborts
         return flow._C.identity(head.weight).to_global(placement=self.stages[-1])
 
     def forward(self, ids, columns):
@@ -404,6 +295,168 @@ class LlamaForCausalLM(nn.Module):
         heads = max(self.config.num_key_value_heads, self.stages[0].ranks.size)
         shape = (batch, heads, length, self.config.head_dim)
         return [KVCache(shape, layer.ranks) for layer in self.model.layers]
+
+
+def left_padded(prompts, length):
+    """(ids, which of them are tokens), (batch, length): the prompts end in the same column."""
+    ids, is_token = np.zeros((len(prompts), length), int), np.zeros((len(prompts), length), bool)
+    for row, prompt in enumerate(prompts):
+        ids[row, length - len(prompt) :] = prompt
+        is_token[row, length - len(prompt) :] = True
+    return ids, is_token
+
+
+def generate(model, prompts, max_new_tokens, caches=None):
+    """Continue each prompt with its most likely tokens; returns the new ones, up to the first eos_token_id.
+
+    caches: what new_caches returns; without them each token is computed from all tokens before it.
+    """
+    ids, is_token = left_padded(prompts, max(map(len, prompts)))
+    columns = model.columns_of(np.pad(is_token, ((0, 0), (0, max_new_tokens)), constant_values=True))
+    eos, finished = model.config.eos_token_id or [], np.zeros(len(prompts), bool)
+    with flow.no_grad():
+        head = model.head()
+        tokens = [model.next_tokens(ids, columns, head, 0, caches)]  # prefill: all columns of the prompts at once
+        while len(tokens) < max_new_tokens:
+            finished |= np.isin(tokens[-1], eos)
+            if finished.all():
+                break
+            ids = np.append(ids, tokens[-1][:, None], 1)
+            begin = ids.shape[1] - 1 if caches else 0  # decode: the newest column, as the others are in the cache
+            tokens.append(model.next_tokens(ids[:, begin:], columns, head, begin, caches))
+    rows = np.stack(tokens, 1).tolist()
+    ends = [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends)]
+
+
+def bytes_per_token(model, batch):
+    """What all ranks together send to decode one column: the formulas of the collectives, in float32."""
+    config, tensor = model.config, model.stages[0].ranks.size
+    residual, logits = 4 * batch * config.hidden_size, 4 * batch * config.vocab_size
+    all_reduces = (1 + 2 * config.num_hidden_layers) * 2 * (tensor - 1) * residual
+    between_stages = (len(model.stages) - 1) * (2 * tensor - 1) * residual
+    return all_reduces + between_stages + (tensor - 1) * logits
+
+
+def logits_of(model, sequences):
+    """The logits of every column, as an array, computed at once and without a cache. All ranks call it."""
+    ids, is_token = left_padded(sequences, max(map(len, sequences)))
+    with flow.no_grad():
+        return model(model.on_first_stage(ids), model.columns_of(is_token)).numpy()
+
+
+FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no bfloat16
+IMPLEMENTED = {  # entries of config.json and generation_config.json -> the only value that this recipe computes
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+}
+ROPE_TYPES = {  # type -> what it needs
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def read_json(path):
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        raise ValueError(f"{path}: not an object in JSON") from None
+
+
+def read_config(folder):
+    """The Config of a folder; ValueError, in one line, if this recipe would compute something else."""
+    entries, generation = read_json(pathlib.Path(folder, "config.json")), {}
+    if pathlib.Path(folder, "generation_config.json").exists():
+        generation = read_json(pathlib.Path(folder, "generation_config.json"))
+    rope = {"rope_theta": entries.get("rope_theta") or 10000.0, **(entries.get("rope_scaling") or {})}  # transformers 4
+    rope.update(entries.get("rope_parameters") or {})  # transformers 5
+    for name, value in IMPLEMENTED.items():
+        for place in (entries, generation, rope):
+            if place.get(name) not in (None, value):
+                raise ValueError(f"{folder}: {name} is {place[name]!r}; this recipe computes {value!r} only")
+    kind = rope.setdefault("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"{folder}: RoPE of type {kind!r}; this recipe computes {', '.join(ROPE_TYPES)}")
+    rope.setdefault("original_max_position_embeddings", entries.get("max_position_embeddings"))
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    missing = [name for name in ("model_type", *sizes) if not entries.get(name)]
+    missing += [name for name in ROPE_TYPES[kind] if not rope.get(name)]
+    if missing:
+        raise ValueError(f"{folder}: config.json has no {', '.join(missing)}")
+    heads = entries["num_attention_heads"]
+    eos = generation.get("eos_token_id") if generation else entries.get("eos_token_id", 2)
+    return Config(
+        **{name: entries[name] for name in sizes},
+        num_key_value_heads=entries.get("num_key_value_heads") or heads,
+        head_dim=entries.get("head_dim") or entries["hidden_size"] // heads,
+        rms_norm_eps=entries.get("rms_norm_eps", 1e-6),
+        rope_parameters=rope,
+        tie_word_embeddings=entries.get("tie_word_embeddings", False),
+        eos_token_id=[eos] if isinstance(eos, int) else eos,
+    )
+
+
+def open_checkpoint(folder):
+    """{name: array} of all files of a folder, as np.memmap: nothing but the headers is read."""
+    index = pathlib.Path(folder, "model.safetensors.index.json")
+    names = sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
+    arrays = {}
+    for name in names:
+        arrays.update(open_safetensors(pathlib.Path(folder, name)))
+    return arrays
+
+
+def open_safetensors(path):
+    """The length of a header (8 bytes), the header in JSON, and the numbers of one tensor after another."""
+    try:
+        data = np.memmap(path, np.uint8, "r")
+        length = int.from_bytes(data[:8].tobytes(), "little")
+        header = json.loads(data[8 : 8 + length].tobytes())
+        header.pop("__metadata__", None)
+        entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path}: not a safetensors file, or cut off") from None
+    numbers, arrays = data[8 + length :], {}
+    for name, dtype, shape, begin, end in entries:
+        if dtype not in FLOATS:
+            raise ValueError(f"{path}: {name} is {dtype}; this recipe reads {', '.join(FLOATS)}")
+        dtype = np.dtype(FLOATS[dtype])
+        if end > numbers.size or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path}: cut off or damaged at {name}")
+        arrays[name] = numbers[begin:end].view(dtype).reshape(shape)
+    return arrays
+
+
+def weight_shapes(config):
+    """{name in transformers: shape} of all weights."""
+    attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    mlp = [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    layer = [*attention, *mlp, "input_layernorm", "post_attention_layernorm"]
+    names = [f"model.layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in layer]
+    names = ["model.embed_tokens", *names, "model.norm", *([] if config.tie_word_embeddings else ["lm_head"])]
+    return {f"{name}.weight": config.shape_of(name.split(".")[-1]) for name in names}
+
+
+def check_weights(arrays, config):
+    """Raise ValueError, in one line, if the arrays are not those of the model."""
+    shapes = weight_shapes(config)
+    problems = [f"{name} is missing" for name in shapes if name not in arrays]
+    for name, array in arrays.items():
+        is_unused = name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+        if name not in shapes and not is_unused:
+            problems.append(f"{name} is not in the model")
+        elif name in shapes and array.shape != shapes[name]:
+            problems.append(f"{name} is {array.shape}, the model has {shapes[name]}")
+    if problems:
+        raise ValueError("; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""))
 
 
 def load(model, arrays):
@@ -489,60 +542,12 @@ def train(stages, config=None, graph=False, weights=None, seed=0, steps=3, batch
     return model, losses
 
 
-def left_padded(prompts, length):
-    """(ids, which of them are tokens), (batch, length): the prompts end in the same column."""
-    ids, is_token = np.zeros((len(prompts), length), int), np.zeros((len(prompts), length), bool)
-    for row, prompt in enumerate(prompts):
-        ids[row, length - len(prompt) :] = prompt
-        is_token[row, length - len(prompt) :] = True
-    return ids, is_token
-
-
-def generate(model, prompts, max_new_tokens, caches=None):
-    """Continue each prompt with its most likely tokens; returns the new ones, up to the first eos_token_id.
-
-    caches: what new_caches returns; without them each token is computed from all tokens before it.
-    """
-    ids, is_token = left_padded(prompts, max(map(len, prompts)))
-    columns = model.columns_of(np.pad(is_token, ((0, 0), (0, max_new_tokens)), constant_values=True))
-    eos, finished = model.config.eos_token_id or [], np.zeros(len(prompts), bool)
-    with flow.no_grad():
-        head = model.head()
-        tokens = [model.next_tokens(ids, columns, head, 0, caches)]  # prefill: all columns of the prompts at once
-        while len(tokens) < max_new_tokens:
-            finished |= np.isin(tokens[-1], eos)
-            if finished.all():
-                break
-            ids = np.append(ids, tokens[-1][:, None], 1)
-            begin = ids.shape[1] - 1 if caches else 0  # decode: the newest column, as the others are in the cache
-            tokens.append(model.next_tokens(ids[:, begin:], columns, head, begin, caches))
-    rows = np.stack(tokens, 1).tolist()
-    ends = [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in rows]
-    return [row[:end] for row, end in zip(rows, ends)]
-
-
-def bytes_per_token(model, batch):
-    """What all ranks together send to decode one column: the formulas of the collectives, in float32."""
-    config, tensor = model.config, model.stages[0].ranks.size
-    residual, logits = 4 * batch * config.hidden_size, 4 * batch * config.vocab_size
-    all_reduces = (1 + 2 * config.num_hidden_layers) * 2 * (tensor - 1) * residual
-    between_stages = (len(model.stages) - 1) * (2 * tensor - 1) * residual
-    return all_reduces + between_stages + (tensor - 1) * logits
-
-
 def prompt_of(text, config):
     """The token ids of a text such as 1,5,9."""
     ids = [int(word) if word.isdecimal() else -1 for word in text.split(",")]
     if not all(0 <= token < config.vocab_size for token in ids):
         raise ValueError(f"--prompt-ids {text}: numbers from 0 to {config.vocab_size - 1}, with commas between them")
     return ids
-
-
-def logits_of(model, sequences):
-    """The logits of every column, as an array, computed at once and without a cache. All ranks call it."""
-    ids, is_token = left_padded(sequences, max(map(len, sequences)))
-    with flow.no_grad():
-        return model(model.on_first_stage(ids), model.columns_of(is_token)).numpy()
 
 
 def describe(model, caches):
@@ -554,7 +559,7 @@ def describe(model, caches):
     return f"layers {own[0]} to {own[-1]}: {held:,} of {total:,} weights, keys {shape} and values in each layer"
 
 
-def parsed():
+def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -580,7 +585,7 @@ def parsed():
 
 
 def main():
-    args, stages, config, weights, prompts = parsed()
+    args, stages, config, weights, prompts = parse_arguments()
     steps = 0 if args.checkpoint else args.steps
     model, losses = train(stages, config, args.graph, weights, steps=steps)
     caches = model.new_caches(len(prompts), max(map(len, prompts)) + args.max_new_tokens)
