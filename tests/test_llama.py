@@ -113,14 +113,14 @@ def test_formula_of_bytes_for_a_token_is_what_the_ranks_send(pools, n, tensor):
 @pytest.mark.slow
 def test_rank_never_holds_a_whole_split_weight(pools, tmp_path):
     """While it loads, a rank gains less memory than the largest weight takes, its pages of the file included."""
-    sizes = {"vocab_size": 32768, "hidden_size": 512, "intermediate_size": 64}
-    of = shapes(*sizes.values(), layers=1, heads=4, kv_heads=4, head_dim=8, tied=True)
+    sizes = {"vocab_size": 65536, "hidden_size": 512, "intermediate_size": 64}
+    of = shapes(*sizes.values(), layers=1, heads=8, kv_heads=8, head_dim=8, tied=True)
     arrays = {name: np.ones(shape, np.float32) for name, shape in of.items()}
-    more = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    more = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
     config = config_of("grouped", **sizes, **more, tie_word_embeddings=True)
     largest = arrays["model.embed_tokens.weight"].nbytes
-    for grown in pools(4).call(f"{ON_RANK}:growth", path=LLAMA, folder=str(write(tmp_path, arrays, config))):
-        Checks.that(largest / 4 <= grown < 0.9 * largest, "a rank gains", grown, "bytes; the weight has", largest)
+    for grown in pools(8).call(f"{ON_RANK}:growth", path=LLAMA, folder=str(write(tmp_path, arrays, config))):
+        Checks.that(largest / 8 <= grown < largest, "a rank gains", grown, "bytes; the weight has", largest)
 
 
 WRONG = [  # what the arrays of a checkpoint have, or its config; and the error
