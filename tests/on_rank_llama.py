@@ -1,6 +1,10 @@
 """What the tests of llama.py call on the ranks of a pool."""
 
+import contextlib
+import io
 import pathlib
+import sys
+import types
 
 import numpy as np
 import oneflow as flow
@@ -65,3 +69,19 @@ def growth(path, folder):
     flow._oneflow_internal.eager.Sync()
     assert model
     return memory_size("VmHWM") - before
+
+
+def main_seen(path, arguments):
+    """Run main by a clock of four times: what this rank prints; (columns, has a cache) of each call of next_tokens."""
+    module, fed, out, ticks = recipe.load(path), [], io.StringIO(), iter((100, 102, 110, 114))
+    next_tokens = module.LlamaForCausalLM.next_tokens
+
+    def seen(model, ids, columns, head, begin=0, caches=None):
+        fed.append((ids.shape[1], caches is not None))
+        return next_tokens(model, ids, columns, head, begin, caches)
+
+    clock = types.SimpleNamespace(monotonic=lambda: next(ticks))
+    changed = {(module, "time"): clock, (module.LlamaForCausalLM, "next_tokens"): seen}
+    with replaced({**changed, (sys, "argv"): [path, *arguments]}), contextlib.redirect_stdout(out):
+        module.main()
+    return out.getvalue().splitlines(), fed

@@ -123,6 +123,22 @@ def test_rank_never_holds_a_whole_split_weight(pools, tmp_path):
         Checks.that(largest / 8 <= grown < largest, "a rank gains", grown, "bytes; the weight has", largest)
 
 
+@pytest.mark.parametrize("tensor, layers", [(2, ["0 to 1", "0 to 1"]), (1, ["0 to 0", "1 to 1"])])
+def test_main_writes_the_tokens_of_transformers(pools, tensor, layers):
+    """It computes all columns of the prompts, then one column a token; without a cache all columns each time."""
+    texts = [",".join(map(str, prompt)) for prompt in PROMPTS]
+    arguments = ["--checkpoint", str(DATA / "grouped"), "--prompt-ids", *texts, "--tensor", str(tensor), "--check"]
+    longest, count = max(map(len, PROMPTS)), len(PROMPTS) * NEW_TOKENS
+    cached = [(longest, True), *[(1, True)] * (NEW_TOKENS - 1)]
+    uncached = [(longest + i, False) for i in range(NEW_TOKENS)]
+    wanted = [f"{text} -> {','.join(map(str, new))}" for text, new in zip(texts, KNOWN["grouped"]["tokens"])]
+    wanted += [f"{count // 2} tokens/s with the cache", f"{count // 4} tokens/s without it, and the same tokens"]
+    for rank, (lines, fed) in enumerate(pools(2).call(f"{ON_RANK}:main_seen", path=LLAMA, arguments=arguments)):
+        assert lines[0].startswith(f"layers {layers[rank]}: ")
+        assert fed == [*cached, *uncached, *uncached]  # on all ranks, and on one
+        assert rank or [line for line in lines if line in wanted] == wanted
+
+
 WRONG = [  # what the arrays of a checkpoint have, or its config; and the error
     ({"model.norm.weight": None}, {}, "model.norm.weight is missing"),
     ({"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}, {}, "q_proj.bias is not in the model"),

@@ -81,6 +81,15 @@ def llama_sizes(n):
     llama_sizes,
     refused={"--max-new-tokens 0": "1 or more"},
     own_steps=True,
+    equivalent={
+        r"\.to_global\(grad_sbp=B\)$": "it is B either way",
+        r"broadcast\] \* len\(t\.sbp\)\)\)\(hidden\)": "it is B already",
+        r"broadcast\] \* len\(t\.sbp\)\)\)\(flow\.matmul\(head, hidden": "it is gathered in any case",
+        r"flow\.matmul\(head \* 1\.00001|\(\(flow\.matmul\(head, hidden": "the largest stays the largest",
+        r"^logits\.to_global\(sbp=B\) -> logits$|argmax\(0\).*: B -> S\(0\)$": "argmax gathers what is split",
+        r"^flow\.tensor\(array, .*\(array\[:, ::-1\]\.copy\(\)": "its second dimension has one element",
+        r"abs\(logits\)\.max\(\) -> 5e-5$": "a smaller tolerance, which these logits meet",
+    },
     tests=["tests/test_llama.py"],
     main=Main(
         arguments=["--steps", "2", "--max-new-tokens", "2"],
