@@ -154,15 +154,17 @@ class Columns:
     def rotate(self, x, begin):
         """RoPE of queries or keys, the first of them in column `begin`."""
         end = begin + x.shape[2]
+        cos, sin = self.cos[:, :, begin:end], self.sin[:, :, begin:end]
         first, second = x.chunk(2, -1)
         turned = flow.cat((-second, first), -1)  # transformers calls it rotate_half
-        return x * self.cos[:, :, begin:end] + turned * self.sin[:, :, begin:end]
+        return x * cos + turned * sin
 
     def mask(self, begin, end):
         """What is added to the scores of these columns: -1e9 for padding and for later tokens."""
         shape, hidden = (end - begin, end), self.hidden
         later = flow._C.global_constant(shape, -1e9, dtype=hidden.dtype, placement=hidden.placement, sbp=(B,))
-        return hidden[:, :, :, :end] + later.triu(begin + 1)
+        later = later.triu(begin + 1)
+        return hidden[:, :, :, :end] + later
 
 
 class KVCache:

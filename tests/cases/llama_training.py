@@ -9,6 +9,8 @@ import numpy as np
 from harness.start.recipe import ROOT
 from tests.cases import reference_llama
 from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, reduced
+from tests.cases.reference import Value
+from tests.cases.reference_transformer import causal
 
 SPLITS = {"embed_tokens": "S(0)", "lm_head": "S(0)", "q_proj": "S(0)", "k_proj": "S(0)", "v_proj": "S(0)"}
 SPLITS.update({"gate_proj": "S(0)", "up_proj": "S(0)", "o_proj": "S(1)", "down_proj": "S(1)"})  # others are B
@@ -87,7 +89,7 @@ def llama_sizes(n):
         r"broadcast\] \* len\(t\.sbp\)\)\)\(flow\.matmul\(head, hidden": "it is gathered in any case",
         r"flow\.matmul\(head \* 1\.00001|\(\(flow\.matmul\(head, hidden": "the largest stays the largest",
         r"^logits\.to_global\(sbp=B\) -> logits$|argmax\(0\).*: B -> S\(0\)$": "argmax gathers what is split",
-        r"^flow\.tensor\(array, .*\(array\[:, ::-1\]\.copy\(\)": "its second dimension has one element",
+        r"^flow\.tensor\(array, placement.*\(array\[:, ::-1\]\.copy\(\)": "its second dimension has one element",
         r"abs\(logits\)\.max\(\) -> 5e-5$": "a smaller tolerance, which these logits meet",
     },
     tests=["tests/test_llama.py"],
@@ -137,6 +139,11 @@ def llama(
     shapes, turns = reference_llama.shapes(*sizes), reference_llama.frequencies(head_dim, rope_parameters or {})
     training = (heads, rms_norm_eps, turns, seed, steps, batch, seq_len, matmul_scale)
     values = reference_llama.trained(shapes, *training)
+    ids, targets = reference_llama.batch_of(steps - 1, vocab_size, batch, seq_len, seed)
+    angles = np.tile(np.arange(seq_len)[:, None] * turns, (batch, 1, 1, 2))
+    values.update({"ids": Value(ids, dtype="int64"), "targets": Value(targets, dtype="int64")})
+    values.update({"cos": Value(np.cos(angles), rounded=True), "sin": Value(np.sin(angles), rounded=True)})
+    values.update({"hidden": Value(np.zeros((batch, 1, 1, seq_len))), "later": causal(seq_len)})
 
     def layout_of(name):
         parts = name.split(".")
@@ -152,7 +159,8 @@ def llama(
         return ("B" if tensor == 1 and name == head_name else sbp), ranks
 
     head_name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    layout = {"losses": ("B", stages[-1])}
+    layout = {"ids": ("B", stages[0])}
+    layout.update(dict.fromkeys(("losses", "targets", "cos", "sin", "hidden", "later"), ("B", stages[-1])))
     for name in shapes:
         layout.update({key: layout_of(name) for key in (name, f"new {name}", f"{name} momentum_buf")})
         layout[f"{name} grad"] = gradient_of(name) if graph else layout_of(name)
