@@ -162,9 +162,8 @@ class Columns:
     def mask(self, begin, end):
         """What is added to the scores of these columns: -1e9 for padding and for later tokens."""
         shape, hidden = (end - begin, end), self.hidden
-        later = flow._C.global_constant(shape, -1e9, dtype=hidden.dtype, placement=hidden.placement, sbp=(B,))
-        later = later.triu(begin + 1)
-        return hidden[:, :, :, :end] + later
+        all_hidden = flow._C.global_constant(shape, -1e9, dtype=hidden.dtype, placement=hidden.placement, sbp=(B,))
+        return hidden[:, :, :, :end] + all_hidden.triu(begin + 1)
 
 
 class KVCache:

@@ -10,7 +10,6 @@ from harness.start.recipe import ROOT
 from tests.cases import reference_llama
 from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, reduced
 from tests.cases.reference import Value
-from tests.cases.reference_transformer import causal
 
 SPLITS = {"embed_tokens": "S(0)", "lm_head": "S(0)", "q_proj": "S(0)", "k_proj": "S(0)", "v_proj": "S(0)"}
 SPLITS.update({"gate_proj": "S(0)", "up_proj": "S(0)", "o_proj": "S(1)", "down_proj": "S(1)"})  # others are B
@@ -143,7 +142,9 @@ def llama(
     angles = np.tile(np.arange(seq_len)[:, None] * turns, (batch, 1, 1, 2))
     values.update({"ids": Value(ids, dtype="int64"), "targets": Value(targets, dtype="int64")})
     values.update({"cos": Value(np.cos(angles), rounded=True), "sin": Value(np.sin(angles), rounded=True)})
-    values.update({"hidden": Value(np.zeros((batch, 1, 1, seq_len))), "later": causal(seq_len)})
+    values.update(
+        {"hidden": Value(np.zeros((batch, 1, 1, seq_len))), "all_hidden": Value(np.full((seq_len, seq_len), -1e9))}
+    )
 
     def layout_of(name):
         parts = name.split(".")
@@ -160,7 +161,7 @@ def llama(
 
     head_name = "model.embed_tokens.weight" if tied else "lm_head.weight"
     layout = {"ids": ("B", stages[0])}
-    layout.update(dict.fromkeys(("losses", "targets", "cos", "sin", "hidden", "later"), ("B", stages[-1])))
+    layout.update(dict.fromkeys(("losses", "targets", "cos", "sin", "hidden", "all_hidden"), ("B", stages[-1])))
     for name in shapes:
         layout.update({key: layout_of(name) for key in (name, f"new {name}", f"{name} momentum_buf")})
         layout[f"{name} grad"] = gradient_of(name) if graph else layout_of(name)
