@@ -151,6 +151,11 @@ WRONG = [  # what the arrays of a checkpoint have, or its config; and the error
     ),
     ({}, {"attention_bias": True}, "attention_bias is True; this recipe computes False only"),
     ({}, {"num_attention_heads": None}, "config.json has no num_attention_heads"),
+    ({}, {"rope_parameters": {"rope_type": "llama3"}}, "config.json has no factor, low_freq_factor, high_freq_factor"),
+    ({}, {"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 4"),
+    ({}, {"num_attention_heads": 3, "num_key_value_heads": 3}, "--tensor 2 does not fit 3 heads with 3 of keys and"),
+    ({}, {"head_dim": 7}, "head_dim 7 is odd; RoPE turns pairs"),
+    ({}, {"intermediate_size": 1}, "--tensor 2 is more than a weight has rows"),
 ]
 
 
@@ -161,6 +166,53 @@ def test_checkpoint_of_another_model_is_refused_in_one_line(pools, tmp_path, arr
     folder = str(write(tmp_path, arrays, config_of("grouped", **changes)))
     for code, out, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", folder]):
         assert (code, out) == (2, "") and error in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        (["--tensor", "3"], "--tensor 3 does not divide the 2 ranks"),
+        (["--prompt-ids", "1,5", "64"], "--prompt-ids 64: numbers from 0 to 63, with commas between them"),
+        (["--prompt-ids", "1,x"], "--prompt-ids 1,x: numbers from 0 to 63, with commas between them"),
+    ],
+)
+def test_option_that_does_not_fit_is_refused_in_one_line(pools, arguments, error):
+    arguments = [*arguments, "--checkpoint", str(DATA / "grouped")]
+    for code, out, err in pools(2).call(MAIN, path=LLAMA, arguments=arguments):
+        assert (code, out) == (2, "") and err.splitlines()[-1].endswith(f": error: {error}")
+
+
+def test_more_stages_than_layers_are_refused_in_one_line(pools, tmp_path):
+    folder = str(write(tmp_path, arrays_of(DATA / "grouped"), config_of("grouped", num_hidden_layers=1)))
+    for code, _, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", folder, "--tensor", "1"]):
+        assert code == 2 and err.splitlines()[-1].endswith(": error: 2 stages are more than the 1 layers")
+
+
+DAMAGES = {  # of a file: a change of its content, the error
+    "empty": (lambda content: b"", "not a safetensors file, or cut off"),
+    "cut off in the header": (lambda content: content[:100], "not a safetensors file, or cut off"),
+    "a zip, as torch.save writes": (lambda content: b"PK\3\4" + content, "not a safetensors file, or cut off"),
+    "cut off in the numbers": (lambda content: content[:-1], "cut off or damaged at"),
+    "a dtype of another size": (lambda content: content.replace(b'"F32"', b'"F16"'), "cut off or damaged at"),
+    "integers": (lambda content: content.replace(b'"F32"', b'"I32"'), "is I32; this recipe reads F32, F16, BF16"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damaged_file_is_refused_in_one_line(pools, tmp_path, what):
+    change, error = DAMAGES[what]
+    folder = write(tmp_path, arrays_of(DATA / "grouped"), config_of("grouped"))
+    path = folder / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+    for code, out, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", str(folder)]):
+        assert (code, out) == (2, "") and error in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("content", ["{", "[1, 2]", ""])
+def test_config_that_is_no_object_is_refused_in_one_line(pools, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    for code, _, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", str(tmp_path)]):
+        assert code == 2 and err.splitlines()[-1].endswith("config.json: not an object in JSON")
 
 
 def test_prompt_in_a_batch_is_continued_as_alone(pools):
