@@ -11,7 +11,7 @@ from harness.report import runs
 from tests.cases import PROOFS
 
 TIMEOUT = 60  # seconds for a call on a recipe: of 800, on two cores with 20 processes that wanted them, none took 20
-LONGER = {"gpt": 300, "training_run": 300, "spawn": 180}  # graphs compile slowly; spawn.py starts ranks of its own
+LONGER = {"gpt": 300, "llama": 180, "training_run": 300, "spawn": 180}  # graphs compile slowly; spawn.py starts ranks
 OTHER_CALLS = 300  # for a call on no recipe, such as the measurements of the SBP atlas
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.cases import CASES, PROOFS, TRAINED, proven_on, reference, reference_gpt
+from tests.cases import CASES, PROOFS, TRAINED, proven_on, reference, reference_gpt, reference_llama
 from tests.cases.ladder import Checks
 
 
@@ -41,3 +41,13 @@ def test_gradients_of_the_reference_of_gpt_are_finite_differences(experts):
     w = {name: reference.Value(value.exact + 0.3 * rng.standard_normal(value.exact.shape)) for name, value in w.items()}
     ids, targets = rng.integers(12, size=(2, 3, 5))
     check_gradients(lambda w: reference_gpt.loss_of(w, ids, targets, num_heads=2), w, rng, "gpt")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_the_reference_of_llama_are_finite_differences(tied):
+    rng = np.random.default_rng(1)
+    w = reference_llama.new_weights(reference_llama.shapes(12, 8, 10, 2, 4, 2, 6, tied), seed=0)
+    w = {name: reference.Value(value.exact + 0.3 * rng.standard_normal(value.exact.shape)) for name, value in w.items()}
+    ids, targets = rng.integers(12, size=(2, 3, 5))
+    model = (4, 0.1, reference_llama.frequencies(6, {"rope_theta": 20.0}))  # heads, epsilon, turns
+    check_gradients(lambda w: reference_llama.loss_of(w, ids, targets, *model), w, rng, "llama")

@@ -10,6 +10,7 @@ from tests.cases import (  # noqa: F401
     byhand,
     data,
     forward,
+    llama_training,
     memory,
     pipelines,
     starting,

@@ -54,7 +54,8 @@ def options_of(arguments):
 
 def check_comparisons(name, n, report, graph):
     """Main fails if a part of a result is off, and compares with the same code on a single device."""
-    changing = [line for line in report["changing"] if "tensors for backward" not in line]  # of a call not made again
+    of_the_call = ("tensors for backward", "tokens/s")  # not made again, or of the machine
+    changing = [line for line in report["changing"] if not any(words in line for words in of_the_call)]
     Checks.that(not changing, "main prints something else the second time:", *changing)
     reasons = main_of(name).not_compared
     for number, part, how in report["unnoticed"]:
@@ -147,7 +148,7 @@ IN_PROGRAM = "returned"  # spawn.py's shards are arrays: FIGURES has their line
 SHAPE = r"(\([\d, ]*\))"
 OF_ALL = re.compile(  # what each rank prints of its own, and may be the same on several
     rf"{SHAPE} of |its sum after training|^epoch |^column 0|^nn.Dropout keeps \[|^last row|^local |^rows \(|"
-    r"tensors for backward|weights$|numbers of the parameters$"
+    r"tensors for backward|weights$|numbers of the parameters$|values in each layer$"
 )
 
 
@@ -224,8 +225,11 @@ def check_elsewhere(pool, path, name, arguments=()):
 
 def arguments_on(name, n):
     """The arguments with which main runs on n ranks."""
-    meshes = {3: ["--pipeline", "3", "--num-layers", "3"], 8: ["--tensor", "2", "--pipeline", "2"]}
-    return [*main_of(name).arguments, *(meshes.get(n, []) if name == "gpt" else [])]
+    meshes = {
+        "gpt": {3: ["--pipeline", "3", "--num-layers", "3"], 8: ["--tensor", "2", "--pipeline", "2"]},
+        "llama": {8: ["--tensor", "4"]},
+    }
+    return [*main_of(name).arguments, *meshes.get(name, {}).get(n, [])]
 
 
 def other_runs(name):
@@ -298,6 +302,7 @@ TAKEN = {
     "four parts": ((2, 1, 3, 4), "pipeline_module"),
     "any mesh": ((2, 1, *range(3, 1025)), "gpt"),
     "a number that divides the 12 rows of a micro-batch": ((2, 1, 3, 4, 6, 12), "training_run"),
+    "as many as heads of a model, which are powers of two, times stages": ((2, 1, 4, 8, 16, 32, 64), "llama"),
 }
 WORLD_SIZES = {name: sizes for sizes, names in TAKEN.values() for name in names.split()}
 

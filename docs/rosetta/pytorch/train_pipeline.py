@@ -6,9 +6,9 @@
     w0         (4, 8)                         whole      nothing    each rank creates its own stage only
     w1         (8, 4)                         nothing    whole
 
-The twin of recipes/pipelines/train_pipeline.py, with the same weights, batch and losses. A stage is code of one rank, so
-ranks differ in what they call. Schedules are classes: ScheduleGPipe is what OneFlow's graph does, 1F1B keeps fewer
-activations, Interleaved1F1B and ScheduleInterleavedZeroBubble wait less.
+The twin of recipes/pipelines/train_pipeline.py, with the same weights, batch and losses. A stage is code of one rank,
+so ranks differ in what they call. Schedules are classes: Schedule1F1B keeps fewer activations than ScheduleGPipe, and
+ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble wait less.
 
 Run:     torchrun --nproc_per_node 2 docs/rosetta/pytorch/train_pipeline.py
 On GPUs: DEVICE = "cuda", and torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group, which

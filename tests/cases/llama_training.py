@@ -1,0 +1,205 @@
+"""The case of recipes/transformer/llama.py: how it trains. tests/test_llama.py proves what it loads and generates."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from harness.start.recipe import ROOT
+from tests.cases import reference_llama
+from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, reduced
+from tests.cases.reference import Value
+
+SPLITS = {"embed_tokens": "S(0)", "lm_head": "S(0)", "q_proj": "S(0)", "k_proj": "S(0)", "v_proj": "S(0)"}
+SPLITS.update({"gate_proj": "S(0)", "up_proj": "S(0)", "o_proj": "S(1)", "down_proj": "S(1)"})  # others are B
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 20.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 16
+
+
+CHECKPOINTS = ROOT / "tests" / "data" / "llama"  # that transformers saved
+REFUSED = ["--tensor 3", "--tensor -1", "--prompt-ids 1,x", "--prompt-ids 32", "--checkpoint FOLDER/none"]
+DAMAGED = {  # what is wrong with a checkpoint -> what changes: entries of its config.json, or the bytes of its file
+    "other_model": {"model_type": "mistral"},
+    "bias": {"attention_bias": True},
+    "linear_rope": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    "no_factor": {"rope_parameters": {"rope_type": "llama3"}},
+    "no_vocabulary": {"vocab_size": None},
+    "odd_head": {"head_dim": 7},
+    "three_heads_of_keys": {"num_key_value_heads": 3},
+    "three_heads": {"num_attention_heads": 3, "num_key_value_heads": 3},
+    "one_row": {"intermediate_size": 1},
+    "other_shape": {"intermediate_size": 50},
+    "another_layer": {"num_hidden_layers": 3},
+    "one_layer": {"num_hidden_layers": 1},
+    "no_json": b"{",
+    "cut_off": lambda content: content[:-1],
+    "cut_off_header": lambda content: content[:100],
+    "float64": lambda content: content.replace(b'"BF16"', b'"F64" '),
+}
+
+
+def damaged(folder):
+    """Copies of a checkpoint, each with one fault."""
+    source = CHECKPOINTS / "one_kv_head"
+    config, content = json.loads((source / "config.json").read_text()), (source / "model.safetensors").read_bytes()
+    for name, fault in DAMAGED.items():
+        copy = Path(folder, name)
+        copy.mkdir()
+        text = (
+            fault.decode()
+            if isinstance(fault, bytes)
+            else json.dumps({**config, **fault} if isinstance(fault, dict) else config)
+        )
+        (copy / "config.json").write_text(text)
+        (copy / "model.safetensors").write_bytes(fault(content) if callable(fault) else content)
+
+
+def held(n, rank, facts, graph, report):
+    """The layers of a rank, and how many weights it holds."""
+    own = [(name.split("."), math.prod(local)) for name, local, _, _ in facts[0]["tensors"]]
+    layers = [int(parts[2]) for parts, here in own if "layers" in parts and here]
+    here, whole = (sum(math.prod(tensor[i]) for tensor in facts[0]["tensors"]) for i in (1, 2))
+    return [f"layers {min(layers)} to {max(layers)}: {here:,} of {whole:,} weights, keys ..."]
+
+
+def llama_sizes(n):
+    other = {"batch": 3, "seq_len": 5, "vocab_size": 37, "intermediate_size": 27, "hidden_size": 20, "head_dim": 6}
+    other.update(
+        {
+            "num_key_value_heads": 1 if n > 1 else 2,
+            "rms_norm_eps": 0.1,
+            "rope_parameters": LLAMA3,
+            "steps": 2,
+            "seed": 1,
+        }
+    )
+    stages = {"tensor": n // 2, "num_hidden_layers": 3, "tie_word_embeddings": True, "steps": 2}
+    return {"other": other, **({"stages": stages} if n > 1 else {})}
+
+
+@case_of_recipe(
+    llama_sizes,
+    refused={"--max-new-tokens 0": "1 or more"},
+    own_steps=True,
+    equivalent={
+        r"\.to_global\(grad_sbp=B\)$": "it is B either way",
+        r"broadcast\] \* len\(t\.sbp\)\)\)\(hidden\)": "it is B already",
+        r"broadcast\] \* len\(t\.sbp\)\)\)\(flow\.matmul\(head, hidden": "it is gathered in any case",
+        r"flow\.matmul\(head \* 1\.00001|\(\(flow\.matmul\(head, hidden": "the largest stays the largest",
+        r"^logits\.to_global\(sbp=B\) -> logits$|argmax\(0\).*: B -> S\(0\)$": "argmax gathers what is split",
+        r"^flow\.tensor\(array, placement.*\(array\[:, ::-1\]\.copy\(\)": "its second dimension has one element",
+        r"abs\(logits\)\.max\(\) -> 5e-5$": "a smaller tolerance, which these logits meet",
+    },
+    tests=["tests/test_llama.py"],
+    main=Main(
+        arguments=["--steps", "2", "--max-new-tokens", "2"],
+        defaults={"steps": (40, 3)},
+        figures=held,
+        values={"checkpoint": [str(CHECKPOINTS / "grouped")], "prompt_ids": ["7,2"]},
+        elsewhere={
+            **dict.fromkeys(("prompt_ids", "max_new_tokens"), "tests/test_llama.py gives prompts to generate"),
+            **{"checkpoint": "its config and weights reach train", "check": "it decides whether main compares"},
+        },
+        other_options=["--checkpoint", str(CHECKPOINTS / "one_kv_head"), "--check"],
+        refused=[
+            *REFUSED,
+            "--tensor 1 --checkpoint FOLDER/one_layer",
+            *(f"--checkpoint FOLDER/{name}" for name in DAMAGED),
+        ],
+        make_files=damaged,
+    ),
+    measured_at={"num_key_value_heads": 4, "hidden_size": 256, "batch": 64, "seq_len": 16},
+)
+def llama(
+    n,
+    graph=False,
+    tensor=0,
+    seed=0,
+    steps=3,
+    batch=8,
+    seq_len=8,
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope_parameters=None,
+    tie_word_embeddings=False,
+    matmul_scale=1.0,
+):
+    tensor = tensor or n
+    stages, tied, heads = np.arange(n).reshape(-1, tensor).tolist(), tie_word_embeddings, num_attention_heads
+    own_stage = [i * len(stages) // num_hidden_layers for i in range(num_hidden_layers)]  # of each layer
+    sizes = (vocab_size, hidden_size, intermediate_size, num_hidden_layers, heads, num_key_value_heads, head_dim, tied)
+    shapes, turns = reference_llama.shapes(*sizes), reference_llama.frequencies(head_dim, rope_parameters or {})
+    training = (heads, rms_norm_eps, turns, seed, steps, batch, seq_len, matmul_scale)
+    values = reference_llama.trained(shapes, *training)
+    ids, targets = reference_llama.batch_of(steps - 1, vocab_size, batch, seq_len, seed)
+    angles = np.tile(np.arange(seq_len)[:, None] * turns, (batch, 1, 1, 2))
+    values.update({"ids": Value(ids, dtype="int64"), "targets": Value(targets, dtype="int64")})
+    values.update({"cos": Value(np.cos(angles), rounded=True), "sin": Value(np.sin(angles), rounded=True)})
+    values.update(
+        {"hidden": Value(np.zeros((batch, 1, 1, seq_len))), "all_hidden": Value(np.full((seq_len, seq_len), -1e9))}
+    )
+
+    def layout_of(name):
+        parts = name.split(".")
+        stage = own_stage[int(parts[2])] if "layers" in parts else 0 if "embed_tokens" in parts else -1
+        is_replicated = parts[-2] in ("k_proj", "v_proj") and num_key_value_heads < tensor
+        return "B" if is_replicated else SPLITS.get(parts[-2], "B"), stages[stage]
+
+    def gradient_of(name):
+        """In a graph OneFlow chooses: that of k and v is summed as a reduce-scatter; on one rank all are the same."""
+        sbp, ranks = layout_of(name)
+        if name.endswith(("k_proj.weight", "v_proj.weight")) and sbp == "B":
+            return "S(0)", ranks
+        return ("B" if tensor == 1 and name == head_name else sbp), ranks
+
+    head_name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    layout = {"ids": ("B", stages[0])}
+    layout.update(dict.fromkeys(("losses", "targets", "cos", "sin", "hidden", "all_hidden"), ("B", stages[-1])))
+    for name in shapes:
+        layout.update({key: layout_of(name) for key in (name, f"new {name}", f"{name} momentum_buf")})
+        layout[f"{name} grad"] = gradient_of(name) if graph else layout_of(name)
+    head = layout_of(head_name)[0], stages[-1]
+
+    def product(ranks, weight, rows, columns):
+        """x, w and out of a matmul by a weight, (out, in) = (rows, columns)."""
+        sbp, inner = layout_of(weight)[0] if "." in weight else weight, {"S(1)": "S(2)"}
+        x, out = inner.get(sbp, "B"), {"S(0)": "S(2)", "S(1)": "P", "B": "B"}[sbp]
+        shapes = (batch, seq_len, columns), (rows, columns), (batch, seq_len, rows)
+        return tuple(zip((x, sbp, out), [ranks] * 3, shapes))
+
+    def layer(i):
+        ranks, name = stages[own_stage[i]], f"model.layers.{i}"
+        per_head = ("S(1)", ranks, (batch, heads, seq_len, head_dim))
+        scores = ("S(1)", ranks, (batch, heads, seq_len, seq_len))
+        parts = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        folders = ["self_attn"] * 4 + ["mlp"] * 3
+        names = [f"{name}.{folder}.{part}.weight" for folder, part in zip(folders, parts)]
+        products = [product(ranks, name, *shapes[name]) for name in names]
+        return [*products[:3], (per_head, per_head, scores), (scores, per_head, per_head), *products[3:]]
+
+    matmuls = [matmul for i in range(num_hidden_layers) for matmul in layer(i)]
+    matmuls.append(product(stages[-1], head[0], vocab_size, hidden_size))
+    moves, before = [(("P", stages[0]), ("B", stages[0]))], stages[0]
+    for stage in own_stage:
+        here = stages[stage]
+        pin, reduce = (("B", here), ("B", here), "B"), (("P", here), ("B", here))
+        own_heads = [(("B", here), ("S(1)", here))] * (2 if num_key_value_heads < tensor else 0)
+        moves += [(("B", before), ("B", here)), pin, *own_heads, reduce, pin, reduce]
+        before = here
+    moves += [pin, ((head[0], stages[0] if tied else stages[-1]), head)]
+    tokens, cross_entropy = batch * seq_len, 5 if graph else 8  # numbers for each token that OneFlow reduces in it
+    return Case(
+        layout,
+        values,
+        in_steps(graph, steps, matmuls),
+        in_steps(graph, steps, moves),
+        reads=[("P" if tensor > 1 else "B", stages[-1])] * steps,
+        sends=[reduced(tensor, tokens * (hidden_size * (2 + 4 * num_hidden_layers) + cross_entropy))] * n,
+    )

@@ -1,0 +1,223 @@
+"""Llama: weights that transformers saved give its logits and greedy tokens; a rank reads and holds its own slices."""
+
+import json
+
+import numpy as np
+import pytest
+
+from harness.start.recipe import path_of
+from tests.cases import ROOT
+from tests.cases.ladder import MAIN, Checks
+from tests.cases.reference_llama import shapes
+
+ON_RANK = str(ROOT / "tests" / "on_rank_llama.py")
+LLAMA = str(path_of("llama"))
+DATA = ROOT / "tests" / "data" / "llama"
+KNOWN = json.loads((DATA / "transformers.json").read_text())  # by benchmarks/transformers_llama.py
+PROMPTS, NEW_TOKENS = KNOWN["prompts"], 8
+HEADS = {"grouped": (2, 8), "one_kv_head": (1, 12)}  # of keys, and their size
+RUNS = [  # checkpoint, number of ranks, ranks of a stage
+    *(("grouped", n, tensor) for n, tensor in ((2, 2), (1, 1), (2, 1), (4, 4), (4, 2))),
+    *(("one_kv_head", n, tensor) for n, tensor in ((2, 2), (1, 1), (2, 1), (4, 4), (4, 2))),
+]
+
+
+def check_generated(pool, folder, name, tensor, known=None):
+    """Logits and tokens are those of transformers, and each rank reads and caches what belongs to its own heads."""
+    call = {"folder": str(folder), "prompts": PROMPTS, "max_new_tokens": NEW_TOKENS, "tensor": tensor}
+    known, (heads, head_dim) = known or KNOWN[name], HEADS[name]
+    for rank, result in enumerate(pool.call(f"{ON_RANK}:generated", path=LLAMA, **call)):
+        for how in ("tokens", "without a cache"):
+            Checks.equal(result[how], known["tokens"], f"rank {rank}: {how}")
+        for i, logits in enumerate(known["logits"]):
+            off = np.abs(result["logits"][i] - logits).max()
+            Checks.that(off <= 1e-4, f"rank {rank}: the logits of prompt {i} are off transformers' by", off)
+        Checks.equal(result["read"], result["held"], f"rank {rank} reads its own numbers, which")
+        shape = (len(PROMPTS), max(heads, tensor) // tensor, max(map(len, PROMPTS)) + NEW_TOKENS, head_dim)
+        Checks.equal(result["keys"], {shape}, f"rank {rank}: the shape of its keys in each layer")
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=() if run[1:] == (2, 2) else pytest.mark.slow) for run in RUNS], ids=str
+)
+def test_logits_and_tokens_are_those_of_transformers(pools, run):
+    name, n, tensor = run
+    check_generated(pools(n), DATA / name, name, tensor)
+
+
+def arrays_of(folder):
+    """{name: array} of float32 files, read here and not by the recipe."""
+    arrays = {}
+    for path in folder.glob("*.safetensors"):
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        for name, entry in json.loads(content[8 : 8 + length]).items():
+            if name != "__metadata__":
+                begin, end = (8 + length + offset for offset in entry["data_offsets"])
+                arrays[name] = np.frombuffer(content[begin:end], np.float32).reshape(entry["shape"])
+    return arrays
+
+
+def write(folder, arrays, config, dtype="F32"):
+    """A checkpoint of a single file, written here and not by the recipe."""
+    header, data = {"__metadata__": {"format": "pt"}}, []
+    for name, array in arrays.items():
+        begin = sum(map(len, data))
+        data.append(array.tobytes())
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, begin + len(data[-1])]}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def config_of(name, **changes):
+    """The config.json of a checkpoint, with changes; None takes an entry away."""
+    entries = {**json.loads((DATA / name / "config.json").read_text()), **changes}
+    return {key: value for key, value in entries.items() if value is not None}
+
+
+def test_single_file_of_float16_and_a_config_of_transformers_4(pools, tmp_path):
+    """Its rope_theta stands by itself. Rounded weights shift the logits a little; the tokens stay."""
+    arrays = {name: array.astype(np.float16) for name, array in arrays_of(DATA / "grouped").items()}
+    arrays["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float16)  # old checkpoints have it
+    folder = write(tmp_path, arrays, config_of("grouped", rope_parameters=None, rope_theta=50.0, head_dim=None), "F16")
+    call = {"folder": str(folder), "prompts": PROMPTS, "max_new_tokens": 4}
+    for result in pools(2).call(f"{ON_RANK}:generated", path=LLAMA, **call):
+        off = [np.abs(own - known).max() for own, known in zip(result["logits"], KNOWN["grouped"]["logits"])]
+        assert 1e-5 < max(off) < 0.05
+        assert result["tokens"] == result["without a cache"]
+
+
+def test_llama3_scaling_of_transformers_4(pools, tmp_path):
+    """Its rope_scaling names the type, and rope_theta stands beside it."""
+    rope = config_of("one_kv_head")["rope_parameters"]
+    old = {"rope_parameters": None, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config_of("one_kv_head", **old)))
+    for name in ("model.safetensors", "generation_config.json"):
+        (tmp_path / name).write_bytes((DATA / "one_kv_head" / name).read_bytes())
+    check_generated(pools(2), tmp_path, "one_kv_head", 2)
+
+
+SIZES = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 512, "head_dim": 32}
+
+
+@pytest.mark.parametrize("n, tensor", [(2, 2), *(pytest.param(4, t, marks=pytest.mark.slow) for t in (1, 2, 4))])
+def test_formula_of_bytes_for_a_token_is_what_the_ranks_send(pools, n, tensor):
+    sizes = {**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 1}
+    results = pools(n).call(f"{ON_RANK}:bytes_of_a_token", path=LLAMA, tensor=tensor, batch=128, **sizes)
+    sent, [formula] = sum(own for own, _ in results), {stated for _, stated in results}
+    Checks.that(abs(sent - formula) <= 0.02 * formula + 40_000, "the ranks send", sent, "and by the formula", formula)
+
+
+@pytest.mark.slow
+def test_rank_never_holds_a_whole_split_weight(pools, tmp_path):
+    """While it loads, a rank gains less memory than the largest weight takes, its pages of the file included."""
+    sizes = {"vocab_size": 65536, "hidden_size": 512, "intermediate_size": 64}
+    of = shapes(*sizes.values(), layers=1, heads=8, kv_heads=8, head_dim=8, tied=True)
+    arrays = {name: np.ones(shape, np.float32) for name, shape in of.items()}
+    more = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+    config = config_of("grouped", **sizes, **more, tie_word_embeddings=True)
+    largest = arrays["model.embed_tokens.weight"].nbytes
+    for grown in pools(8).call(f"{ON_RANK}:growth", path=LLAMA, folder=str(write(tmp_path, arrays, config))):
+        Checks.that(largest / 8 <= grown < largest, "a rank gains", grown, "bytes; the weight has", largest)
+
+
+@pytest.mark.parametrize("tensor, layers", [(2, ["0 to 1", "0 to 1"]), (1, ["0 to 0", "1 to 1"])])
+def test_main_writes_the_tokens_of_transformers(pools, tensor, layers):
+    """It computes all columns of the prompts, then one column a token; without a cache all columns each time."""
+    texts = [",".join(map(str, prompt)) for prompt in PROMPTS]
+    arguments = ["--checkpoint", str(DATA / "grouped"), "--prompt-ids", *texts, "--tensor", str(tensor), "--check"]
+    longest, count = max(map(len, PROMPTS)), len(PROMPTS) * NEW_TOKENS
+    cached = [(longest, True), *[(1, True)] * (NEW_TOKENS - 1)]
+    uncached = [(longest + i, False) for i in range(NEW_TOKENS)]
+    wanted = [f"{text} -> {','.join(map(str, new))}" for text, new in zip(texts, KNOWN["grouped"]["tokens"])]
+    wanted += [f"{count // 2} tokens/s with the cache", f"{count // 4} tokens/s without it, and the same tokens"]
+    for rank, (lines, fed) in enumerate(pools(2).call(f"{ON_RANK}:main_seen", path=LLAMA, arguments=arguments)):
+        assert lines[0].startswith(f"layers {layers[rank]}: ")
+        assert fed == [*cached, *uncached, *uncached]  # on all ranks, and on one
+        assert rank or [line for line in lines if line in wanted] == wanted
+
+
+WRONG = [  # what the arrays of a checkpoint have, or its config; and the error
+    ({"model.norm.weight": None}, {}, "model.norm.weight is missing"),
+    ({"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}, {}, "q_proj.bias is not in the model"),
+    ({}, {"num_key_value_heads": 4}, r"k_proj.weight is (16, 32), the model has (32, 32)"),
+    ({}, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; this recipe computes 'silu' only"),
+    (
+        {},
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}},
+        "RoPE of type 'dynamic'; this recipe computes",
+    ),
+    ({}, {"attention_bias": True}, "attention_bias is True; this recipe computes False only"),
+    ({}, {"num_attention_heads": None}, "config.json has no num_attention_heads"),
+    ({}, {"rope_parameters": {"rope_type": "llama3"}}, "config.json has no factor, low_freq_factor, high_freq_factor"),
+    ({}, {"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 4"),
+    ({}, {"num_attention_heads": 3, "num_key_value_heads": 3}, "--tensor 2 does not fit 3 heads with 3 of keys and"),
+    ({}, {"head_dim": 7}, "head_dim 7 is odd; RoPE turns pairs"),
+    ({}, {"intermediate_size": 1}, "--tensor 2 is more than a weight has rows"),
+]
+
+
+@pytest.mark.parametrize("arrays, changes, error", WRONG, ids=[error for *_, error in WRONG])
+def test_checkpoint_of_another_model_is_refused_in_one_line(pools, tmp_path, arrays, changes, error):
+    arrays = {**arrays_of(DATA / "grouped"), **arrays}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    folder = str(write(tmp_path, arrays, config_of("grouped", **changes)))
+    for code, out, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", folder]):
+        assert (code, out) == (2, "") and error in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        (["--tensor", "3"], "--tensor 3 does not divide the 2 ranks"),
+        (["--prompt-ids", "1,5", "64"], "--prompt-ids 64: numbers from 0 to 63, with commas between them"),
+        (["--prompt-ids", "1,x"], "--prompt-ids 1,x: numbers from 0 to 63, with commas between them"),
+    ],
+)
+def test_option_that_does_not_fit_is_refused_in_one_line(pools, arguments, error):
+    arguments = [*arguments, "--checkpoint", str(DATA / "grouped")]
+    for code, out, err in pools(2).call(MAIN, path=LLAMA, arguments=arguments):
+        assert (code, out) == (2, "") and err.splitlines()[-1].endswith(f": error: {error}")
+
+
+def test_more_stages_than_layers_are_refused_in_one_line(pools, tmp_path):
+    folder = str(write(tmp_path, arrays_of(DATA / "grouped"), config_of("grouped", num_hidden_layers=1)))
+    for code, _, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", folder, "--tensor", "1"]):
+        assert code == 2 and err.splitlines()[-1].endswith(": error: 2 stages are more than the 1 layers")
+
+
+DAMAGES = {  # of a file: a change of its content, the error
+    "empty": (lambda content: b"", "not a safetensors file, or cut off"),
+    "cut off in the header": (lambda content: content[:100], "not a safetensors file, or cut off"),
+    "a zip, as torch.save writes": (lambda content: b"PK\3\4" + content, "not a safetensors file, or cut off"),
+    "cut off in the numbers": (lambda content: content[:-1], "cut off or damaged at"),
+    "a dtype of another size": (lambda content: content.replace(b'"F32"', b'"F16"'), "cut off or damaged at"),
+    "integers": (lambda content: content.replace(b'"F32"', b'"I32"'), "is I32; this recipe reads F32, F16, BF16"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damaged_file_is_refused_in_one_line(pools, tmp_path, what):
+    change, error = DAMAGES[what]
+    folder = write(tmp_path, arrays_of(DATA / "grouped"), config_of("grouped"))
+    path = folder / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+    for code, out, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", str(folder)]):
+        assert (code, out) == (2, "") and error in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("content", ["{", "[1, 2]", ""])
+def test_config_that_is_no_object_is_refused_in_one_line(pools, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    for code, _, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", str(tmp_path)]):
+        assert code == 2 and err.splitlines()[-1].endswith("config.json: not an object in JSON")
+
+
+def test_prompt_in_a_batch_is_continued_as_alone(pools):
+    """Padding changes nothing."""
+    for name in ("grouped", "one_kv_head"):
+        call = {"folder": str(DATA / name), "prompts": PROMPTS[1:2], "max_new_tokens": NEW_TOKENS}
+        for result in pools(2).call(f"{ON_RANK}:generated", path=LLAMA, **call):
+            assert result["tokens"] == KNOWN[name]["tokens"][1:2]
