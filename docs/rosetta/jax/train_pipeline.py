@@ -96,7 +96,7 @@ def main(n=2, m=2):
         print(f"[{shard.device.id}] w{k}, filled up to {shard.data.shape[1:]}, and nothing of other stages")
     _, alone = train(jax.make_mesh((1,), ("stage",), devices=jax.devices()[:1]), n, micro_batches=m)
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
-    print(f"[0] pipeline bubble, (n-1)/(m+n-1) with n = {n} and m = {m}: {(n - 1) / (m + n - 1):.0%}")
+    print(f"[0] pipeline bubble, (n-1)/(m+n-1) with n = {n} and m = {m}: {(n - 1) / (m + n - 1):.0%} of the time")
     print(f"[0] loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 

@@ -86,7 +86,7 @@ def main(micro_batches=2):
     _, alone = train(None, n, micro_batches=m)  # the same layers on a single device, without micro-batches
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if rank == 0:
-        print(f"[0] pipeline bubble, (n-1)/(m+n-1) with n = {n} and m = {m}: {(n - 1) / (m + n - 1):.0%}")
+        print(f"[0] pipeline bubble, (n-1)/(m+n-1) with n = {n} and m = {m}: {(n - 1) / (m + n - 1):.0%} of the time")
         print(f"[0] loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 
