@@ -208,10 +208,9 @@ def wrong_on_some_ranks(first):
 def after_to_local(first):
     """The value may depend on a rank's own block."""
     taken = first.value.facts.get("took_block")
-    return (
-        taken
-        and f"it comes after to_local() in {taken}, which gives a rank its own block alone; is the rest needed too?"
-    )
+    if taken:
+        return f"it comes after to_local() in {taken}, which gives a rank its own block alone; is the rest needed too?"
+    return None
 
 
 def where_it_is(first, comparison):

@@ -370,7 +370,9 @@ def main():
     try:
         mesh = placements(args.device, flow.env.get_world_size(), args.tensor)
         config.check(mesh)
-    except ValueError as error:
+        if args.checkpoint_dir:
+            os.makedirs(args.checkpoint_dir, exist_ok=True)
+    except (OSError, ValueError) as error:
         parser.error(str(error))  # each rank ends with this line before it waits for another
 
     counts = [(targets.to_local() != IGNORE).sum().item() for _, targets in Batches(config, mesh, seed=0).next()]

@@ -196,6 +196,8 @@ def main():
         parser.error(f"--top-k {args.top_k}: from 1 to the {args.experts} experts")
     if args.capacity < 1:
         parser.error(f"--capacity {args.capacity}: 1 or more")
+    if args.aux_loss_coef < 0:
+        parser.error(f"--aux-loss-coef {args.aux_loss_coef}: 0 or more, else experts are loaded unevenly")
 
     config = Config(args.experts, args.top_k, args.capacity, args.aux_loss_coef)
     model, losses, balance_losses, loads, dropped = train(flow.placement.all(args.device), config, args.graph)

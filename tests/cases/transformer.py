@@ -270,7 +270,7 @@ MEASURED_EXPERTS = {"batch": 12, "experts": 12}  # 2, 3 and 4 ranks divide them
     main=Main(
         figures=figures.only_rank_0(figures.mixture),
         other_options=["--capacity", "1"],
-        refused=["--experts 1 --top-k 1"],
+        refused=["--experts 1 --top-k 1", "--aux-loss-coef -0.1"],
     ),
 )
 def mixture_of_experts(
