@@ -26,9 +26,9 @@ def call_entry(module, arguments):
     """Call a recipe's entry with {name: value}; returns its result. Collective.
 
     Its first argument comes from the recipe's `placements(device, n, ...)`, which gets the arguments that it has
-    parameters for, such as the size of a mesh axis; both get what both have. Without that function it is a placement of
-    the ranks that the arguments list, or of all ranks. If the recipe has a Config, the arguments that are its fields
-    make `config`.
+    parameters for, such as the size of a mesh axis; an option that both have goes to both. Without that function it is
+    a placement of the ranks that the arguments list, or of all ranks. If the recipe has a Config, the arguments that
+    are its fields make `config`.
     """
     function = entry_of(module)
     arguments = dict(arguments)
@@ -42,9 +42,10 @@ def call_entry(module, arguments):
         ranks = arguments.pop(positional[0], None)
         placement = flow.placement("cpu", ranks) if ranks else flow.placement.all("cpu")
         return function(placement, **arguments)
-    parameters, own = (inspect.signature(each).parameters for each in (module.placements, function))
+    parameters = inspect.signature(module.placements).parameters
+    options = [name for name in inspect.signature(function).parameters if name not in positional]
     axes = {name: arguments[name] for name in arguments if name in parameters}
-    arguments = {name: value for name, value in arguments.items() if name in own or name not in axes}
+    arguments = {name: value for name, value in arguments.items() if name in options or name not in axes}
     placements = module.placements("cpu", flow.env.get_world_size(), **axes)
     if len(positional) == 1:
         placements = [placements]

@@ -295,4 +295,5 @@ def test_verify_finds_no_difference(tmp_path, layout, against):
     sections, n = LAYOUTS[layout]
     write(tmp_path, {**files_of(sections), "single.py": SCRIPT})
     printed = printed_by("verify", "-n", n, *against, "train.py", folder=tmp_path)
-    Checks.that("all values agree" in printed, printed)
+    graph_alone = layout == "Pipeline" and against  # single.py has no graph whose output could be compared
+    Checks.that(("all other values agree" if graph_alone else "all values agree") in printed, printed)
