@@ -124,6 +124,7 @@ def test_train_refuses_sizes_that_do_not_divide(pools):
         pools(2).call(TRAINED, path=GPT, **{**SMALL, "batch_size": 9})
 
 
+@pytest.mark.slow
 def test_sizes_that_do_not_divide_but_fit_train_as_numpy(pools):
     """An odd sequence whose residual is not split, and a vocabulary that is padded."""
     sizes = {"batch_size": 6, "seq_len": 9, "num_layers": 1, "hidden_size": 18, "num_heads": 6}

@@ -89,6 +89,7 @@ def test_single_file_of_float16_and_a_config_of_transformers_4(pools, tmp_path):
         assert result["tokens"] == result["without a cache"]
 
 
+@pytest.mark.slow
 def test_llama3_scaling_of_transformers_4(pools, tmp_path):
     """Its rope_scaling names the type, and rope_theta stands beside it."""
     rope = config_of("one_kv_head")["rope_parameters"]
@@ -123,7 +124,10 @@ def test_rank_never_holds_a_whole_split_weight(pools, tmp_path):
         Checks.that(largest / 8 <= grown < largest, "a rank gains", grown, "bytes; the weight has", largest)
 
 
-@pytest.mark.parametrize("tensor, layers", [(2, ["0 to 1", "0 to 1"]), (1, ["0 to 0", "1 to 1"])])
+@pytest.mark.parametrize(
+    "tensor, layers",
+    [(2, ["0 to 1", "0 to 1"]), pytest.param(1, ["0 to 0", "1 to 1"], marks=pytest.mark.slow)],
+)
 def test_main_writes_the_tokens_of_transformers(pools, tensor, layers):
     """It computes all columns of the prompts, then one column a token; without a cache all columns each time."""
     texts = [",".join(map(str, prompt)) for prompt in PROMPTS]
@@ -215,6 +219,7 @@ def test_config_that_is_no_object_is_refused_in_one_line(pools, tmp_path, conten
         assert code == 2 and err.splitlines()[-1].endswith("config.json: not an object in JSON")
 
 
+@pytest.mark.slow
 def test_prompt_in_a_batch_is_continued_as_alone(pools):
     """Padding changes nothing."""
     for name in ("grouped", "one_kv_head"):

@@ -137,6 +137,7 @@ def test_llama_of_405_billion_fits_as_it_was_trained(hosts, mesh):
     assert fit[0].layout.mesh == mesh and set(fit[0].layers) == {7, 8}
 
 
+@pytest.mark.slow
 def test_bloom_fits_as_it_was_trained():
     """On 384 A100 of 80 GB: arXiv:2211.05100, section 3.4."""
     fit, _ = cost.ranked(BLOOM, 2048, cluster_of(48))

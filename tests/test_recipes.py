@@ -13,9 +13,7 @@ from tests.cases.mains import PROOFS  # with those of recipes that have no case
 RUNS = [pytest.param(run, id=run_id(run), marks=() if is_default(run) else pytest.mark.slow) for run in runs()]
 IN_BOTH_MODES = [param for param in RUNS if param.values[0][2] and len(modes(param.values[0][0])) == 2]
 MODES = [
-    pytest.param(name, graph, marks=pytest.mark.slow if graph and name in LONG else ())
-    for name in CASES
-    for graph in modes(name)
+    pytest.param(name, graph, marks=pytest.mark.slow if name in LONG else ()) for name in CASES for graph in modes(name)
 ]
 
 
@@ -82,7 +80,11 @@ def test_main_of_a_copy_passes(pools, name, graph, tmp_path):
         assert rank or lines and max(map(len, lines)) <= 120
 
 
-WITH_MATMULS = [name for name in CASES if CASES[name](proven_on(name)[0]).matmuls and not PROOFS[name].normalised]
+WITH_MATMULS = [
+    pytest.param(name, marks=pytest.mark.slow if name in LONG else ())
+    for name in CASES
+    if CASES[name](proven_on(name)[0]).matmuls and not PROOFS[name].normalised
+]
 
 
 @pytest.mark.parametrize("name", WITH_MATMULS)

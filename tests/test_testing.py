@@ -49,6 +49,7 @@ def program():
     return block
 
 
+@pytest.mark.slow
 def test_example_passes_on_two_three_and_four_ranks(tmp_path, program):
     job = run_example(tmp_path, program)
     assert job.code == 0 and "3 passed" in job.out, job.out

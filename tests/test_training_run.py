@@ -15,7 +15,6 @@ from tests.cases.whole_run import RUNS, STEPS, TRAINED, case_of, known, mesh_of,
 from tests.jobs import LAUNCH, Run, ended
 
 RUN, HERE = str(path_of("training_run")), str(ROOT / "tests" / "on_rank_run.py")
-MODES = pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "graph"])
 SIZES = Sizes(**SMALL)
 
 
@@ -70,7 +69,8 @@ def same_bits(seen, other):
             Checks.that(np.array_equal(*values), rank, name, "has other bits")
 
 
-@MODES
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_run_that_resumes_has_the_bits_of_one_that_was_not_stopped(pools, tmp_path, graph):
     """Stopped within an epoch, between two evaluations, while the learning rate falls."""
     options = {"graph": graph, "micro_batches": 2, "save_every": 2}

@@ -25,7 +25,7 @@ PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is 
 ONE_LAYER = [name for name in CASES if path_of(name).parent in (RECIPES, RECIPES / "layouts")]
 TRANSFORMERS = [name for name in CASES if path_of(name).parent == RECIPES / "transformer"]
 YOUR_MODEL = [name for name in CASES if path_of(name).parent == RECIPES / "your_model"]
-LONG = (*TRANSFORMERS, *YOUR_MODEL)  # they take long: one run of each mode in the default suite
+LONG = (*TRANSFORMERS, *YOUR_MODEL)  # they take long: one run of each mode in the default suite, and no main
 WITHOUT_CASE = ("gpt", "training_run")  # whole models on any mesh: test_gpt.py, test_training_run.py
 TRAINED = [name for name in CASES if "steps" in entry(path_of(name))]
 
@@ -64,16 +64,13 @@ def runs():
 
 
 def is_default(run):
-    """Whether a run is in the default suite: the even and the uneven sizes on the first world size, else the uneven.
+    """Whether a run is in the default suite: the uneven sizes on the first and the largest world size.
 
-    Of a recipe in LONG, only the uneven sizes on the first world size are.
+    main runs the even ones. Of a recipe in LONG only those on the first world size are.
     """
     name, n, _, sizes = run
-    even, *uneven = list(SIZES[name](n))[:2]
-    first = n == proven_on(name)[0]
-    if name in LONG:
-        return first and sizes in (uneven or [even])
-    return sizes in (uneven or [even]) or (first and sizes == even)
+    first, largest = proven_on(name)[0], max(proven_on(name))
+    return sizes == list(SIZES[name](n))[:2][-1] and n in ([first] if name in LONG else [first, largest])
 
 
 def run_id(run):
