@@ -1,6 +1,7 @@
 """Llama: weights that transformers saved give its logits and greedy tokens; a rank reads and holds its own slices."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_llama3_scaling_of_transformers_4(pools, tmp_path):
     old = {"rope_parameters": None, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     (tmp_path / "config.json").write_text(json.dumps(config_of("one_kv_head", **old)))
     for name in ("model.safetensors", "generation_config.json"):
-        (tmp_path / name).write_bytes((DATA / "one_kv_head" / name).read_bytes())
+        shutil.copy(DATA / "one_kv_head" / name, tmp_path)
     check_generated(pools(2), tmp_path, "one_kv_head", 2)
 
 
@@ -159,8 +160,18 @@ WRONG = [  # what the arrays of a checkpoint have, or its config; and the error
     ({}, {"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 4"),
     ({}, {"num_attention_heads": 3, "num_key_value_heads": 3}, "--tensor 2 does not fit 3 heads with 3 of keys and"),
     ({}, {"head_dim": 7}, "head_dim 7 is odd; RoPE turns pairs"),
+    ({}, {"head_dim": "8"}, "config.json: head_dim is '8', not a whole number"),
+    ({}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "both rope_scaling and rope_parameters are given"),
+    ({}, {"rope_parameters": "llama3"}, "rope_scaling or rope_parameters is not an object"),
+    ({}, {"tie_word_embeddings": True}, "lm_head is not embed_tokens, and config.json says tie_word_embeddings"),
     ({}, {"intermediate_size": 1}, "--tensor 2 is more than a weight has rows"),
 ]
+
+
+def check_refused(pool, error, *arguments):
+    """By each rank in one line, before it waits for another."""
+    for code, out, err in pool.call(MAIN, path=LLAMA, arguments=[*arguments, "--prompt-ids", "1,5"]):
+        Checks.that((code, out) == (2, "") and error in err.splitlines()[-1], err)
 
 
 @pytest.mark.parametrize("arrays, changes, error", WRONG, ids=[error for *_, error in WRONG])
@@ -168,16 +179,17 @@ def test_checkpoint_of_another_model_is_refused_in_one_line(pools, tmp_path, arr
     arrays = {**arrays_of(DATA / "grouped"), **arrays}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     folder = str(write(tmp_path, arrays, config_of("grouped", **changes)))
-    for code, out, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", folder]):
-        assert (code, out) == (2, "") and error in err.splitlines()[-1]
+    check_refused(pools(2), error, "--checkpoint", folder)
 
 
 @pytest.mark.parametrize(
     "arguments, error",
     [
-        (["--tensor", "3"], "--tensor 3 does not divide the 2 ranks"),
+        (["--prompt-ids", "1", "--tensor", "3"], "--tensor 3 does not divide the 2 ranks"),
         (["--prompt-ids", "1,5", "64"], "--prompt-ids 64: numbers from 0 to 63, with commas between them"),
         (["--prompt-ids", "1,x"], "--prompt-ids 1,x: numbers from 0 to 63, with commas between them"),
+        ([], "--checkpoint needs --prompt-ids, such as 1,5 7"),
+        (["--prompt-ids", "1", "--graph"], "--graph trains, and a checkpoint is not trained here: leave it away"),
     ],
 )
 def test_option_that_does_not_fit_is_refused_in_one_line(pools, arguments, error):
@@ -188,8 +200,7 @@ def test_option_that_does_not_fit_is_refused_in_one_line(pools, arguments, error
 
 def test_more_stages_than_layers_are_refused_in_one_line(pools, tmp_path):
     folder = str(write(tmp_path, arrays_of(DATA / "grouped"), config_of("grouped", num_hidden_layers=1)))
-    for code, _, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", folder, "--tensor", "1"]):
-        assert code == 2 and err.splitlines()[-1].endswith(": error: 2 stages are more than the 1 layers")
+    check_refused(pools(2), ": error: 2 stages are more than the 1 layers", "--checkpoint", folder, "--tensor", "1")
 
 
 DAMAGES = {  # of a file: a change of its content, the error
@@ -208,15 +219,38 @@ def test_damaged_file_is_refused_in_one_line(pools, tmp_path, what):
     folder = write(tmp_path, arrays_of(DATA / "grouped"), config_of("grouped"))
     path = folder / "model.safetensors"
     path.write_bytes(change(path.read_bytes()))
-    for code, out, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", str(folder)]):
-        assert (code, out) == (2, "") and error in err.splitlines()[-1]
+    check_refused(pools(2), error, "--checkpoint", str(folder))
 
 
 @pytest.mark.parametrize("content", ["{", "[1, 2]", ""])
 def test_config_that_is_no_object_is_refused_in_one_line(pools, tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    for code, _, err in pools(2).call(MAIN, path=LLAMA, arguments=["--checkpoint", str(tmp_path)]):
-        assert code == 2 and err.splitlines()[-1].endswith("config.json: not an object in JSON")
+    check_refused(pools(2), "config.json: not an object in JSON", "--checkpoint", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "files, error",
+    [
+        ({}, "no model.safetensors, and no model.safetensors.index.json with a weight_map"),
+        ({"model.safetensors.index.json": {"weight_map": ["a"]}}, "index.json with a weight_map"),
+        ({"model.safetensors.index.json": {"weight_map": {"a": "gone.safetensors"}}}, "No such file or directory"),
+        (
+            {"generation_config.json": {"suppress_tokens": [3]}},
+            "suppress_tokens is [3]; this recipe computes None only",
+        ),
+        ({"generation_config.json": {"min_new_tokens": 4}}, "min_new_tokens is 4; this recipe computes 0 only"),
+    ],
+)
+def test_folder_that_transformers_reads_in_its_own_way_is_refused_in_one_line(pools, tmp_path, files, error):
+    for name, content in {"config.json": config_of("grouped"), **files}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    check_refused(pools(2), error, "--checkpoint", str(tmp_path))
+
+
+def test_single_file_is_read_where_an_index_is_left_of_an_older_one(pools, tmp_path):
+    folder = shutil.copytree(DATA / "one_kv_head", tmp_path / "copy")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "old.safetensors"}}))
+    check_generated(pools(2), folder, "one_kv_head", 2)
 
 
 @pytest.mark.slow

@@ -99,6 +99,7 @@ def test_bad_input_is_refused_in_one_line(line):
     "text, words",
     [
         ("WORLD_SIZES = (2, 4)", "mine.py runs on 2 or 4 ranks, not on 3: type -n 2"),
+        ("WORLD_SIZES = (2, 1, 4)", "mine.py runs on 1, 2 or 4 ranks, not on 3: type -n 2"),
         ("WORLD_SIZES = ()", "mine.py: WORLD_SIZES must be range(first, last + 1) or a tuple of numbers of ranks"),
         ("WORLD_SIZES = range(0, 3)", "mine.py: WORLD_SIZES must be range(first, last + 1) or a tuple"),
         ("WORLD_SIZES = sizes()", "mine.py: WORLD_SIZES must be range(first, last + 1) or a tuple"),

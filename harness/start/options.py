@@ -145,7 +145,7 @@ def fill_in_ranks(options, sizes):
         return
     first, last = min(sizes), max(sizes)
     consecutive = 1 < len(sizes) == last - first + 1
-    accepted = f"{first} to {last}" if consecutive else " or ".join(map(str, sizes))
+    accepted = f"{first} to {last}" if consecutive else " or ".join(", ".join(map(str, sorted(sizes))).rsplit(", ", 1))
     several = f" ({options.nproc_per_node} on each of {options.nnodes} nodes)"
     hint = f": type -n {sizes[0]}" if options.nnodes == 1 else several
     raise UsageError(f"{Path(options.script).name} runs on {accepted} ranks, not on {world_size}{hint}")

@@ -360,7 +360,7 @@ def main():
     parser.add_argument("--tensor", type=int, default=1, help="ranks along the tensor axis; data has the others")
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="train up to this step")
-    parser.add_argument("--checkpoint-dir", default="", help="save checkpoints here, and resume from the newest")
+    parser.add_argument("--checkpoint-dir", help="save checkpoints here, and resume from the newest")
     parser.add_argument("--save-every", type=int, default=4, help="steps from one checkpoint to the next")
     args = parser.parse_args()
     for name in ("tensor", "micro_batches", "steps", "save_every"):
@@ -370,7 +370,7 @@ def main():
     try:
         mesh = placements(args.device, flow.env.get_world_size(), args.tensor)
         config.check(mesh)
-        if args.checkpoint_dir:
+        if args.checkpoint_dir is not None:
             os.makedirs(args.checkpoint_dir, exist_ok=True)
     except (OSError, ValueError) as error:
         parser.error(str(error))  # each rank ends with this line before it waits for another
@@ -378,7 +378,7 @@ def main():
     counts = [(targets.to_local() != IGNORE).sum().item() for _, targets in Batches(config, mesh, seed=0).next()]
     print("valid tokens in this rank's rows of the micro-batches of step 1:", *counts)
     options = {"graph": args.graph, "steps": args.steps, "save_every": args.save_every}
-    if args.checkpoint_dir:  # a real run: the same command again resumes it
+    if args.checkpoint_dir is not None:  # a real run: the same command again resumes it
         train(mesh, config, **options, checkpoint_dir=args.checkpoint_dir, log=True)
         return
 

@@ -347,17 +347,19 @@ def logits_of(model, prompts):
 
 
 FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no bfloat16
-IMPLEMENTED = {  # entries of config.json and generation_config.json -> the only value that this recipe computes
+IMPLEMENTED = {  # entries of config.json -> the only value that this recipe computes
     "model_type": "llama",
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "attention_dropout": 0.0,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
+}
+NOT_GREEDY = {  # entries of generation_config.json that change which token is the most likely -> without effect
+    **{"num_beams": 1, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
+    **{"min_length": 0, "min_new_tokens": 0, "guidance_scale": 1.0, "penalty_alpha": 0.0},
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "sequence_bias")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "stop_strings")),
 }
 ROPE_TYPES = {  # type -> what it needs
     "default": (),
@@ -372,28 +374,44 @@ def read_json(path):
         raise ValueError(f"{path}: not an object in JSON") from None
 
 
-def read_config(folder):
-    """The Config of a folder; ValueError, in one line, if this recipe would compute something else."""
-    entries, generation = read_json(pathlib.Path(folder, "config.json")), {}
-    if pathlib.Path(folder, "generation_config.json").exists():
-        generation = read_json(pathlib.Path(folder, "generation_config.json"))
-    rope = {"rope_theta": entries.get("rope_theta") or 10000.0, **(entries.get("rope_scaling") or {})}  # transformers 4
-    rope.update(entries.get("rope_parameters") or {})  # transformers 5
-    for name, value in IMPLEMENTED.items():
-        for place in (entries, generation, rope):
-            if place.get(name) not in (None, value):
-                raise ValueError(f"{folder}: {name} is {place[name]!r}; this recipe computes {value!r} only")
+def read_rope(entries):
+    """The parameters of RoPE in config.json. ValueError if this recipe would compute something else."""
+    old, new = (entries.get(name) or {} for name in ("rope_scaling", "rope_parameters"))  # of transformers 4 and 5
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        raise ValueError("rope_scaling or rope_parameters is not an object")
+    if old and new:
+        raise ValueError("both rope_scaling and rope_parameters are given; keep the right one")
+    rope = {"rope_theta": entries.get("rope_theta") or 10000.0, **old, **new}
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise ValueError(f"{folder}: RoPE of type {kind!r}; this recipe computes {', '.join(ROPE_TYPES)}")
+        raise ValueError(f"RoPE of type {kind!r}; this recipe computes {', '.join(ROPE_TYPES)}")
     rope.setdefault("original_max_position_embeddings", entries.get("max_position_embeddings"))
+    missing = [name for name in ROPE_TYPES[kind] if not rope.get(name)]
+    if missing:
+        raise ValueError(f"config.json has no {', '.join(missing)}")
+    return rope
+
+
+def read_config(folder):
+    """The Config of a folder; ValueError, in one line, if this recipe would compute something else."""
+    folder = pathlib.Path(folder)
+    entries = read_json(folder / "config.json")
+    generation = {"eos_token_id": entries.get("eos_token_id", 2)}
+    if (folder / "generation_config.json").exists():
+        generation = read_json(folder / "generation_config.json")
+    rope = read_rope(entries)
+    for place, only in ((entries, IMPLEMENTED), (rope, IMPLEMENTED), (entries, NOT_GREEDY), (generation, NOT_GREEDY)):
+        for name, value in only.items():
+            if place.get(name) not in (None, value):
+                raise ValueError(f"{name} is {place[name]!r}; this recipe computes {value!r} only")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [name for name in ("model_type", *sizes) if not entries.get(name)]
-    missing += [name for name in ROPE_TYPES[kind] if not rope.get(name)]
     if missing:
-        raise ValueError(f"{folder}: config.json has no {', '.join(missing)}")
-    heads = entries["num_attention_heads"]
-    eos = generation.get("eos_token_id") if generation else entries.get("eos_token_id", 2)
+        raise ValueError(f"config.json has no {', '.join(missing)}")
+    for name in (*sizes, "num_key_value_heads", "head_dim"):
+        if not isinstance(entries.get(name) or 1, int):
+            raise ValueError(f"config.json: {name} is {entries[name]!r}, not a whole number")
+    heads, eos = entries["num_attention_heads"], generation.get("eos_token_id")
     return Config(
         **{name: entries[name] for name in sizes},
         num_key_value_heads=entries.get("num_key_value_heads") or heads,
@@ -406,12 +424,19 @@ def read_config(folder):
 
 
 def open_checkpoint(folder):
-    """{name: array} of all files of a folder, as np.memmap: nothing but the headers is read."""
-    index = pathlib.Path(folder, "model.safetensors.index.json")
-    names = sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
+    """{name: array} of all files of a folder, as np.memmap: nothing but the headers is read.
+
+    An index beside a single file is out of date: transformers does not read it either.
+    """
+    files, index = [pathlib.Path(folder, "model.safetensors")], pathlib.Path(folder, "model.safetensors.index.json")
+    if not files[0].exists():
+        weight_map = read_json(index).get("weight_map") if index.exists() else None
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{folder}: no {files[0].name}, and no {index.name} with a weight_map")
+        files = [pathlib.Path(folder, name) for name in sorted(set(weight_map.values()))]
     arrays = {}
-    for name in names:
-        arrays.update(open_safetensors(pathlib.Path(folder, name)))
+    for path in files:
+        arrays.update(open_safetensors(path))
     return arrays
 
 
@@ -456,8 +481,16 @@ def check_weights(arrays, config):
             problems.append(f"{name} is not in the model")
         elif name in shapes and array.shape != shapes[name]:
             problems.append(f"{name} is {array.shape}, the model has {shapes[name]}")
+    if config.tie_word_embeddings and not problems and not same(arrays, "lm_head", "model.embed_tokens"):
+        problems.append("lm_head is not embed_tokens, and config.json says tie_word_embeddings; which one is right?")
     if problems:
         raise ValueError("; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""))
+
+
+def same(arrays, name, other):
+    """Whether two weights are equal, or the first is not there; a few rows at a time, so that no rank holds one."""
+    a, b = arrays.get(f"{name}.weight"), arrays[f"{other}.weight"]
+    return a is None or all(np.array_equal(a[i : i + 256], b[i : i + 256]) for i in range(0, len(b), 256))
 
 
 def load(model, arrays):
@@ -565,17 +598,26 @@ def parse_arguments():
     parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tensor", type=int, default=0, help="ranks of a stage (default: all, in one stage)")
-    parser.add_argument("--checkpoint", default="", help="a folder of save_pretrained (default: trains a tiny model)")
-    parser.add_argument("--prompt-ids", nargs="+", default=["3,4,5", "30", "11,12"], help="token ids of each prompt")
+    parser.add_argument("--checkpoint", help="a folder of save_pretrained (default: trains a tiny model)")
+    parser.add_argument("--prompt-ids", nargs="+", help="token ids of each prompt (default: some for the tiny model)")
     parser.add_argument("--max-new-tokens", type=int, default=8, help="for each prompt (default: 8)")
     parser.add_argument("--steps", type=int, default=40, help="of training the tiny model")
     parser.add_argument("--check", action="store_true", help="compare with a single device, as without --checkpoint")
     args = parser.parse_args()
     try:
         stages = placements(args.device, flow.env.get_world_size(), args.tensor)
-        config = read_config(args.checkpoint) if args.checkpoint else Config()
+        if args.checkpoint is None:
+            config = Config()
+            weights = random_weights(config, seed=0)
+            args.prompt_ids = args.prompt_ids or ["3,4,5", "30", "11,12"]
+        elif args.graph:
+            raise ValueError("--graph trains, and a checkpoint is not trained here: leave it away")
+        elif not args.prompt_ids:
+            raise ValueError("--checkpoint needs --prompt-ids, such as 1,5 7")
+        else:
+            config = read_config(args.checkpoint)
+            weights = open_checkpoint(args.checkpoint)
         config.check(stages)
-        weights = open_checkpoint(args.checkpoint) if args.checkpoint else random_weights(config, seed=0)
         check_weights(weights, config)
         prompts = [prompt_of(text, config) for text in args.prompt_ids]
         if args.max_new_tokens < 1:
@@ -587,7 +629,7 @@ def parse_arguments():
 
 def main():
     args, stages, config, weights, prompts = parse_arguments()
-    steps = 0 if args.checkpoint else args.steps
+    steps = args.steps if args.checkpoint is None else 0
     model, losses = train(stages, config, args.graph, weights, steps=steps)
     caches = model.new_caches(len(prompts), max(map(len, prompts)) + args.max_new_tokens)
     print(describe(model, caches))
@@ -599,9 +641,9 @@ def main():
             print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {steps} steps")
         for text, new in zip(args.prompt_ids, tokens):
             print(f"{text} -> {','.join(map(str, new))}")
-        print(f"{sum(map(len, tokens)) / seconds:.0f} tokens/s with the cache")
+        print(f"{sum(map(len, tokens)) / seconds:.3g} tokens/s with the cache")
         print(f"all ranks together send {bytes_per_token(model, len(prompts)):,} bytes for a token of each prompt")
-    if args.checkpoint and not args.check:
+    if args.checkpoint is not None and not args.check:
         return
 
     begin = time.monotonic()
@@ -613,7 +655,7 @@ def main():
     np.testing.assert_allclose(logits, logits_of(model_alone, prompts), atol=5e-5 * np.abs(logits).max())
     assert generate(model_alone, prompts, args.max_new_tokens) == tokens
     if flow.env.get_rank() == 0:
-        print(f"{sum(map(len, tokens)) / seconds:.0f} tokens/s without it, and the same tokens")
+        print(f"{sum(map(len, tokens)) / seconds:.3g} tokens/s without it, and the same tokens")
         print("the same tokens and logits on a single device")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,10 @@ LLAMA3["original_max_position_embeddings"] = 16
 
 
 CHECKPOINTS = ROOT / "tests" / "data" / "llama"  # that transformers saved
-REFUSED = ["--tensor 3", "--tensor -1", "--prompt-ids 1,x", "--prompt-ids 32", "--checkpoint FOLDER/none"]
+REFUSED = [
+    *("--tensor 3", "--tensor -1", "--prompt-ids 1,x", "--prompt-ids 32", "--checkpoint FOLDER/one_layer"),
+    *("--prompt-ids 1 --graph --checkpoint FOLDER/one_layer", "--prompt-ids 1 --checkpoint FOLDER/none"),
+]
 DAMAGED = {  # what is wrong with a checkpoint -> what changes: entries of its config.json, or the bytes of its file
     "other_model": {"model_type": "mistral"},
     "bias": {"attention_bias": True},
@@ -26,6 +30,9 @@ DAMAGED = {  # what is wrong with a checkpoint -> what changes: entries of its c
     "no_factor": {"rope_parameters": {"rope_type": "llama3"}},
     "no_vocabulary": {"vocab_size": None},
     "odd_head": {"head_dim": 7},
+    "text_for_a_number": {"head_dim": "8"},
+    "two_ropes": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "text_for_rope": {"rope_parameters": "llama3"},
     "three_heads_of_keys": {"num_key_value_heads": 3},
     "three_heads": {"num_attention_heads": 3, "num_key_value_heads": 3},
     "one_row": {"intermediate_size": 1},
@@ -35,8 +42,19 @@ DAMAGED = {  # what is wrong with a checkpoint -> what changes: entries of its c
     "no_json": b"{",
     "cut_off": lambda content: content[:-1],
     "cut_off_header": lambda content: content[:100],
+    "another_head": lambda content: with_head(content),
     "float64": lambda content: content.replace(b'"BF16"', b'"F64" '),
 }
+
+
+def with_head(content):
+    """A file whose lm_head has the numbers of embed_tokens, but not in their order."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    embedding = header["model.embed_tokens.weight"]
+    shifted = [offset + (2 if embedding["data_offsets"][0] == 0 else -2) for offset in embedding["data_offsets"]]
+    text = json.dumps({**header, "lm_head.weight": {**embedding, "data_offsets": shifted}}).encode()
+    return len(text).to_bytes(8, "little") + text + content[8 + length :]
 
 
 def damaged(folder):
@@ -53,6 +71,8 @@ def damaged(folder):
         )
         (copy / "config.json").write_text(text)
         (copy / "model.safetensors").write_bytes(fault(content) if callable(fault) else content)
+    without = shutil.copytree(Path(folder, "one_layer"), Path(folder, "no_files"))
+    (without / "model.safetensors").unlink()
 
 
 def held(n, rank, facts, graph, report):
@@ -93,7 +113,7 @@ def llama_sizes(n):
     },
     tests=["tests/test_llama.py"],
     main=Main(
-        arguments=["--steps", "2", "--max-new-tokens", "2"],
+        arguments=["--steps", "2", "--max-new-tokens", "2", "--prompt-ids", "3,4", "30"],
         defaults={"steps": (40, 3)},
         figures=held,
         values={"checkpoint": [str(CHECKPOINTS / "grouped")], "prompt_ids": ["7,2"]},
@@ -101,11 +121,11 @@ def llama_sizes(n):
             **dict.fromkeys(("prompt_ids", "max_new_tokens"), "tests/test_llama.py gives prompts to generate"),
             **{"checkpoint": "its config and weights reach train", "check": "it decides whether main compares"},
         },
-        other_options=["--checkpoint", str(CHECKPOINTS / "one_kv_head"), "--check"],
+        other_options=["--checkpoint", str(CHECKPOINTS / "one_kv_head"), "--prompt-ids", "1,5", "--check"],
         refused=[
             *REFUSED,
-            "--tensor 1 --checkpoint FOLDER/one_layer",
-            *(f"--checkpoint FOLDER/{name}" for name in DAMAGED),
+            "--tensor 1 --prompt-ids 1 --checkpoint FOLDER/one_layer",
+            *(f"--prompt-ids 1 --checkpoint FOLDER/{name}" for name in [*DAMAGED, "no_files"]),
         ],
         make_files=damaged,
     ),
