@@ -23,8 +23,8 @@ ROW, LEFT = 26, 46  # pixels: height of a row, width of its name
 TITLE = "Pipeline schedules: one step on {ranks} ranks, measured."
 LEGEND = {
     "F": "forward",
-    "B": "backward; in zero bubble, of the input only",
-    "W": "gradient of the weights, in zero bubble",
+    "B": "backward (zero bubble: gradient of the input)",
+    "W": "gradient of the weights (zero bubble only)",
 }
 
 
