@@ -459,7 +459,11 @@ def test_texts_follow_the_schedule(opened, schedule, micro):
     text = opened(view).text("#steps")
     assert FORMULAS[schedule, micro] in text and f"{micro} micro-batches." in text
     splits = schedule == "zero_bubble"
-    for words in ("backward of the input (I)", "backward of the weights (W)", "output gradients kept for W"):
+    for words in (
+        "backward: gradient of the input (I)",
+        "backward: gradient of the weights (W)",
+        "output gradients kept for W",
+    ):
         assert (words in text) == splits
 
 
