@@ -2,7 +2,7 @@
 
     ./launch.sh meshes
 
-Writes docs/gpt.json, docs/gpt.md and the picture of the losses. tests/slow/test_gpt_page.py makes the first steps of
+Writes docs/gpt.json and docs/gpt.md. tests/slow/test_gpt_page.py makes the first steps of
 most of these runs.
 """
 
@@ -14,16 +14,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import curves  # noqa: E402
 from harness.plan.formulas import AXES  # noqa: E402
 from harness.pool import Pool  # noqa: E402
 from harness.report.tables import table  # noqa: E402
 from tests.cases import ROOT  # noqa: E402
 from tests.cases import gpt_meshes as gpt  # noqa: E402
 
-PAGE, PICTURES = ROOT / "docs" / "gpt.md", ROOT / "docs" / "pictures"
+PAGE = ROOT / "docs" / "gpt.md"
 TEXT = Path(__file__).with_name("meshes_template.md")  # the page, with a {name} for each table
-TITLE = "Losses on ten meshes: {runs} runs of {steps} steps of AdamW, eager and in a graph."
 NEAR = 0.05  # measured bytes may differ from a formula by this share of it,
 MESSAGES = 30_000  # and by these bytes: OneFlow's own messages in a step, which depend on the machine
 ALL_TO_ALL = "weights that are split along dimension 1 need [an extra all-to-all](sbp-atlas.md#the-same-ranks)"
@@ -58,38 +56,24 @@ def megabytes(count):
     return f"{count / 1e6:.2f}"
 
 
-def moved(results):
-    """The table of bytes."""
+def moved_and_kept(results):
+    """The table: bytes along each axis, in both modes, and what the fullest rank keeps, which is the same in both."""
     rows = []
     for (mesh, layout), both in gpt.by_row(results).items():
         formulas, _ = gpt.formulas(mesh, layout)
-        if any(formulas.values()):
-            cells = [cell([run["sent"][axis] for run in both], formulas[axis]) for axis in AXES]
-            rows.append([f"{name_of(mesh)}<br>{layout}", *cells])
-    return table(["D × T × P", *AXES], rows)
-
-
-def resident(results):
-    """The table of memory; sequence parallel needs as much as plain, see test_meshes.py."""
-    layouts = ("plain", "sharded weights")
-    figures = {row: megabytes(sum(both[0]["held"].values())) for row, both in gpt.by_row(results).items()}
-    rows = [[name_of(mesh), *(figures.get((mesh, layout), "–") for layout in layouts)] for mesh in gpt.MESHES]
-    return table(["D × T × P", *layouts], rows)
+        cells = [cell([run["sent"][axis] for run in both], formulas[axis]) for axis in AXES]
+        rows.append([f"{name_of(mesh)}<br>{layout}", *cells, megabytes(sum(both[0]["held"].values()))])
+    return table(["D × T × P", *AXES, "a rank keeps"], rows)
 
 
 def remarks():
     """A list of where bytes are not those of the formulas, and why."""
     places = {}
-    for (mesh, *what), why in KNOWN.items():
-        places.setdefault(why, {}).setdefault(tuple(what), []).append(name_of(mesh))
-    lines = []
-    for why, meshes in places.items():
-        where = [
-            f"{layout}, {axis} axis, {mode} ({', '.join(names)})" for (layout, axis, mode), names in meshes.items()
-        ]
-        text = "; ".join(where)
-        lines.append(f"- {text[0].upper()}{text[1:]}: {why}.")
-    return "\n".join(lines)
+    for (_, layout, axis, mode), why in KNOWN.items():
+        where = f"{layout}, {axis} axis, {mode}"
+        places.setdefault(why, {})[where] = None
+    lines = ["; ".join(wheres) + f": {why}." for why, wheres in places.items()]
+    return "\n".join(f"- {line[0].upper()}{line[1:]}" for line in lines)
 
 
 def largest(numbers):
@@ -104,25 +88,10 @@ def page(results):
         few=gpt.LAYOUTS["sharded weights"]["steps"],
         loss=largest(error for run in results["runs"] for error in run["loss_errors"]),
         gradient=largest(run["gradient_error"] for run in results["runs"]),
-        moved=moved(results),
-        resident=resident(results),
+        table=moved_and_kept(results),
         others=megabytes(max(run["sent"]["others"] for run in results["runs"])),
         remarks=remarks(),
     )
-
-
-def picture(results):
-    plain = [run for run in results["runs"] if run["layout"] == "plain"]
-    title = TITLE.format(runs=len(plain), steps=gpt.LAYOUTS["plain"]["steps"])
-    lines = [(int(np.prod(run["mesh"])), run["graph"], run["loss_errors"]) for run in plain]
-    return curves.picture(title, results["numpy"], lines)
-
-
-def files(results):
-    """{path: text} of every file that is written from the results."""
-    drawn = picture(results)
-    pictures = {PICTURES / f"gpt_losses{theme}.svg": drawn.svg(theme) for theme in curves.THEMES}
-    return {PAGE: page(results), **pictures}
 
 
 def collected(runs):
@@ -130,14 +99,12 @@ def collected(runs):
     for run in runs:
         run["loss_errors"] = [float(f"{error:.2g}") for error in run["loss_errors"]]
         run["gradient_error"] = float(f"{run['gradient_error']:.2g}")
-    losses = gpt.known(**gpt.LAYOUTS["plain"], **gpt.SIZES)["losses"]
-    return {"numpy": [round(loss, 6) for loss in losses], "runs": runs}
+    return {"runs": runs}
 
 
 def write(results):
     gpt.FOUND.write_text(json.dumps(results).replace('{"mesh"', '\n{"mesh"') + "\n")
-    for path, text in files(results).items():
-        path.write_text(text)
+    PAGE.write_text(page(results))
 
 
 def main():

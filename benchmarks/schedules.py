@@ -8,7 +8,7 @@ Called by bench.py. The lesson is in recipes/pipelines/pipeline_schedules.py; ea
 import statistics
 from pathlib import Path
 
-from benchmarks import curves
+from benchmarks import svg
 from harness.pool import Pool
 from harness.start.recipe import path_of
 
@@ -20,10 +20,12 @@ TURNS = 9
 NAMES = {"1f1b": "1F1B", "zero_bubble": "zero bubble"}
 COLOURS = {"F": "x", "B": "w", "I": "w", "W": "out"}
 ROW, LEFT = 26, 46  # pixels: height of a row, width of its name
-TITLE = (
-    "Pipeline schedules: a step on {ranks} ranks, by their clocks. Forward, backward, and in zero bubble the gradients "
-    "of the input and of the weight. Numbers are micro-batches; in a gap a rank waits or sends."
-)
+TITLE = "Pipeline schedules: one step on {ranks} ranks, measured."
+LEGEND = {
+    "F": "forward",
+    "B": "backward (zero bubble: gradient of the input)",
+    "W": "gradient of the weights (zero bubble only)",
+}
 
 
 def measured():
@@ -50,8 +52,8 @@ def idle(step):
 
 
 def picture(steps):
-    drawn = curves.Picture(TITLE.format(ranks=RANKS))
-    scale = (curves.WIDTH - LEFT - 2) / max(map(length, steps.values()))
+    drawn = svg.Picture(TITLE.format(ranks=RANKS))
+    scale = (svg.WIDTH - LEFT - 2) / max(map(length, steps.values()))
     for schedule, step in steps.items():
         words = f"{NAMES[schedule]}: {1000 * length(step):.0f} ms, idle {idle(step):.0%}"
         drawn.lines(0, words, size=12, fill="text", bold=True)
@@ -65,12 +67,13 @@ def picture(steps):
                     drawn.text(x + width / 2, drawn.down + 15, str(micro_batch), fill=COLOURS[op], anchor="middle")
             drawn.down += ROW
         drawn.down += 8
-    for op, words in (("F", "F, forward"), ("B", "B or I, backward"), ("W", "W, of the weight")):
+    for op, words in LEGEND.items():
         drawn.lines(0, words, fill=COLOURS[op])
+    drawn.lines(0, "numbers: micro-batches; in a gap a rank waits or sends")
     return drawn
 
 
 def write():
     drawn = picture(measured())
-    for theme in curves.THEMES:
+    for theme in svg.THEMES:
         (PICTURES / f"pipeline_schedules{theme}.svg").write_text(drawn.svg(theme))

@@ -12,9 +12,8 @@ from tests.cases.ladder import Checks
 RUNS = json.loads(gpt.FOUND.read_text())
 
 
-def test_page_and_picture_are_those_of_the_runs():
-    for path, text in meshes.files(RUNS).items():
-        assert path.read_text() == text, f"{path}; ./launch.sh meshes makes it again"
+def test_page_is_that_of_the_runs():
+    assert meshes.PAGE.read_text() == meshes.page(RUNS), "./launch.sh meshes makes it again"
     assert list(by_row(RUNS)) == ROWS
 
 

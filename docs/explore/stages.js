@@ -429,7 +429,10 @@ function drawPipeline() {
     "div",
     { class: "stage send", "data-stage": "send" },
     arrowHead({ steps: [{ name: "pipeline_send" }], size: bytes(size) }),
-    arrowPicture(t("pipeline_send"), 64, 14, arrow(0, 7, 62, 7)),
+    // on a narrow page rank 1 is below rank 0
+    narrow.matches
+      ? arrowPicture(t("pipeline_send"), 14, 34, arrow(7, 0, 7, 32))
+      : arrowPicture(t("pipeline_send"), 64, 14, arrow(0, 7, 62, 7)),
   );
   find("summary").replaceChildren(t("pipeline_summary", { bytes: bytes(size) }));
   find("why").textContent = t("pipeline_why");

@@ -17,8 +17,8 @@ const Timeline = (() => {
   }
   const secondsText = (s) => (s >= 0.9995 ? `${figures(s)} s` : `${figures(s * 1e3)} ms`);
   function percent(part) {
-    if (part > 0 && part < 0.005) return "< 1 %";
-    return `${Math.round(part * 100)} %`;
+    if (part > 0 && part < 0.005) return "< 1%";
+    return `${Math.round(part * 100)}%`;
   }
 
   const speaker = (lang) => (key, values) => textOf(StepWords[lang], key, values);

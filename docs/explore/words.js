@@ -5,7 +5,7 @@ const Words = {
   en: {
     title: "OneFlow placement and SBP, hands-on",
     intro:
-      "A global tensor is one tensor that several ranks (processes, each with its device) hold together. Its placement says which ranks hold it; its SBP says how: split, broadcast, or partial sum. Choose both, and see what each rank holds, what moves, and what it costs. The matmul shows recorded runs of OneFlow {version}; the training step below is calculated, not measured.",
+      "A global tensor is one tensor that several ranks (processes, each with its device) hold together. Its placement says which ranks hold it; its SBP says how: split, broadcast, or partial sum. Choose both, and see what each rank holds, what it sends, and what that costs. The matmul shows recorded runs of OneFlow {version}; the training step below is calculated, not measured.",
     other_language: "中文",
     matmul_title: "A matmul: x @ w = out",
     presets: "Start from a strategy",
@@ -17,17 +17,17 @@ const Words = {
     preset_mesh: "data × tensor",
     preset_sharded: "fully sharded",
     about_data:
-      "Data parallelism: each rank multiplies its own rows of x by the whole w, so nothing moves here; training also needs an all-reduce of w’s gradient. Use it when the weights fit on one device and the batch is large.",
+      "Data parallelism: each rank multiplies its own rows of x by the whole w, so there is no communication here; training adds an all-reduce of w’s gradient. Use it when the weights fit on one device and the batch is large.",
     about_column:
       "Tensor parallelism by columns of w: each rank multiplies the whole x by its own columns of w and gets the same columns of out. Use it when w is too big for one device.",
     about_row:
-      "Tensor parallelism by rows of w: each rank has some rows of w and the matching columns of x, so its product is one term of a sum, which an all-reduce adds up. Use it when x is split by columns already, such as the output of a column-parallel matmul.",
+      "Tensor parallelism by rows of w: each rank has some rows of w and the matching columns of x, so its product is one addend of out; an all-reduce adds them. Use it when x is split by columns already, such as the output of a column-parallel matmul.",
     about_megatron:
-      "Megatron’s pair: w0 is split by columns and w1 by rows, so the output of the first matmul already has the layout that the second needs, and one all-reduce at the end is all that moves. Use it for the two matmuls of an MLP or of attention when a layer does not fit, over fast links.",
+      "Megatron’s pair: w0 is split by columns and w1 by rows, so the output of the first matmul already has the layout that the second needs, and one all-reduce at the end is the only communication. Use it for the two matmuls of an MLP or of attention when a layer does not fit, over fast links.",
     about_pipeline:
       "Pipeline parallelism: here the placement differs, not the SBP; each rank has a layer of its own, and the activations travel from rank to rank. Use it when the model has many layers, or links are slow.",
     about_mesh:
-      "Data × tensor: one axis of a mesh of ranks splits the rows of x, the other the columns of w, so each rank makes one block of out. Use it where the batch alone cannot feed all ranks.",
+      "Data × tensor: one axis of a mesh of ranks splits the rows of x, the other the columns of w, so each rank makes one block of out. Use it when the batch alone cannot keep all ranks busy.",
     about_sharded:
       "Fully sharded: each rank keeps only some rows of w, and the whole w is gathered before the matmul; the batch is split as in data parallelism. Here OneFlow gathers it by itself; the recipe asks for it with to_global, as for a large w OneFlow might move x instead. Use it when weights, gradients and optimizer state do not fit on one device.",
     first_matmul: "first: by columns",
@@ -43,13 +43,13 @@ const Words = {
     mode: "mode",
     legend_S: "S(0), split(0): each rank holds some rows; S(1), split(1): some columns",
     legend_B: "B, broadcast: each rank holds all of it",
-    legend_P: "P, partial sum: what the ranks hold adds up to it",
+    legend_P: "P, partial sum: each rank holds an addend; their sum is the tensor",
     sum_start: "{place}, x {x} @ w {w} gives out {out}.",
     sum_place: "On {n} ranks",
     sum_place_one: "On 1 rank",
     sum_place_mesh: "On a mesh of 2 × 2 ranks",
     sum_first: "OneFlow first moves {tensor} from {from} to {to}: {collective}. It chooses the operand by size; here both are equal.",
-    sum_direct: "Nothing moves before the multiplication.",
+    sum_direct: "No communication before the multiplication.",
     sum_change: "Out to {to}: {collective}.",
     sum_no_change: "Out is {to} already.",
     sum_error: "OneFlow {version} refuses this: {error}",
@@ -59,15 +59,15 @@ const Words = {
     why_B_S1: "Each rank multiplies the whole x by its columns of w and gets the same columns of out.",
     why_S1_S0:
       "Each rank has columns of x and the matching rows of w: it computes one partial sum for every element of out.",
-    why_P_B: "Multiplication is linear: each rank multiplies its part of x by w, and the products add up to out.",
-    why_B_P: "Multiplication is linear: each rank multiplies x by its part of w, and the products add up to out.",
+    why_P_B: "Multiplication is linear: each rank multiplies its addend of x by w, and the products add up to out.",
+    why_B_P: "Multiplication is linear: each rank multiplies x by its addend of w, and the products add up to out.",
     why_axis: "Along axis {axis}: {why}",
     stage_move: "First, {tensor} from {from} to {to}",
     stage_multiply: "Each rank multiplies what it holds",
     stage_change: "Then out from {from} to {to}",
     whole: "whole",
     rank: "rank {rank}",
-    not_recorded: "parts of a sum, not recorded",
+    not_recorded: "addends, not recorded",
     nothing_sent: "nothing is sent",
     "all-gather": "all-gather",
     "all-to-all": "all-to-all",
@@ -101,7 +101,7 @@ const Words = {
     all_send: "{bytes} in all",
     unexpected: "0 B by the formula, but it sends",
     nothing_moved: "nothing",
-    large: "At {shape} OneFlow chooses otherwise: it moves {moved}, and out is {out}. The bytes shown are for that choice.",
+    large: "At {shape} OneFlow makes a different choice: it moves {moved}, and out is {out}. The bytes shown are for that choice.",
     bytes_why: "Where the two differ, {link} says why.",
     bytes_mesh: "Where both axes of the mesh change, the formula is the least that any algorithm can send.",
     in_time: "See a training step ↓",
@@ -114,10 +114,10 @@ const Words = {
     runs: "it runs",
     differ_inputs: "the matmul is of {eager} in eager mode, of {graph} in a graph",
     differ_out: "out is {eager} in eager mode, {graph} in a graph",
-    differ_parts: "out is {out} in both, but the ranks hold other parts",
+    differ_parts: "out is {out} in both, but the ranks hold different addends",
     differ_sent: "before the matmul {eager} are sent in eager mode, {graph} in a graph, at {shape}",
     differ_change_error: "out to {to}, eager: {eager}; graph: {graph}",
-    differ_change_parts: "out to {to}: the ranks hold other parts of the sum",
+    differ_change_parts: "out to {to}: the ranks hold different addends",
     differ_change_sent: "out to {to} sends {eager} in eager mode, {graph} in a graph, at {shape}",
     code_title: "In OneFlow",
     copy: "Copy",
@@ -153,10 +153,10 @@ const Words = {
     preset_pipeline: "流水并行",
     preset_mesh: "数据 × 张量（2-D）",
     preset_sharded: "全分片",
-    about_data: "数据并行：每个 rank 用自己那部分 x 的行乘以完整的 w，这里不需要通信；训练时还要对 w 的梯度做 all-reduce。适用于单个设备放得下权重、batch 较大的情况。",
+    about_data: "数据并行：每个 rank 用自己那部分 x 的行乘以完整的 w，这里无需通信；训练时还要对 w 的梯度做 all-reduce。适用于单个设备放得下权重、batch 较大的情况。",
     about_column: "张量并行（按 w 的列切分）：每个 rank 用完整的 x 乘以自己那部分 w 的列，得到 out 的相应列。适用于单个设备放不下 w 的情况。",
     about_row:
-      "张量并行（按 w 的行切分）：每个 rank 持有 x 的若干列和 w 的对应行，它的乘积只是和式中的一项，由 all-reduce 逐元素相加。适用于 x 已经按列切分的情况，例如上一个按列切分的 matmul 的输出。",
+      "张量并行（按 w 的行切分）：每个 rank 持有 x 的若干列和 w 的对应行，它的乘积只是 out 的一个加数，由 all-reduce 逐元素相加。适用于 x 已经按列切分的情况，例如上一个按列切分的 matmul 的输出。",
     about_megatron:
       "Megatron 组合：w0 按列切分，w1 按行切分，第一个 matmul 的输出正好是第二个所需的布局，只需在最后做一次 all-reduce。适用于一层放不下时 MLP 或注意力中的两个 matmul，要求链路较快。",
     about_pipeline: "流水并行：不同的是 placement 而不是 SBP，每个 rank 放一层，激活值在 rank 之间传递。适用于层数多或链路慢的模型。",
@@ -176,13 +176,13 @@ const Words = {
     mode: "模式",
     legend_S: "S(0)，split(0)：每个 rank 持有若干行；S(1)，split(1)：若干列",
     legend_B: "B，broadcast：每个 rank 持有全部",
-    legend_P: "P，部分和：各 rank 所持部分逐元素相加得到整个张量",
+    legend_P: "P，部分和：每个 rank 持有一个加数，逐元素相加得到整个张量",
     sum_start: "{place}，x {x} @ w {w} 得到 out {out}。",
     sum_place: "在 {n} 个 rank 上",
     sum_place_one: "在 1 个 rank 上",
     sum_place_mesh: "在 2 × 2 的设备网格上",
     sum_first: "OneFlow 先把 {tensor} 从 {from} 转为 {to}：{collective}。移动哪个操作数取决于大小，这里二者相等。",
-    sum_direct: "相乘之前不需要通信。",
+    sum_direct: "相乘之前无需通信。",
     sum_change: "out 转为 {to}：{collective}。",
     sum_no_change: "out 已经是 {to}。",
     sum_error: "OneFlow {version} 不支持：{error}",
@@ -190,16 +190,16 @@ const Words = {
     why_B_B: "每个 rank 都用完整的 x 乘以完整的 w，各 rank 的计算相同。",
     why_S0_B: "每个 rank 用自己那部分 x 的行乘以完整的 w，得到 out 的相应行。",
     why_B_S1: "每个 rank 用完整的 x 乘以自己那部分 w 的列，得到 out 的相应列。",
-    why_S1_S0: "每个 rank 持有 x 的若干列和 w 的对应行：对 out 的每个元素，它只算出和式中的一项。",
-    why_P_B: "矩阵乘是线性的：每个 rank 用 x 的部分和乘以 w，各乘积逐元素相加得到 out。",
-    why_B_P: "矩阵乘是线性的：每个 rank 用 x 乘以 w 的部分和，各乘积逐元素相加得到 out。",
+    why_S1_S0: "每个 rank 持有 x 的若干列和 w 的对应行：对 out 的每个元素，它只算出一个加数。",
+    why_P_B: "矩阵乘是线性的：每个 rank 用自己的 x 的加数乘以 w，各乘积逐元素相加得到 out。",
+    why_B_P: "矩阵乘是线性的：每个 rank 用 x 乘以自己的 w 的加数，各乘积逐元素相加得到 out。",
     why_axis: "沿轴 {axis}：{why}",
     stage_move: "先把 {tensor} 从 {from} 转为 {to}",
     stage_multiply: "每个 rank 将所持部分相乘",
     stage_change: "再把 out 从 {from} 转为 {to}",
     whole: "整体",
     rank: "rank {rank}",
-    not_recorded: "部分和，未记录",
+    not_recorded: "加数，未记录",
     nothing_sent: "不发送数据",
     "all-gather": "all-gather",
     "all-to-all": "all-to-all",
@@ -220,7 +220,7 @@ const Words = {
     all_of: "全部",
     cell_label: "第 {row} 行第 {column} 列：{value}",
     cell_sum: "{value} = {terms}",
-    readout_title: "一个数字是怎样得到的",
+    readout_title: "这个数是怎么算出来的",
     hint: "指向 out 的任一数字，或用方向键移到它，即可查看该数字的来历。",
     same_on: "{ranks} 上相同",
     rank_short: "rank {rank}",
@@ -246,10 +246,10 @@ const Words = {
     runs: "可以运行",
     differ_inputs: "eager 模式实际相乘的是 {eager}，graph 中是 {graph}",
     differ_out: "eager 模式下 out 为 {eager}，graph 中为 {graph}",
-    differ_parts: "out 都是 {out}，但各 rank 持有的部分不同",
+    differ_parts: "out 都是 {out}，但各 rank 持有的加数不同",
     differ_sent: "{shape} 时，相乘之前 eager 模式发送 {eager}，graph 发送 {graph}",
     differ_change_error: "out 转为 {to}，eager：{eager}；graph：{graph}",
-    differ_change_parts: "out 转为 {to}：各 rank 持有的部分和不同",
+    differ_change_parts: "out 转为 {to}：各 rank 持有的加数不同",
     differ_change_sent: "{shape} 时，out 转为 {to}，eager 模式发送 {eager}，graph 发送 {graph}",
     code_title: "OneFlow 代码",
     copy: "复制",
@@ -292,7 +292,7 @@ const StepWords = {
     data: "data parallel",
     tensor: "tensor parallel",
     pipeline: "pipeline",
-    data_tensor: "data x tensor",
+    data_tensor: "data × tensor",
     sharded: "fully sharded",
     zero: "ZeRO",
     gpipe: "GPipe",
@@ -305,7 +305,7 @@ const StepWords = {
       "Layers come in pairs: the first has its weight split by columns, the second by rows. Each pair needs an " +
       "all-reduce of its output in forward, and one of its input's gradient in backward.",
     "about pipeline":
-      "Each rank has {stage} of the {layers} layers. The batch is cut into micro-batches, so that the ranks can " +
+      "Each rank has {stage} of the {layers} layers. The batch is split into micro-batches, so that the ranks can " +
       "work at the same time.",
     "about gpipe": "GPipe: all forwards, then all backwards.",
     "about 1f1b":
@@ -313,14 +313,14 @@ const StepWords = {
       "the formula ranks are idle as long as in GPipe, but none keeps the activations of more micro-batches than " +
       "there are ranks.",
     "about zero_bubble":
-      "Zero bubble (ZB-H1) is 1F1B with each backward cut in two: the gradient of the input (I), for which the rank " +
-      "before waits, and that of the weights (W), for which none waits. Rank k puts W off by k micro-batches, into " +
-      "time that it would spend idle.",
+      "Zero bubble (ZB-H1) is 1F1B with each backward split in two: the gradient of the input (I), for which the rank " +
+      "before waits, and that of the weights (W), for which none waits. Rank k delays W by k micro-batches, into " +
+      "time in which it would be idle.",
     "about schedules":
       "In eager mode the order of the calls in the program is the schedule. An nn.Graph orders them itself: on 2 to 4 " +
       "ranks, as we measured, it keeps the activations of a fixed number of micro-batches, however many there are.",
     "about data_tensor":
-      "A mesh of {data} x {tensor} ranks: axis 0 splits the batch, axis 1 the weights. All-reduces of " +
+      "A mesh of {data} × {tensor} ranks: axis 0 splits the batch, axis 1 the weights. All-reduces of " +
       "activations run along axis 1, those of gradients along axis 0.",
     "about sharded":
       "Each rank has 1/n of every weight, gradient and moment. An all-gather brings a layer together before its " +
@@ -341,8 +341,8 @@ const StepWords = {
       "micro-batches.",
     forward: "forward",
     backward: "backward",
-    backward_input: "backward of the input (I)",
-    backward_weights: "backward of the weights (W)",
+    backward_input: "backward: gradient of the input (I)",
+    backward_weights: "backward: gradient of the weights (W)",
     moves: "communication: {names}",
     update: "update",
     idle: "idle",
@@ -393,8 +393,8 @@ const StepWords = {
     "idle of": "Idle",
     "idle formula":
       "With p = {ranks} stages and m = {micro} micro-batches a rank is idle {form} = {above} / {below} = " +
-      "{formula} of forward and backward, if sends took no time. In the picture, with sends and " +
-      "update, it is {share} of the step.",
+      "{formula} of forward and backward, if sends took no time. As drawn above, with sends and " +
+      "the update, it is {share} of the step.",
     "idle none": "No rank waits for another: all do equal work and enter each collective together.",
     compare: "All strategies",
     "compare of": "{ranks} ranks, {rows} rows, {link} GB/s; the pipeline: {schedule}, {micro} micro-batches.",
@@ -426,14 +426,14 @@ const StepWords = {
     data: "数据并行",
     tensor: "张量并行",
     pipeline: "流水并行",
-    data_tensor: "数据 x 张量并行",
+    data_tensor: "数据 × 张量并行",
     sharded: "全分片",
     zero: "ZeRO",
     gpipe: "GPipe",
     "1f1b": "1F1B",
     zero_bubble: "zero bubble",
     "about data": "每个 rank 持有全部权重和 batch 中自己的行。反向时，每个权重的梯度通过 all-reduce 相加。",
-    "about tensor": "层两两成对：第一层的权重按列切分，第二层按行切分。每一对在前向时需要对输出做一次 all-reduce，在反向时需要对输入的梯度做一次。",
+    "about tensor": "每两层为一对：第一层的权重按列切分，第二层按行切分。每一对在前向时需要对输出做一次 all-reduce，在反向时需要对输入的梯度做一次。",
     "about pipeline":
       "每个 rank 持有 {layers} 层中的 {stage} 层。batch 分成多个 micro-batch，各个 rank 因此可以同时工作。",
     "about gpipe": "GPipe：先做完全部前向，再做全部反向。",
@@ -446,7 +446,7 @@ const StepWords = {
     "about schedules":
       "eager 模式下，程序中各次调用的先后顺序就是流水并行调度。nn.Graph 则自行安排顺序：我们在 2 到 4 个 rank 上实测，无论 " +
       "micro-batch 有多少，它只保存固定个数的 micro-batch 的激活值。",
-    "about data_tensor": "{data} x {tensor} 的设备网格：轴 0 切分 batch，轴 1 切分权重。激活值的 all-reduce 沿轴 1，梯度的沿轴 0。",
+    "about data_tensor": "{data} × {tensor} 的设备网格：轴 0 切分 batch，轴 1 切分权重。激活值的 all-reduce 沿轴 1，梯度的沿轴 0。",
     "about sharded":
       "每个 rank 只持有每个权重、梯度、一阶矩和二阶矩的 1/n。每层在前向之前用 all-gather 收集权重，保留到反向用完为止，相当于 FSDP 设置 " +
       "reshard_after_forward=False；reduce-scatter 切分梯度。",
@@ -460,8 +460,8 @@ const StepWords = {
     "time of micro": "单位为毫秒，由公式算出，不是实测；通信与计算不重叠。色块中的数字是 micro-batch 的序号。",
     forward: "前向",
     backward: "反向",
-    backward_input: "输入的反向（I）",
-    backward_weights: "权重的反向（W）",
+    backward_input: "反向：输入的梯度（I）",
+    backward_weights: "反向：权重的梯度（W）",
     moves: "通信：{names}",
     update: "更新",
     idle: "空闲",
@@ -469,8 +469,8 @@ const StepWords = {
     "block backward": "第 {layer} 层的反向",
     "block forward micro": "micro-batch {micro} 的前向",
     "block backward micro": "micro-batch {micro} 的反向",
-    "block backward_input micro": "micro-batch {micro} 的输入的反向",
-    "block backward_weights micro": "micro-batch {micro} 的权重的反向",
+    "block backward_input micro": "micro-batch {micro} 的反向：输入的梯度",
+    "block backward_weights micro": "micro-batch {micro} 的反向：权重的梯度",
     "block move": "{of}的 {name}{axis}，第 {layer} 层，每个 rank {bytes}",
     "block send": "把 micro-batch {micro} 的{of}发给 rank {to}，{bytes}",
     "block update": "更新",
@@ -482,7 +482,7 @@ const StepWords = {
     optimizer: "Adam 的一阶矩和二阶矩",
     activations: "激活值",
     pending: "为 W 保存的输出梯度",
-    gathered: "收集来的权重",
+    gathered: "收集到的权重",
     "activation gradients": "激活值的梯度",
     axis: "（沿轴 {axis}）",
     memory: "每个 rank 的内存",
@@ -494,7 +494,7 @@ const StepWords = {
       "还要保存各层输出的梯度，最多 min(m, k + 1) 个 micro-batch。",
     "memory part": "每个 rank 持有的是单个 rank 时的 {part}。",
     "memory fullest": "持有最多的 rank（如 rank {rank}）为单个 rank 时的 {part}。",
-    "memory gathered": "收集来的权重：反向开始时，所有层的完整权重，以及一层的完整梯度。",
+    "memory gathered": "收集到的权重：反向开始时，所有层的完整权重，以及一层的完整梯度。",
     sum: "合计",
     part: "部分",
     "a rank": "每个 rank",
@@ -510,7 +510,7 @@ const StepWords = {
     "idle of": "空闲",
     "idle formula":
       "p = {ranks} 个 stage，m = {micro} 个 micro-batch：若收发不占时间，每个 rank 在前向与反向中空闲 {form} = {above} / {below} " +
-      "= {formula}。图中计入收发和更新，空闲占一步的 {share}。",
+      "= {formula}。上图计入收发和更新，空闲占一步的 {share}。",
     "idle none": "没有 rank 需要等待：各 rank 的计算量相同，每次集合通信由所有 rank 一起完成。",
     compare: "所有策略",
     "compare of": "{ranks} 个 rank，{rows} 行，{link} GB/s；流水并行用 {schedule}，{micro} 个 micro-batch。",

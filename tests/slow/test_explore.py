@@ -27,7 +27,7 @@ RUNS = matmul_runs.read()
 VALUES = {name: np.array(value) for name, value in RUNS["value"].items()}
 VALUES["out"] = VALUES["x"] @ VALUES["w"]
 EVERY = {"1": 5, "2": 1, "3": 3, "4": 3, "2x2": 13}  # of so many pairs one is run again: with each SBP of x and of w
-FIRST = "On 2 ranks, x S(1) @ w S(0) gives out P. Nothing moves before the multiplication. Out to B: all-reduce."
+FIRST = "On 2 ranks, x S(1) @ w S(0) gives out P. No communication before the multiplication. Out to B: all-reduce."
 PRESETS = ("data", "column", "row", "megatron", "pipeline", "mesh", "sharded")
 VIEWS = [  # on each kind of placement: what moves first, what moves then, and partial sums
     "#ranks=1&x=B&w=P",
@@ -446,10 +446,10 @@ def test_idle_formula_is_what_is_drawn_where_sends_take_no_time(opened):
 
 
 FORMULAS = {  # at 4 stages and so many micro-batches
-    ("gpipe", 6): "(p - 1) / (m + p - 1) = 3 / 9 = 33 %",
-    ("1f1b", 6): "(p - 1) / (m + p - 1) = 3 / 9 = 33 %",
-    ("zero_bubble", 6): "(p - 1) / (3m + p - 1) = 3 / 21 = 14 %",
-    ("zero_bubble", 2): "(2p - m - 1) / (2p + 2m - 1) = 5 / 11 = 45 %",
+    ("gpipe", 6): "(p - 1) / (m + p - 1) = 3 / 9 = 33%",
+    ("1f1b", 6): "(p - 1) / (m + p - 1) = 3 / 9 = 33%",
+    ("zero_bubble", 6): "(p - 1) / (3m + p - 1) = 3 / 21 = 14%",
+    ("zero_bubble", 2): "(2p - m - 1) / (2p + 2m - 1) = 5 / 11 = 45%",
 }
 
 
@@ -459,7 +459,11 @@ def test_texts_follow_the_schedule(opened, schedule, micro):
     text = opened(view).text("#steps")
     assert FORMULAS[schedule, micro] in text and f"{micro} micro-batches." in text
     splits = schedule == "zero_bubble"
-    for words in ("backward of the input (I)", "backward of the weights (W)", "output gradients kept for W"):
+    for words in (
+        "backward: gradient of the input (I)",
+        "backward: gradient of the weights (W)",
+        "output gradients kept for W",
+    ):
         assert (words in text) == splits
 
 
