@@ -182,6 +182,27 @@ def bias_in_p(wrong):
     train(mlp, lambda x, y: cross_entropy(mlp(x), y), data=in_b)
 
 
+class RowParallel(nn.Module):
+    """A row-parallel layer by hand. With the mistake each rank adds the bias to its own addend."""
+
+    def __init__(self, linear, wrong):
+        super().__init__()
+        self.weight, self.bias, self.wrong = linear.weight, linear.bias, wrong
+
+    def forward(self, x):
+        out = flow.matmul(x, self.weight, transpose_b=True)
+        if self.wrong:
+            return (out.to_local() + self.bias.to_local()).to_global(placement=everywhere(), sbp=P)
+        return out.to_global(sbp=B) + self.bias
+
+
+def bias_of_each_rank(wrong):
+    mlp = tensor_parallel()
+    flow.nn.init.normal_(mlp.down.bias)
+    mlp.down = RowParallel(mlp.down, wrong)
+    train(mlp, lambda x, y: cross_entropy(mlp(x), y), data=in_b)
+
+
 def rows_of_an_embedding(wrong):
     """weight[ids] in place of nn.Embedding."""
     flow.manual_seed(0)

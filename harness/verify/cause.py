@@ -165,6 +165,17 @@ def missing_ranks(first, comparison, parallel, again):
     return None
 
 
+def added_by_each_rank(first, comparison, parallel, again):
+    """Every row is off by the same numbers, one for each feature: a bias that several ranks have added, or none."""
+    if first.alone.ndim < 2 or first.key.kind not in ("output", "graph output") or len(first.alone) < 2:
+        return None
+    off = columns_of(first.parallel) - columns_of(first.alone)
+    if np.abs(off - off[:1]).max(initial=0) > first.rounding:
+        return None
+    words = "every row is off by the same numbers, as by a bias that each rank adds to its part of a sum"
+    return f"{words}: add it once, after the all-reduce"
+
+
 def statistics_of_a_shard(first, comparison, parallel, again):
     """On each rank the block is off by a factor and a constant for each feature: it was normalized by itself."""
     value = first.value
@@ -234,6 +245,7 @@ SIGNATURES = (
     order_of_shards,
     another_order,
     missing_ranks,
+    added_by_each_rank,
     statistics_of_a_shard,
     unequal_micro_batches,
 )

@@ -28,6 +28,7 @@ MISTAKES = {
     "clipped_by_a_norm": "the tensor before to_global.*the-norm-from",
     "clipped_by_own_norm": "the gradient of down.bias .*the copies of ranks 0 and 1 differ",
     "bias_in_p": "down.bias after the update.*a-parameter-in-p",
+    "bias_of_each_rank": "the output of down .*every row is off by the same numbers",
     "rows_of_an_embedding": "the gradient of .*the-gradient-of-weightids",
     "stacked": "the gradient of .*the-gradient-of-stack",
     "maximum_of_p": "the gradient of .*has NaN.*the-gradient-of-amax",
