@@ -9,7 +9,7 @@
 Moves: P -> B is one all-reduce of out: 2 (n-1)/n of its bytes leave each of n ranks.
 Run:   ./launch.sh recipes/row_parallel.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/row_parallel.py [--graph]
-Use it after model_parallel.py, whose out is split by columns already. Alone it pays an all-reduce that columns do not.
+Use it after model_parallel.py, whose out is split by columns already. Alone it needs an all-reduce; columns do not.
 Source: M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
 

@@ -8,7 +8,7 @@
 Moves: nothing, 0 bytes: there is only one rank.
 Run:   ./launch.sh recipes/single_device.py [--graph]
        python recipes/single_device.py [--graph]
-Use it as long as everything fits and is fast enough: no strategy beats having nothing to move.
+Use it as long as everything fits and is fast enough: nothing is faster than no communication.
 Source: OneFlow documentation, nn.Module and nn.Graph.
 """
 

@@ -9,7 +9,7 @@
     w1 grad   (8, 4)    whole       whole       B
 
 out moves to where the labels y are. --loss first: all of y is on rank 0. --loss other: all of y is on the last rank,
-which does nothing else. --loss each: y is split like out, and each rank's loss is a part of a partial sum, P.
+which does nothing else. --loss each: y is split like out, and each rank's loss is an addend of a partial sum, P.
 
 Moves: first: (n-1)/n of out to rank 0, (n-1)/n of its gradient back; eager mode sends as much from each of n ranks.
        other: out and its gradient, once. each: neither. All: the all-reduce of train_data_parallel.py.

@@ -10,7 +10,7 @@
     gathered       (8, 27)    whole       nothing     B
 
 x is a text, a number for each character; out = embedding[x] @ head guesses the next one. table is the replica of
-embedding; head has one too. --home all: x and y are S(0) and the weights B from the start, and the moves do nothing.
+embedding; head has one too. --home all: x and y are S(0) and the weights B from the start, and the moves send nothing.
 
 Moves: from rank 0 n-1 copies of the weights, (n-1)/n of x and of out's gradient; to it n-1 gradients, (n-1)/n of out.
        Eager mode sends more: (n-1)/n from every rank, and an all-reduce. --home all: only an all-reduce of gradients.

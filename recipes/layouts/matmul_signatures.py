@@ -1,6 +1,6 @@
 """Matmul signatures: which SBP pairs multiply without communication, and which make OneFlow move an input first.
 
-    x, and w alike        rank 0         rank 1         SBP
+    x (w likewise)        rank 0         rank 1         SBP
     x B       (4, 4)      whole          whole          B
     x S(0)    (4, 4)      rows 0-1       rows 2-3       S(0)
     x S(1)    (4, 4)      columns 0-1    columns 2-3    S(1)

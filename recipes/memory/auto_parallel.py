@@ -9,7 +9,7 @@
     new w1    (1024, 256)                     rows 0-511       rows 512-1023       S(0)
 
 After the first call the weights have the SBP that OneFlow chose: at batch 8 columns, then rows, as in Megatron-LM,
-which moves activations and no weight's gradient. At batch 1024 they stay B, data parallel; so do small weights.
+which sends activations and no weight's gradient. At batch 1024 they stay B, data parallel; so do small weights.
 
 Moves: at batch 8, x and y gathered, out all-reduced: (n-1)/n x (bytes of x + 3 x those of y) from each of n ranks.
 Run:   ./launch.sh recipes/memory/auto_parallel.py [--batch 1024]

@@ -10,8 +10,8 @@
     new w0       (4, 8)                       rows 0-1    rows 2-3    S(0)
     new w1       (8, 4)                       rows 0-3    rows 4-7    S(0)
 
-From the first step on each rank keeps its rows of each weight and of Adam's state, and updates them by the same rows of
-the gradient. Stages 1, 2 and 3 are one and the same graph in OneFlow 0.9.0 on CPU: the same operations, SBPs and moves.
+From the first step on each rank keeps its rows of each weight and of Adam's state, and updates them with the same rows
+of the gradient. Stages 1, 2 and 3 are the same graph in OneFlow 0.9.0 on CPU: the same operations, SBPs and moves.
 
 Moves: an all-gather of each weight, a reduce-scatter of its gradient: each (n-1)/n x the weights from each of n ranks.
 Run:   ./launch.sh recipes/memory/zero_optimizer.py [--shard-min-size 1024]

@@ -123,7 +123,7 @@ def check(table, n, micro_batches):
 def in_turns(table):
     """What the ranks do at the same time, turn by turn: the call of each rank, or None where it waits.
 
-    B takes two turns, "b" and "B". Raises ValueError if no rank can go on.
+    B takes two turns, "b" and "B". Raises ValueError if no rank can continue.
     """
     last = max(k for row in table for _, k, _ in row)
     rows = [[(half, k, m) for op, k, m in row for half in ("bB" if op == "B" else op)] for row in table]
@@ -169,7 +169,7 @@ def run_step(model, table, x, y):
                 outputs.pop((k, m)).backward(out_grads.pop((k, m), None))
             if op in "BW":
                 model[k].weight_backward(m)
-        for op, k, m in calls:  # a rank receives after its own call, so that it does not wait with that one
+        for op, k, m in calls:  # a rank receives after its own call, which then need not wait
             if op == "F" and k < last:
                 inputs[k + 1, m] = outputs[k, m].detach().to_global(placement=model[k + 1].ranks).requires_grad_()
             if op in "BI" and k > 0:

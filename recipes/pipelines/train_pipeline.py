@@ -6,7 +6,7 @@
     w0         (4, 8)                         whole      nothing    B
     w1         (8, 4)                         nothing    whole      B
 
-With one batch, one stage works at a time. Cut into m micro-batches, stage 0 takes the next while stage 1 has the first:
+With one batch, one stage works at a time. With m micro-batches, stage 0 takes the next while stage 1 has the first:
 the bubble, when stages wait, is (n-1)/(m+n-1) of the time; the weights come out the same. Eager mode runs GPipe: first
 forward of all micro-batches, then backward, and a stage holds what backward needs of all m. In a graph it holds a fixed
 number of them. pipeline_schedules.py has other orders, such as 1F1B.

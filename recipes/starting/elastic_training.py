@@ -7,8 +7,8 @@
     w grad      (64, 64)          whole       whole       B
 
 OneFlow cannot continue without a rank: when one dies, launch.sh ends all and restarts them. A checkpoint holds weight
-and momentum, and the batch depends on the step alone, so the weights become those of a job without a death: bit for bit
-on the same number of ranks, within rounding on a different one. Only the steps since the last checkpoint are repeated.
+and momentum, and the batch depends on the step alone, so the weights become those of a job without a failure: bit for
+bit on the same number of ranks, within rounding on a different one. Only steps since the last checkpoint are repeated.
 
 Moves: an all-reduce of w's gradient every step, 2 (n-1)/n x its bytes from each of n ranks; to load, n-1 x the state.
 Run:   ./launch.sh recipes/starting/elastic_training.py [--graph]

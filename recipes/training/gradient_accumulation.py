@@ -12,7 +12,7 @@ Micro-batch i is the i-th part of each rank's rows, and only its activations are
 have gradients that add up to that of the large batch. A graph takes the large batch and splits it itself.
 
 Moves: in eager mode an all-reduce of the weights' gradients for each micro-batch, m x 2 (n-1)/n x the weights from each
-       of n ranks. A graph adds up the partial sums first and pays once: 2 (n-1)/n x the weights.
+       of n ranks. A graph adds up the partial sums first and sends once: 2 (n-1)/n x the weights.
 Run:   ./launch.sh recipes/training/gradient_accumulation.py [--graph] [--micro-batches 4]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/training/gradient_accumulation.py [--graph]
 Use it when the activations of the batch that you want do not fit; in eager mode only if links are fast.

@@ -8,7 +8,7 @@
     w0 grad    (4, 8)                         whole       whole       B
     w1 grad    (8, 4)                         whole       whole       B
 
-Each rank's rows give one part of each gradient: a partial sum, P. A weight in B needs its gradient in B, and P -> B is
+Each rank's rows give one addend of each gradient, which is P. A weight in B needs its gradient in B, and P -> B is
 the all-reduce: eager mode runs it in backward(), a graph before the update. The optimizer's state is B as well.
 
 Moves: an all-reduce of each weight's gradient every step: 2 (n-1)/n x the bytes of the weights from each of n ranks.

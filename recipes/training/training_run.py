@@ -129,17 +129,17 @@ def causal_mask(seq_len, mesh):
 
 
 def to_columns(x):
-    """Before a column weight: nothing moves forward, and the gradient is reduced at once."""
+    """Before a column weight: no communication forward; in backward the gradient is reduced at once."""
     return x.to_global(sbp=BATCH, grad_sbp=BATCH)
 
 
 def from_rows(out):
-    """Behind a row weight: the partial sums are added up."""
+    """After a row weight: the partial sums are added up."""
     return out.to_global(sbp=BATCH)
 
 
 def sum_of_losses(model, ids, targets):
-    """The losses of all valid tokens, added up, and how many there are; a mean here would be one of means later."""
+    """The sum of the losses of all valid tokens, and their number; a mean here would become a mean of means."""
     logits = model(ids).flatten(0, 1)
     targets = targets.flatten()
     loss = flow.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
@@ -147,7 +147,7 @@ def sum_of_losses(model, ids, targets):
 
 
 def sums_and_gradients(model, ids, targets):
-    """The two sums of a micro-batch, and the gradients of the first. Along data they are P: nothing has moved."""
+    """The two sums of a micro-batch, and the gradients of the first. Along data they are P: not yet reduced."""
     loss, count = sum_of_losses(model, ids, targets)
     return (loss, count, *flow.autograd.grad(loss, list(model.parameters())))
 
@@ -176,7 +176,7 @@ class EvaluationGraph(flow.nn.Graph):
 
 
 def sample(index, config):
-    """The ids and targets of a sequence, padded. Replace it by one that reads the index-th from your files."""
+    """The ids and targets of a sequence, padded. Replace it with one that reads your files."""
     ids = np.zeros(config.seq_len, np.int64)
     targets = np.full(config.seq_len, IGNORE, np.int64)
     if index < config.train_samples + config.test_samples:  # else nothing but padding
@@ -189,8 +189,8 @@ def sample(index, config):
 
 
 def load_rows(indices, config, mesh):
-    """The global ids and targets of these samples; each rank reads its own rows alone."""
-    place = np.argwhere(mesh.ranks == flow.env.get_rank())  # of this rank, along data and tensor; none outside
+    """The global ids and targets of these samples; each rank reads only its own rows."""
+    place = np.argwhere(mesh.ranks == flow.env.get_rank())  # along data and tensor; none outside the mesh
     rows = np.split(indices, mesh.ranks.shape[0])[place[0][0]] if len(place) else indices[:0]
     padded = np.array([sample(index, config) for index in rows], np.int64).reshape(-1, 2, config.seq_len)
     local = [flow.tensor(padded[:, i], device=mesh.type) for i in range(2)]
@@ -198,7 +198,7 @@ def load_rows(indices, config, mesh):
 
 
 class Batches:
-    """Shuffled batches without end, the same on any mesh. Their state is the seed, the epoch and a position in it."""
+    """Endless shuffled batches, the same on any mesh. Their state is the seed, the epoch and the position in it."""
 
     def __init__(self, config, mesh, seed):
         self.config, self.mesh = config, mesh
@@ -235,7 +235,7 @@ def parameter_groups(model, weight_decay):
 
 
 def learning_rate(step, config):
-    """Warmup, then a cosine down to a tenth. It depends on the step alone, so a resumed run has it from there on."""
+    """Warmup, then a cosine down to a tenth. It depends on the step alone, so a resumed run continues it."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     done = min((step - config.warmup_steps) / (config.decay_steps - config.warmup_steps), 1)
@@ -258,7 +258,7 @@ def train_step(model, optimizer, gradients_of, micro_batches, config):
         sums = gradients_of(ids, targets)
         totals = sums if totals is None else [total + new for total, new in zip(totals, sums)]
     loss, count, *gradients = totals
-    count = count.to_global(sbp=REPLICATED)  # of all ranks and micro-batches: a mean of their means is another loss
+    count = count.to_global(sbp=REPLICATED)  # of all ranks and micro-batches: a mean of their means is a different loss
     parameters = list(model.parameters())
     for p, gradient in zip(parameters, gradients):
         p.grad = gradient.to_global(sbp=p.sbp) / count  # the all-reduce along data, once for all micro-batches
@@ -309,9 +309,9 @@ def newest_checkpoint(checkpoint_dir):
 
 
 def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir="", save_every=4, log=False):
-    """Train up to a step, from the newest checkpoint on, if there is one.
+    """Train up to a step, from the newest checkpoint if there is one.
 
-    Returns the model, the loss of each step and the losses on held-out data, with those of the jobs before this one.
+    Returns the model, the loss of each step and the held-out losses, including those of earlier jobs.
     """
     config = config or Config()
     config.check(mesh)

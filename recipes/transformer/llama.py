@@ -9,7 +9,7 @@
 
 Queries, keys, values and the cache, (batch, heads, length, head_dim), are S(1): each rank has its own heads.
 The rows of embed_tokens and lm_head are S(0), norms B. Each rank reads only its slices of the .safetensors files.
-Moves: for each token 2 all-reduces of the residual in a layer and 1 behind the embedding, an all-gather of the logits,
+Moves: for each token 2 all-reduces of the residual in a layer and 1 after the embedding, an all-gather of the logits,
        and the residual from stage to stage. The cache stays where it is.
 Run:   ./launch.sh recipes/transformer/llama.py [--graph] [--tensor 2] [--checkpoint FOLDER --prompt-ids 1,5 7]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/llama.py [--graph]
@@ -96,7 +96,7 @@ class Config:
         """Radians by which each pair of numbers of a head turns from a token to the next, head_dim / 2 of them."""
         rope = {"rope_theta": 10000.0, **(self.rope_parameters or {})}
         turns = rope["rope_theta"] ** (-np.arange(0, self.head_dim, 2, dtype=np.float32) / self.head_dim)
-        if rope.get("rope_type", "default") == "llama3":  # slow ones slower, and those in between in between
+        if rope.get("rope_type", "default") == "llama3":  # slow ones turn slower; those in between are interpolated
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]
             in_context = rope["original_max_position_embeddings"] * turns / (2 * math.pi)  # full turns
             smooth = np.clip((in_context - low) / (high - low), 0, 1)
@@ -208,7 +208,7 @@ class Attention(nn.Module):
         return self.o_proj(values.permute(0, 2, 1, 3).reshape(batch, length, -1))
 
     def heads_of(self, projection, x):
-        """S(2), by columns, becomes S(1), by heads: nothing moves."""
+        """S(2), by columns, becomes S(1), by heads: no communication."""
         return projection(x).reshape(*x.shape[:2], -1, self.config.head_dim).permute(0, 2, 1, 3)
 
 
@@ -232,7 +232,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, ranks)
 
     def forward(self, x, columns, begin=0, cache=None):
-        """Of a split part the outputs are summed over the ranks, and the gradients of its input in backward."""
+        """The outputs of a split part are summed over the ranks, and in backward the gradients of its input."""
         x = x.to_global(placement=self.ranks)  # from the stage before
         h = self.input_layernorm(x).to_global(sbp=B, grad_sbp=B)
         x = x + self.self_attn(h, columns, begin, cache).to_global(sbp=B)
@@ -280,7 +280,7 @@ class LlamaForCausalLM(nn.Module):
         return flow.matmul(self.model(ids, columns), self.head(), transpose_b=True)
 
     def next_tokens(self, ids, columns, head, begin=0, caches=None):
-        """The most likely token behind the last column, (batch), on all ranks. ids: the columns from `begin` on."""
+        """The most likely token after the last column, (batch), on all ranks. ids: the columns from `begin` on."""
         hidden = self.model(self.on_first_stage(ids), columns, begin, caches)[:, -1]
         logits = flow.matmul(head, hidden, transpose_b=True)  # (vocab_size, batch): S(0) takes no detour to B
         return logits.to_global(sbp=B).argmax(0).numpy()  # collective: all ranks call it

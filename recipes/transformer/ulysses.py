@@ -9,7 +9,7 @@
 
 q is (seq_len, num_heads, head_size). Attention runs on all rows of q, k and v, each split by heads: S(1).
 Moves: forward an all-to-all of q, k, v and of the result, backward of their gradients: 8 (n-1)/n^2 x q from each of n
-       ranks. That is less the more ranks there are; an all-gather of k and v is not.
+       ranks. The more ranks, the less that is; an all-gather of k and v does not shrink.
 Run:   ./launch.sh recipes/transformer/ulysses.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/ulysses.py [--graph]
 Use it when a sequence is too long for one device and there are n heads or more.

@@ -184,7 +184,7 @@ def may_change_parameters(kind, layer):
 
 
 def output_of(tensor):
-    """The output of an op that a tensor of a graph stands for; after a change in place it is another one."""
+    """The output of an op that a tensor of a graph stands for; after a change in place it is a different one."""
     flow._C.identity(tensor)
     job = Job.FromString(flow._oneflow_internal.GetSerializedCurrentJob())
     return job.net.op[-1].user_conf.input["in"].s[0]

@@ -8,9 +8,9 @@
     blocks.1.up.weight    (32, 8)        nothing    whole      B
     head.weight           (5, 8)         nothing    whole      B
 
-Each part first moves what it is called with to its stage: a subclass of its own class, put in place by __class__, has
-the forward that does so. In a graph with micro-batches parameters must also be read through flow._C.identity: else a
-layer may read them while the optimizer changes them, silently (OneFlow 0.9.0).
+Each part first moves its inputs to its stage: its __class__ becomes a subclass whose forward does so. In a graph with
+micro-batches parameters must also be read through flow._C.identity: otherwise a layer may read them while the optimizer
+changes them, silently (OneFlow 0.9.0).
 
 Moves: forward each stage's output, backward its gradient, (batch, seq_len, hidden_size) between neighbours.
 Run:   ./launch.sh recipes/your_model/pipeline_module.py [--graph] [--micro-batches 4]
@@ -205,7 +205,7 @@ def may_change_parameters(kind, layer):
 
 
 def output_of(tensor):
-    """The output of an op that a tensor of a graph stands for; after a change in place it is another one."""
+    """The output of an op that a tensor of a graph stands for; after a change in place it is a different one."""
     flow._C.identity(tensor)
     job = Job.FromString(flow._oneflow_internal.GetSerializedCurrentJob())
     return job.net.op[-1].user_conf.input["in"].s[0]

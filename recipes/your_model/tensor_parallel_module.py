@@ -16,7 +16,7 @@ Moves: along the tensor axis an all-reduce of (batch, seq_len, hidden_size) for 
        the data axis an all-reduce of each parameter's gradient.
 Run:   ./launch.sh recipes/your_model/tensor_parallel_module.py [--graph] [--data 2]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/tensor_parallel_module.py [--graph]
-Use it when the weights fit on each rank, but not with gradients and optimizer state; the model is split from a copy.
+Use it when the weights fit on each rank, but not with gradients and optimizer state; each rank starts with a copy.
 Source: M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
 
@@ -185,7 +185,7 @@ def may_change_parameters(kind, layer):
 
 
 def output_of(tensor):
-    """The output of an op that a tensor of a graph stands for; after a change in place it is another one."""
+    """The output of an op that a tensor of a graph stands for; after a change in place it is a different one."""
     flow._C.identity(tensor)
     job = Job.FromString(flow._oneflow_internal.GetSerializedCurrentJob())
     return job.net.op[-1].user_conf.input["in"].s[0]
