@@ -79,5 +79,6 @@ def sections(page):
     return [Section(title, (page.parent / link).resolve(), text) for title, link, text in matches]
 
 
-COMMANDS = [line for block in blocks(ENGLISH, "bash") for line in block.splitlines()]
+COMMANDS = [line for block in blocks(ENGLISH, "bash") for line in re.sub(r"\\\n +", "", block).splitlines()]
+[MATMULS] = [block for block in blocks(ENGLISH, "text") if "partial_sum" in block]  # what the README's program prints
 BY_HAND = [line for block in blocks(CLUSTERS, "sh") for line in block.splitlines()]
