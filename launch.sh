@@ -21,7 +21,7 @@ Options go before the script, and the script's own arguments behind it.
 examples
   ./launch.sh recipes/data_parallel.py       on the recipe's own number of ranks
   ./launch.sh -n 4 data_parallel --graph     on 4 ranks, inside an nn.Graph
-  ./launch.sh -n 3 ~/mine.py --my-option     a script of yours
+  ./launch.sh -n 3 ~/mine.py --my-option     your own script
   ./launch.sh show --memory -n 2 ~/mine.py   and the peak memory of each rank
   ./launch.sh test -k pipeline               tests with this word in their names
 
@@ -103,7 +103,7 @@ list() {
         read -r line <"$here/$path"
         printf '  %-25s %s\n' "$(basename "$path" .py)" "${line#\"\"\"}"
     done < <(sed -n 's/^### \[.*](\(.*\.py\))$/recipes\/\1/p' "$here/recipes/README.md")
-    printf '\n./launch.sh --help shows the options, and how to run a script of yours.\n'
+    printf '\n./launch.sh --help shows the options, and how to run your own script.\n'
 }
 
 [[ -d /proc/self ]] || { echo "launch.sh: /proc is not mounted, and OneFlow needs it" >&2; exit 2; }
