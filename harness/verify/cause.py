@@ -121,7 +121,7 @@ def factor(first, comparison, parallel, again):
 
 
 def order_of_shards(first, comparison, parallel, again):
-    """The blocks of the ranks are right, and stand in another order."""
+    """The blocks of the ranks are right, but in a different order."""
     layout = first.value.layout
     if layout.sbp == "local" or len(layout.axes) > 1 or not isinstance(parse(layout.sbp)[0], Split):
         return None
