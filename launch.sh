@@ -62,7 +62,7 @@ each rank holds, and after each statement what moved between the ranks.
   --echo              show statements that come from a pipe or a file
   -m MODULE           in place of SCRIPT: a module, as in python -m
 
-Ctrl-C ends a statement and starts new ranks, without the names so far. Ctrl-D or
+Ctrl-C ends a statement and starts new ranks; all names are lost. Ctrl-D or
 exit() ends the shell. A tutorial: docs/shell.md
 END
 }
