@@ -104,7 +104,7 @@ def unequal_micro_batches(first, comparison, parallel, again):
 def not_a_number(first, comparison, parallel, again):
     if first.parallel.dtype.kind != "f" or not np.isnan(first.parallel).any() or np.isnan(first.alone).any():
         return None
-    alone = f"it has NaN on {parallel.world_size} ranks, and not on one"
+    alone = f"it has NaN on {parallel.world_size} ranks and not on one"
     return f"{alone}: amax, max or logsumexp of a tensor in P has ({LARGEST})"
 
 
@@ -145,7 +145,7 @@ def another_order(first, comparison, parallel, again):
     in_order = [np.sort(np.abs(array), axis=None) for array in (first.parallel, first.alone)]
     if difference(*in_order) > first.rounding:
         return None
-    words = "the numbers are right, but in the wrong places"
+    words = "the numbers are right but in the wrong places"
     return f"{words}: stack of a split tensor has such a gradient ({STACK})" if "gradient" in first.key.kind else words
 
 
