@@ -16,12 +16,12 @@ Run a OneFlow script on several ranks of this machine.
   ./launch.sh plan ...         choose a layout for a model and a cluster
   ./launch.sh test             run the tests; test --all: the slow ones too
 
-Options go before the script, and the script's own arguments behind it.
+Options go before the script, and the script's own arguments after it.
 
 examples
   ./launch.sh recipes/data_parallel.py       on the recipe's own number of ranks
   ./launch.sh -n 4 data_parallel --graph     on 4 ranks, inside an nn.Graph
-  ./launch.sh -n 3 ~/mine.py --my-option     a script of yours
+  ./launch.sh -n 3 ~/mine.py --my-option     your own script
   ./launch.sh show --memory -n 2 ~/mine.py   and the peak memory of each rank
   ./launch.sh test -k pipeline               tests with this word in their names
 
@@ -49,9 +49,9 @@ Type Python statements, and every rank runs each of them.
 
   ./launch.sh shell [-n N] [--timeout SECONDS] [--echo] [SCRIPT [ARG ...]]
 
-Equal answers are shown once, behind [all], others behind the numbers of
-their ranks. Of a global tensor you see its SBP and what each rank holds, and
-after each statement what moved between the ranks.
+An answer that is the same on every rank is shown once, after [all]; others
+follow the number of their rank. Of a global tensor you see its SBP and what
+each rank holds, and after each statement what moved between the ranks.
 
   SCRIPT              run a file or a recipe first, and keep its names; its
                       __name__ is not "__main__", so its main does not start
@@ -62,7 +62,7 @@ after each statement what moved between the ranks.
   --echo              show statements that come from a pipe or a file
   -m MODULE           in place of SCRIPT: a module, as in python -m
 
-Ctrl-C ends a statement and starts new ranks, whose names are gone. Ctrl-D or
+Ctrl-C ends a statement and starts new ranks; all names are lost. Ctrl-D or
 exit() ends the shell. A tutorial: docs/shell.md
 END
 }
@@ -74,13 +74,13 @@ Compare what a script computes on n ranks with what it computes on one.
   ./launch.sh verify [-n N] [OPTIONS] SCRIPT [ARG ...]
 
 Both runs begin with the same weights and batches, and train for three steps.
-The first value that differs by more than rounding is named, with its line.
+You see the first value that differs by more than rounding, with its line.
 
   -n N                number of ranks (default: the first of the script's
                       WORLD_SIZES, or 2)
   --steps N           training steps to compare (default: 3)
   --against "FILE [ARG ...]"
-                      compare with another script, for a single device, whose
+                      compare with a script for a single device, whose
                       parameters have the same names
   --json              print the result as JSON
   --timeout SECONDS   for each run of the script (default: 600; 0: no limit)
@@ -103,7 +103,7 @@ list() {
         read -r line <"$here/$path"
         printf '  %-25s %s\n' "$(basename "$path" .py)" "${line#\"\"\"}"
     done < <(sed -n 's/^### \[.*](\(.*\.py\))$/recipes\/\1/p' "$here/recipes/README.md")
-    printf '\n./launch.sh --help shows the options, and how to run a script of yours.\n'
+    printf '\n./launch.sh --help shows the options, and how to run your own script.\n'
 }
 
 [[ -d /proc/self ]] || { echo "launch.sh: /proc is not mounted, and OneFlow needs it" >&2; exit 2; }

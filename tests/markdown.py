@@ -20,6 +20,11 @@ def blocks_of(text, language):
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
+def commands_of(block):
+    """The commands of a code block, those that a backslash breaks as one line."""
+    return re.sub(r"\\\n +", "", block).splitlines()
+
+
 def headings(path):
     """The headings of a page in order, as a reader sees them: without marks and the targets of links."""
     lines = re.sub("^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -79,5 +84,6 @@ def sections(page):
     return [Section(title, (page.parent / link).resolve(), text) for title, link, text in matches]
 
 
-COMMANDS = [line for block in blocks(ENGLISH, "bash") for line in block.splitlines()]
-BY_HAND = [line for block in blocks(CLUSTERS, "sh") for line in block.splitlines()]
+COMMANDS = [line for block in blocks(ENGLISH, "bash") for line in commands_of(block)]
+[MATMULS] = [block for block in blocks(ENGLISH, "text") if "partial_sum" in block]  # what the README's program prints
+BY_HAND = [line for block in blocks(CLUSTERS, "sh") for line in commands_of(block)]

@@ -22,7 +22,7 @@ def test_help_fits_a_screen_and_shows_known_commands_and_options():
     assert all(f"./launch.sh {command}" in shown for command in ("list", "show", "bytes", "test"))
     names = [set(action.option_strings) for action in parser()._actions if action.option_strings]
     section = CLUSTERS.read_text().partition("## All options\n")[2].partition("\n## ")[0]
-    rows = {line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `-")}
+    rows = {line.split(": ")[0] for line in section.splitlines() if line.startswith("- `-")}
     documented = [set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", row)) for row in rows]
     assert all(any(row & option for row in documented) for option in names)
     assert all(any(row <= option for option in names) for row in documented)

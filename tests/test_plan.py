@@ -168,7 +168,7 @@ def test_hardly_any_bandwidth_leaves_a_pipeline():
 
 @pytest.mark.slow
 def test_slow_links_between_hosts_make_tensor_parallel_over_them_slow():
-    """As docs/choosing.md says of 175 billion parameters on 128 hosts."""
+    """175 billion parameters on 128 hosts."""
     model = dataclasses.replace(MODEL, num_layers=96, hidden_size=12288, num_heads=96)
     slower = {}
     for between in (200, 25):

@@ -116,7 +116,7 @@ def in_words(move):
         words = "backward: the gradients"
     else:
         change = f" {move.change}," if move.change and move.change != move.collective else ""
-        collective = move.collective if move.collective != "nothing" else "nothing moves"
+        collective = move.collective if move.collective != "nothing" else "no communication"
         words = f"{move.what}:{change} {collective}"
     if move.collective == IMPLICIT and not move.is_exact:
         words += f", {about}"

@@ -32,7 +32,7 @@ from harness.start.output import say
 MEMORY_IN_WORDS = (
     "Peak: how much the resident memory of the process grew while the script ran, numpy's arrays and OneFlow's own "
     "buffers (tens of MB) included, the memory of a GPU not. Weights, gradients and optimizer state: counted from the "
-    "rank's shards. Rest: activations, gathered weights, buffers and what is temporary. In a graph the gradients are "
+    "rank's shards. Rest: activations, gathered weights, buffers and temporary tensors. In a graph the gradients are "
     "those that the optimizer reads; they need not all be there at once."
 )
 TIMEOUT = 600.0  # seconds, by default: as the output is not shown, nobody notices a script that hangs
@@ -209,5 +209,5 @@ def explain_implicit(console, items, options):
 
 def hint(console, how):
     """Write why the measured bytes of small tensors are not exact."""
-    words = f"Tensors under 1 MB: what was measured is {how}, because OneFlow's own messages drown their bytes."
+    words = f"Tensors under 1 MB: what was measured is {how}, because OneFlow's own messages outweigh their bytes."
     console.print(Text(f"\n{words} Give larger sizes to compare with the formulas.", "dim"))

@@ -62,7 +62,7 @@ class Job:
             paths = [folder / f"rank_{self.first + rank}.log" for rank in range(self.nproc_per_node)]
             self.logs = [stack.enter_context(path.open("ab", buffering=0)) for path in paths]
         except OSError as error:
-            raise UsageError(f"--log-dir {folder}: {error.strerror}: name another folder") from None
+            raise UsageError(f"--log-dir {folder}: {error.strerror}: choose a different folder") from None
         words = " ".join([self.options.script, *self.options.arguments])
         self.log(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, one of {self.world_size} ranks of {words}")
 

@@ -97,14 +97,15 @@ def norm_of_shards(first, comparison, parallel, again):
 def unequal_micro_batches(first, comparison, parallel, again):
     if first.key.kind != "graph output" or first.value.facts.get("micro_batches", 1) < 2:
         return None
-    words = "micro-batch i is the i-th part of each rank's rows, so that padding counts otherwise than on one rank"
+    words = "micro-batch i is the i-th part of each rank's rows, so padding counts differently than on one rank"
     return f"{words} ({TRAITS})"
 
 
 def not_a_number(first, comparison, parallel, again):
     if first.parallel.dtype.kind != "f" or not np.isnan(first.parallel).any() or np.isnan(first.alone).any():
         return None
-    return f"it has NaN on {parallel.world_size} ranks alone: amax, max or logsumexp of a tensor in P has ({LARGEST})"
+    alone = f"it has NaN on {parallel.world_size} ranks and not on one"
+    return f"{alone}: amax, max or logsumexp of a tensor in P has ({LARGEST})"
 
 
 def factor(first, comparison, parallel, again):
@@ -120,7 +121,7 @@ def factor(first, comparison, parallel, again):
 
 
 def order_of_shards(first, comparison, parallel, again):
-    """The blocks of the ranks are right, and stand in another order."""
+    """The blocks of the ranks are right, but in a different order."""
     layout = first.value.layout
     if layout.sbp == "local" or len(layout.axes) > 1 or not isinstance(parse(layout.sbp)[0], Split):
         return None
@@ -138,13 +139,13 @@ def order_of_shards(first, comparison, parallel, again):
 
 
 def another_order(first, comparison, parallel, again):
-    """The numbers are right, up to their signs, and stand in other places."""
+    """The numbers are right, up to their signs, but in the wrong places."""
     if first.alone.size < 2 or first.alone.dtype.kind == "b":
         return None
     in_order = [np.sort(np.abs(array), axis=None) for array in (first.parallel, first.alone)]
     if difference(*in_order) > first.rounding:
         return None
-    words = "the numbers are right and stand in other places"
+    words = "the numbers are right but in the wrong places"
     return f"{words}: stack of a split tensor has such a gradient ({STACK})" if "gradient" in first.key.kind else words
 
 

@@ -41,7 +41,7 @@ class Outcome:
 class Comparison:
     """agreeing: keys of equal values before the first difference; differing: Outcomes; skipped: keys of other values.
 
-    steps: of training that were compared. kinks: number of values in which a few elements differ alone, see is_kink.
+    steps: of training that were compared. kinks: number of values in which only a few elements differ, see is_kink.
     """
 
     agreeing: list

@@ -106,7 +106,7 @@ class Findings:
             count, first = len(compared.skipped), compared.skipped[0]
             lines.append(f"not compared: {count} {words}; the first is {name_of(first)}, {at(first.place)}")
         if compared.kinks:
-            words = "a few elements differ alone, as where rounding moves a number across 0 in ReLU"
+            words = "only a few elements differ, as when rounding moves an input of ReLU across 0"
             lines.append(f"in {compared.kinks} values {words}: after that, less than 1 % is no difference")
         if self.told_size > 1:
             words = f"on one rank the script was told that there are {self.told_size}"

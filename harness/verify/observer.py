@@ -120,7 +120,7 @@ class Observer(Recorder):
         same_shape = whole is not None and whole.shape == tuple(result.shape)
         is_part = whole is not None and call.kind == "to_global"  # of the batch, say, of which each rank loads its own
         if self.strict and not (same_shape or (is_part and "S" in self.replay[key].layout.sbp)):
-            raise CannotReplay(f"{at(place)} makes another tensor than on all ranks, of shape {tuple(result.shape)}")
+            raise CannotReplay(f"{at(place)} makes a different tensor than on n ranks, of shape {tuple(result.shape)}")
         self.replayed += same_shape or is_part
         if not (same_shape or is_part):
             return result
@@ -131,7 +131,7 @@ class Observer(Recorder):
         if not (result.requires_grad or is_in_place):
             return value
         if not same_shape:
-            raise CannotReplay(f"{at(place)} makes a tensor that needs gradients, of another shape than on all ranks")
+            raise CannotReplay(f"{at(place)} makes a tensor that needs gradients, in a different shape than on n ranks")
         with self.pause(), flow.no_grad():
             result.data = value
         return result

@@ -41,7 +41,7 @@ MISTAKES = {
     "weights_changed_on_one_rank": "down.bias after the update.*the copies of ranks 0 and 1 differ",
     "expert_gradients_times_ranks": TWICE,
     "part_of_an_auxiliary_loss": f"the loss, .*{OWN_BLOCK}",
-    "labels_shifted_in_blocks": "the tensor that to_global makes .*stand in other places",
+    "labels_shifted_in_blocks": "the tensor that to_global makes .*in the wrong places",
     "optimizer_before_layout": "wrong: no optimizer updates any of the model's 4 parameters",
     "scaled_by_own_largest": f"the loss, .*{OWN_BLOCK}",
     "padded_micro_batches": "the output of Graph.*the i-th part of each rank's rows",

@@ -12,11 +12,11 @@ from tests.clusters import Cluster, install
 from tests.environments import linter
 from tests.jobs import EQUAL, MET, SLEEPS, Run, ended, launch, wait_until
 from tests.markdown import CLUSTERS as PAGE
-from tests.markdown import blocks
+from tests.markdown import blocks, commands_of
 
 # Files that the page gives in full: name -> text.
 FILES = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
-COMMANDS = [line for text in blocks(PAGE, "bash") if text not in FILES.values() for line in text.splitlines()]
+COMMANDS = [line for text in blocks(PAGE, "bash") if text not in FILES.values() for line in commands_of(text)]
 BATCH = "sbatch --wait train.sbatch"
 OWN = {  # of the tests, beside the files of the page
     "sleeps.py": MET + SLEEPS + "\n",

@@ -19,11 +19,11 @@ from tests.cases import ROOT
 from tests.environments import apt_install, linter
 from tests.hosts import NO_HOSTS
 from tests.jobs import EQUAL, MARK, MET, PLAIN, SLEEPS, Run, ended
-from tests.markdown import blocks
+from tests.markdown import blocks, commands_of
 
 PAGE = ROOT / "docs" / "containers.md"
 FILES = dict(re.findall(r"`([\w.]+)`[^`\n]*:\n\n```\w+\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
-RUNS = [line for script in blocks(PAGE, "bash") for line in script.splitlines() if line.startswith("docker run --rm ")]
+RUNS = [line for text in blocks(PAGE, "bash") for line in commands_of(text) if line.startswith("docker run --rm ")]
 BUILD, OWN_SCRIPT = "docker build --tag cookbook:1 .", "cookbook:1 -n 2 mine.py"
 PACKAGES = {"podman": "podman", "runc": "runc", "/usr/lib/podman/netavark": "netavark", "iptables": "iptables"}
 VENV = (ROOT / ".venv").resolve()

@@ -362,7 +362,7 @@ def test_limit_that_is_too_low_is_refused(limit):
 # What the launcher, its ranks and argparse in them refuse -> the one line on standard error; see test_options.py too.
 REFUSED = {
     "-n 0 recipes/data_parallel.py": "launch.sh: -n must be 1 or more, got 0",
-    "--log-dir /dev/null recipes/data_parallel.py": "--log-dir /dev/null: File exists: name another folder",
+    "--log-dir /dev/null recipes/data_parallel.py": "--log-dir /dev/null: File exists: choose a different folder",
     "list data_parallel": "launch.sh: list takes no arguments, got data_parallel",
     "docs --short": "launch.sh: docs takes no arguments, got --short",
     "recipes/data_parallel.py --graf": "data_parallel.py: error: unrecognized arguments: --graf",

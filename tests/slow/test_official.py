@@ -11,7 +11,7 @@ from tests.markdown import ENGLISH, blocks
 def early_jobs(tmp_path_factory):
     """OneFlow's own launcher may sleep for 10 s at the start."""
     return {
-        "eager": official(2, "recipes/data_parallel.py"),
+        "eager": official(2, "recipes/row_parallel.py"),
         "graph": official(4, "recipes/hybrid_parallel.py", "--graph"),
         "unknown option": official(2, "recipes/data_parallel.py", "--graf"),
         "too few ranks": official(2, "recipes/hybrid_parallel.py"),
@@ -27,7 +27,7 @@ def test_recipe_says_that_it_is_right(early, name):
 
 def test_what_is_printed_is_the_same_as_through_launch(early):
     """That launcher does not keep lines apart: a rank may write between the pieces of another rank's print."""
-    lines = [line.split("] ", 1)[1] for line in blocks(ENGLISH, "text")[1].splitlines() if ") of (" in line]
+    lines = [line.split("] ", 1)[1] for line in blocks(ENGLISH, "text")[0].splitlines() if ") of (" in line]
     out = early["eager"].wait().out
     assert {line: out.count(line) for line in lines} == {line: lines.count(line) for line in lines}
 

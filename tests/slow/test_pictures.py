@@ -83,8 +83,13 @@ def test_numbers_are_claimed(name):
 
 def test_partial_sums_add_up_to_the_product():
     claimed = CLAIMS["partial_sum"]
-    product = np.array(claimed["x"]) @ claimed["w"]
-    assert (np.sum(claimed["partial"], axis=0) == product).all() and (product == claimed["out"]).all()
+    x, w, partial = (np.array(claimed[name]) for name in ("x", "w", "partial"))
+    assert (x @ w == claimed["out"]).all()
+    assert all((partial[k] == np.outer(x[:, k], w[k])).all() for k in range(claimed["ranks"]))
+    for group in picture("partial_sum").iter(f"{SVG}g"):  # what each rank holds, as it is drawn
+        name, rank = group.get("data-tensor"), int(group.get("data-rank"))
+        held = {"x": x[:, rank], "w": w[rank], "partial": partial[rank], "out": np.array(claimed["out"])}[name]
+        assert [int(text.text) for text in group.iter(f"{SVG}text")] == held.ravel().tolist()
 
 
 def background_calls(item):

@@ -146,7 +146,7 @@ def lines(out):
 
 
 def steps(out):
-    """The tensors and moves in their order: "x S(0)" and "x @ w = out: nothing moves"."""
+    """The tensors and moves in their order: "x S(0)" and "x @ w = out: no communication"."""
     named = [line for line in lines(out) if isinstance(line, str) or line[0]]
     return [line if isinstance(line, str) else f"{line[0]} {line[2]}" for line in named if line[0] != "tensor"]
 
