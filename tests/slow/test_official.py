@@ -11,7 +11,7 @@ from tests.markdown import ENGLISH, blocks
 def early_jobs(tmp_path_factory):
     """OneFlow's own launcher may sleep for 10 s at the start."""
     return {
-        "eager": official(2, "recipes/row_parallel.py"),
+        "eager": official(2, "recipes/data_parallel.py"),
         "graph": official(4, "recipes/hybrid_parallel.py", "--graph"),
         "unknown option": official(2, "recipes/data_parallel.py", "--graf"),
         "too few ranks": official(2, "recipes/hybrid_parallel.py"),
