@@ -32,13 +32,8 @@ def train(path, arguments):
     return differences(begins[1:]), result
 
 
-def step_times(path, **arguments):
-    times, _ = train(path, arguments)
-    return times
-
-
 def losses_and_times(path, **arguments):
-    """Of gpt.py: {"losses", "seconds"}."""
+    """Train a recipe: {"losses", "seconds" of its steps but the first and the last}."""
     times, (_, losses) = train(path, arguments)
     return {"losses": [float(loss) for loss in losses], "seconds": times}
 

@@ -61,7 +61,7 @@ def compiled(heads, splits):
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=(whole, splits, of_state)), of_state
 
 
-def trained(kind, file, heads):
+def train_gpt(kind, file, heads):
     """Train from the weights on the text of a file of gpt.py's: {"losses", "seconds" of each step but two}."""
     weights = dict(np.load(file))
     rows = weights.pop("rows")  # (steps, batch, length + 1)

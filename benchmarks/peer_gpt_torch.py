@@ -80,7 +80,7 @@ def parallel(kind, model):
     return model
 
 
-def trained(kind, file, heads):
+def train_gpt(kind, file, heads):
     """Train from the weights on the text of a file of gpt.py's: {"losses" of this rank, "seconds" of each step but
     the first and the last}."""
     w = dict(np.load(file))

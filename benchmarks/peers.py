@@ -52,14 +52,14 @@ class Peer:
             process.wait()
         self.log.close()
 
-    def step_times(self, **options):
-        """The seconds of each step but the first, by rank; for a GPT the results of `trained`.
+    def call(self, function, **arguments):
+        """Call a function of peer_FRAMEWORK.py; returns what it returns, by rank.
 
         Raises PeerError if a process ends or gives no answer.
         """
         try:
             for process in self.processes:
-                process.stdin.write(json.dumps(options) + "\n")
+                process.stdin.write(json.dumps({"function": function, **arguments}) + "\n")
                 process.stdin.flush()
         except BrokenPipeError:
             raise self.error("ended") from None

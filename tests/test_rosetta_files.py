@@ -1,4 +1,4 @@
-"""The twins of docs/rosetta need nothing of ours, and docs/rosetta.md shows lines of theirs and of the recipes."""
+"""The twins of docs/rosetta need nothing of ours, and the pages show lines of theirs and of the recipes."""
 
 import ast
 import re
@@ -7,10 +7,11 @@ import pytest
 
 from tests.cases import ROOT
 
-PAGE = ROOT / "docs" / "rosetta.md"
+PAGES = [ROOT / "docs" / name for name in ("rosetta.md", "rosetta.zh-CN.md")]
 FILES = sorted((ROOT / "docs" / "rosetta").rglob("*.py"))
 THEIRS = {"pytorch": {"torch"}, "jax": {"jax"}, "differences": {"oneflow", "torch", "jax"}}
-BLOCKS = re.findall(r"\[\w+\.py]\((\S+\.py)\):\n\n```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+BLOCK = re.compile(r"\[\w+\.py]\((\S+\.py)\)[:：]\n\n```python\n(.*?)```", flags=re.DOTALL)
+BLOCKS = BLOCK.findall(PAGES[0].read_text())
 
 
 def imported(path):
@@ -29,10 +30,12 @@ def test_file_imports_its_framework_and_numpy(path):
 
 @pytest.mark.parametrize("link, block", BLOCKS, ids=[link for link, _ in BLOCKS])
 def test_page_shows_lines_of_the_file(link, block):
-    lines = (PAGE.parent / link).read_text().splitlines()
-    assert not [line for line in block.splitlines() if line not in lines]
+    lines = [line.strip() for line in (PAGES[0].parent / link).read_text().splitlines()]
+    assert not [line for line in block.splitlines() if line.strip() not in lines]
 
 
-def test_every_block_of_code_has_its_file_and_every_file_its_link():
-    assert PAGE.read_text().count("```python") == len(BLOCKS)
-    assert all(f"]({path.relative_to(PAGE.parent)})" in PAGE.read_text() for path in FILES)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_of_code_has_its_file_and_every_file_its_link(page):
+    text = page.read_text()
+    assert BLOCK.findall(text) == BLOCKS and text.count("```python") == len(BLOCKS)
+    assert all(f"]({path.relative_to(page.parent)})" in text for path in FILES)

@@ -282,6 +282,24 @@ def test_matmuls_print_the_blocks_of_the_readme(programs):
     assert shards(lines_of(ROSETTA / "jax" / "matmul_layouts.py", programs, "")) == sorted(filled)
 
 
+SHAPES = {  # plan of rosetta_plans.py -> rank 0's shards of the weights of the embedding, blocks.0.up and blocks.0.down
+    "": ([12, 16], [64, 16], [16, 64]),
+    "tensor": ([12, 16], [32, 16], [16, 32]),
+    "data x tensor": ([6, 16], [16, 16], [8, 32]),
+    "vocabulary": ([6, 16], [32, 16], [16, 32]),
+    "sequence": ([6, 16], [32, 16], [16, 32]),
+    "fully sharded": ([6, 16], [32, 16], [8, 64]),
+}
+
+
+def test_plans_of_your_own_model_train_as_a_single_device_does(programs, tmp_path):
+    torchrun(programs, 4, ROOT / "tests" / "rosetta_plans.py", tmp_path / "results.json")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {plan: tuple(result["shapes"].values()) for plan, result in results.items()} == SHAPES
+    for result in results.values():
+        close(result["losses"], results[""]["losses"])
+
+
 @pytest.mark.parametrize("framework", ["oneflow", "pytorch", "jax"])
 def test_page_shows_what_the_differences_print(programs, framework):
     path = ROSETTA / "differences" / f"differences_{framework}.py"

@@ -11,7 +11,8 @@ sharding. Gradients and Adam's state have the sharding of the weights. Whether g
 the choice of jax.checkpoint, as of any activation.
 
 Run:     python docs/rosetta/jax/fully_sharded.py
-On GPUs: delete the two lines of jax.config; on several hosts call jax.distributed.initialize() first.
+On GPUs: delete the two lines of jax.config, and set JAX_DEFAULT_MATMUL_PRECISION=highest, as the default is TF32. On
+         several hosts call jax.distributed.initialize() first.
 """
 
 import functools

@@ -7,7 +7,8 @@
 
 Moves:   nothing, but for rows one all-reduce of out.
 Run:     python docs/rosetta/jax/matmul_layouts.py
-On GPUs: delete the two lines of jax.config; on several hosts call jax.distributed.initialize() first.
+On GPUs: delete the two lines of jax.config, and set JAX_DEFAULT_MATMUL_PRECISION=highest, as the default is TF32. On
+         several hosts call jax.distributed.initialize() first.
 """
 
 import jax

@@ -10,7 +10,8 @@ The twin of recipes/training/train_data_parallel.py, with the same weights, batc
 that of one device, and a gradient has the sharding of its weight. One process drives all devices of a host.
 
 Run:     python docs/rosetta/jax/train_data_parallel.py
-On GPUs: delete the two lines of jax.config; on several hosts call jax.distributed.initialize() first.
+On GPUs: delete the two lines of jax.config, and set JAX_DEFAULT_MATMUL_PRECISION=highest, as the default is TF32. On
+         several hosts call jax.distributed.initialize() first.
 """
 
 import functools

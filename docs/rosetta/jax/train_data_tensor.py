@@ -10,7 +10,8 @@ The twin of recipes/training/train_data_tensor.py, with the same weights, batch 
 for each dimension of the tensor, an SBP one for each axis of the mesh.
 
 Run:     python docs/rosetta/jax/train_data_tensor.py
-On GPUs: delete the two lines of jax.config; on several hosts call jax.distributed.initialize() first.
+On GPUs: delete the two lines of jax.config, and set JAX_DEFAULT_MATMUL_PRECISION=highest, as the default is TF32. On
+         several hosts call jax.distributed.initialize() first.
 """
 
 import functools

@@ -10,7 +10,8 @@ The twin of recipes/training/train_model_parallel.py, with the same weights, bat
 contracts a sharded dimension: without out_sharding it is a ShardingTypeError, where OneFlow returns a partial sum.
 
 Run:     python docs/rosetta/jax/train_model_parallel.py
-On GPUs: delete the two lines of jax.config; on several hosts call jax.distributed.initialize() first.
+On GPUs: delete the two lines of jax.config, and set JAX_DEFAULT_MATMUL_PRECISION=highest, as the default is TF32. On
+         several hosts call jax.distributed.initialize() first.
 """
 
 import functools

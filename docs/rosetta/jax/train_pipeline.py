@@ -11,7 +11,8 @@ array, so they have one shape: zeros fill them up. The loop over m + n - 1 ticks
 makes its backward. In a bubble a device computes too, and the result is dropped.
 
 Run:     python docs/rosetta/jax/train_pipeline.py
-On GPUs: delete the two lines of jax.config; on several hosts call jax.distributed.initialize() first.
+On GPUs: delete the two lines of jax.config, and set JAX_DEFAULT_MATMUL_PRECISION=highest, as the default is TF32. On
+         several hosts call jax.distributed.initialize() first.
 """
 
 import functools

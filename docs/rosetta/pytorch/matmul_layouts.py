@@ -7,7 +7,8 @@
 
 Moves:   nothing, but for rows one all-reduce of out.
 Run:     torchrun --nproc_per_node 2 docs/rosetta/pytorch/matmul_layouts.py
-On GPUs: DEVICE = "cuda"; init_device_mesh then starts NCCL, with one rank for each GPU.
+On GPUs: DEVICE = "cuda", and torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group, which
+         then takes NCCL.
 """
 
 import torch

@@ -73,8 +73,8 @@ def train(mesh=None, seed=0, steps=20, batch=8, hidden_size=8):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
-    return model, losses
+        losses.append(loss.detach())
+    return model, [loss.item() for loss in losses]
 
 
 def main():

@@ -61,12 +61,12 @@ def train(mesh=None, steps=3, batch=8, in_features=4, hidden_size=8, out_feature
         optimizer.zero_grad()
         loss.backward()  # the all-reduces along data, which average
         optimizer.step()
-        loss = loss.detach()
-        if mesh:  # the loss is that of this rank's rows
-            dist.all_reduce(loss, group=data.get_group())
-            loss /= data.size()
-        losses.append(loss.item())
-    return model, losses
+        losses.append(loss.detach())
+    losses = torch.stack(losses)
+    if mesh:  # they are those of this rank's rows
+        dist.all_reduce(losses, group=data.get_group())
+        losses /= data.size()
+    return model, losses.tolist()
 
 
 def main():

@@ -56,8 +56,8 @@ def train(mesh=None, steps=3, batch=8, in_features=4, hidden_size=8, out_feature
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
-    return model, losses
+        losses.append(loss.detach())
+    return model, [loss.item() for loss in losses]
 
 
 def main():
