@@ -347,10 +347,13 @@ RECOMPUTED = {  # type of op -> how many of them `--recompute full` computes aga
 
 
 def recomputed(num_layers, options):
-    """The ops that are computed again; sequence parallelism and sharded weights add casts between SBPs."""
+    """The ops that are computed again; sequence parallelism and sharded weights add casts between SBPs.
+
+    In context parallel OneFlow drops the casts of keys and values, and gathers them between the ops around.
+    """
     if options.get("recompute") != "full":
         return {}
-    casts = 2 * options["sequence_parallel"] + 4 * options["shard_weights"] + 3 * options["context_parallel"]
+    casts = 2 * options["sequence_parallel"] + 4 * options["shard_weights"]
     per_block = {**RECOMPUTED, **({"hierarchical_parallel_cast": casts} if casts else {})}
     return {kind: num_layers * count for kind, count in per_block.items()}
 
