@@ -101,7 +101,7 @@ REFUSED = [  # number of ranks, arguments, the error
     (
         2,
         {"context_parallel": True, "experts": 4},
-        "--experts gives its slots to whole sequences; leave out --context-parallel",
+        "--experts gives out its slots by whole sequences; leave out --context-parallel",
     ),
     (
         2,

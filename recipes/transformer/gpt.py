@@ -102,7 +102,7 @@ class Config:
                 raise ValueError(f"--experts {self.experts} is fewer than the {TOP_K} that a token chooses")
             check_divides("--data", data, self.experts, "experts")
             if self.context_parallel:
-                raise ValueError("--experts gives its slots to whole sequences; leave out --context-parallel")
+                raise ValueError("--experts gives out its slots by whole sequences; leave out --context-parallel")
 
 
 def check_divides(option, parts, size, what):
@@ -209,9 +209,9 @@ class Block(StageModule):
         heads, head_size = self.config.num_heads, hidden_size // self.config.num_heads
         qkv = flow.matmul(x, self.weight("qkv"))  # its columns are in the order of the heads
         q, k, v = qkv.reshape(seq_len, batch, heads, 3 * head_size).chunk(3, -1)
-        if self.config.context_parallel:
+        if self.config.context_parallel:  # all-gathers along data; backward reduce-scatters the gradients
             k, v = (part.to_global(sbp=(B, S(2)), grad_sbp=(S(0), S(2))) for part in (k, v))
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # (batch, heads, seq_len, head_size)
         scores = flow.matmul(q, k, transpose_b=True) * head_size**-0.5
         scores = scores + self.mask(seq_len, x.dtype)  # flow.where would gather the scores
         values = flow.matmul(scores.softmax(-1), v)
@@ -326,7 +326,7 @@ class GPT(flow.nn.Module):
 
 
 def cross_entropy(logits, targets, context_parallel):
-    """The mean over all tokens. OneFlow keeps only two-dimensional logits split, and if the first dimension was."""
+    """The mean over all tokens. OneFlow keeps only two-dimensional logits split; flatten wants the split one first."""
     if context_parallel:
         targets = targets.transpose(0, 1)
     else:

@@ -115,6 +115,17 @@ def test_bytes_are_those_of_the_formula(pools, mesh, graph, option, formulas):
         Checks.that(abs(count - wanted) <= 0.02 * wanted + 2 * CONTROL, axis, "sends", count, "not", wanted)
 
 
+def test_both_splits_of_a_sequence_send_more_than_twice_as_much_in_eager_mode(pools):
+    """Which is why recipes/README.md says to use a graph for them."""
+
+    def sent(**more):
+        arguments = {"data": 2, "tensor": 2, "steps": 4, "context_parallel": True, **WIDE, **more}
+        return sum(sent_in_a_step(pools(4).call(TRAINED, path=GPT, **arguments)).values())
+
+    times = sent(sequence_parallel=True) / sent()
+    Checks.that(times > 2, "with --sequence-parallel too it sends", times, "x as much")
+
+
 def test_model_learns_to_add():
     """With the defaults of main; 100 of 100 answers were right on 1 rank and on 2."""
     with Pool(1, timeout=1800) as pool:
