@@ -210,8 +210,9 @@ class Block(StageModule):
         qkv = flow.matmul(x, self.weight("qkv"))  # its columns are in the order of the heads
         q, k, v = qkv.reshape(seq_len, batch, heads, 3 * head_size).chunk(3, -1)
         if self.config.context_parallel:  # all-gathers along data; backward reduce-scatters the gradients
-            k, v = (part.to_global(sbp=(B, S(2)), grad_sbp=(S(0), S(2))) for part in (k, v))
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # (batch, heads, seq_len, head_size)
+            k = k.to_global(sbp=(B, S(2)), grad_sbp=(S(0), S(2)))
+            v = v.to_global(sbp=(B, S(2)), grad_sbp=(S(0), S(2)))
+        q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)  # (batch, heads, seq_len, size)
         scores = flow.matmul(q, k, transpose_b=True) * head_size**-0.5
         scores = scores + self.mask(seq_len, x.dtype)  # flow.where would gather the scores
         values = flow.matmul(scores.softmax(-1), v)
