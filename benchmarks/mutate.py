@@ -38,6 +38,7 @@ GPT = [  # what proves gpt.py: the runs of tests/test_gpt.py, and meshes on whic
     ((2, 2, 1), {}),
     ((1, 2, 2), {"graph": True}),
     *gpt.EXPERT_RUNS,
+    *gpt.CONTEXT_RUNS,
 ]
 MESH_2_2, MESH_BY_TENSOR = "np.arange(n).reshape(2, -1).tolist()", "np.arange(n).reshape(-1, tensor).tolist()"
 MESHES = "|".join(map(re.escape, ("[[0, 1], [2, 3]]", "[[0, 3], [1, 2]]", MESH_2_2, MESH_BY_TENSOR)))

@@ -131,7 +131,7 @@ def growth_in_forward(path, data=1, tensor=1, **sizes):
     config = module.Config(**sizes)
     model = module.GPT(meshes, config, 96, seed=0)
     ids, _ = module.batch_of(config, seed=0, step=1)
-    ids = module.to_mesh(ids, meshes[0])
+    ids = model.embedding.to_mesh(ids)
     flow._oneflow_internal.eager.Sync()
     before = memory_size("VmRSS")
     logits = model(ids)

@@ -11,7 +11,7 @@ from harness.pool import PoolError
 from harness.start.recipe import load, path_of
 from tests.cases import gpt_meshes as gpt
 from tests.cases import reference_gpt
-from tests.cases.gpt_meshes import EXPERT_RUNS, RUNS, SMALL, TRAINED, known, prove, prove_run
+from tests.cases.gpt_meshes import CONTEXT_RUNS, EXPERT_RUNS, RUNS, SMALL, TRAINED, known, prove, prove_run
 from tests.cases.ladder import MAIN
 
 GPT = str(path_of("gpt"))
@@ -32,6 +32,14 @@ def test_mesh_trains_as_numpy(pools, run):
     "run", [EXPERT_RUNS[0], *(pytest.param(run, marks=pytest.mark.slow) for run in EXPERT_RUNS[1:])], ids=run_id
 )
 def test_mesh_with_experts_trains_as_numpy(pools, run):
+    mesh, more = run
+    prove(pools(int(np.prod(mesh))), GPT, mesh, **more)
+
+
+@pytest.mark.parametrize(
+    "run", [CONTEXT_RUNS[0], *(pytest.param(run, marks=pytest.mark.slow) for run in CONTEXT_RUNS[1:])], ids=run_id
+)
+def test_mesh_with_split_sequences_trains_as_numpy(pools, run):
     mesh, more = run
     prove(pools(int(np.prod(mesh))), GPT, mesh, **more)
 
@@ -85,6 +93,21 @@ REFUSED = [  # number of ranks, arguments, the error
     (2, {"tensor": 2, "num_heads": 3}, "--tensor 2 does not divide the 3 heads; these do: 1, 3"),
     (2, {"pipeline": 2, "num_layers": 1}, "--pipeline 2 is more than the 1 layers; use fewer"),
     (2, {"experts": 3}, "--data 2 does not divide the 3 experts; these do: 1, 3"),
+    (
+        2,
+        {"context_parallel": True, "seq_len": 9},
+        "--data 2 does not divide the 9 tokens of a sequence; these do: 1, 3, 9",
+    ),
+    (
+        2,
+        {"context_parallel": True, "experts": 4},
+        "--experts gives out its slots by whole sequences; leave out --context-parallel",
+    ),
+    (
+        2,
+        {"context_parallel": True, "batch_size": 9, "micro_batches": 2},
+        "--micro-batches 2 does not divide the 9 rows of a batch on each rank; these do: 1, 3, 9",
+    ),
     (1, {"experts": 1}, "--experts 1 is fewer than the 2 that a token chooses"),
     (1, {"seq_len": 7}, "--seq-len 7 is too short for a sum; use 8 or more"),
     (1, {"recompute": "full"}, "--recompute full: OneFlow does that in a graph alone; add --graph"),
@@ -96,7 +119,7 @@ REFUSED = [  # number of ranks, arguments, the error
     (
         2,
         {"tensor": 2, "seq_len": 9, "sequence_parallel": True},
-        "--tensor 2 does not divide the 9 tokens of a sequence; these do: 1, 3, 9",
+        "--tensor 2 does not divide the 9 tokens of a sequence on each rank; these do: 1, 3, 9",
     ),
     (
         2,

@@ -65,27 +65,31 @@ def tables(source):
     names = {"B": "B", "S": lambda dim: f"S({dim})"}
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
     found = {getattr(node.targets[0], "id", ""): ast.get_source_segment(source, node.value) for node in nodes}
-    return [eval(found[name], names) for name in ("LAYOUT", "SEQUENCE_PARALLEL", "SHARDED")]
+    return [eval(found[name], names) for name in ("LAYOUT", "CONTEXT_PARALLEL", "SHARDED")]
 
 
 def test_table_in_the_docstring_of_gpt_is_its_layout():
     """And that of the weights is what test_gpt.py measures."""
     source = path_of("gpt").read_text()
-    plain, sequence_parallel, sharded = tables(source)
+    plain, context_parallel, sharded = tables(source)
     rows = {}
-    for line in ast.get_docstring(ast.parse(source)).splitlines():
-        row = re.fullmatch(
-            r" +(\S.*?) +\(.*?\)(?:, \(.*\))? +(\S+) +(\S+?)(?: +--([\w-]+): (?:residual )?(\S+), (\S+))?", line
-        )
+    docstring = ast.get_docstring(ast.parse(source))
+    for line in docstring.splitlines():
+        row = re.fullmatch(r" +(\S.*?) +\(.*?\)(?:, \(.*\))? +(\S+) +(\S+?)(?: +--([\w-]+): (\S+), (\S+))?", line)
         if row and row.group(1) != "kind of tensor":
             rows[row.group(1)] = row.groups()[1:]
     assert list(rows) == list(KINDS)
-    in_words = {"sequence-parallel": {}, "shard-weights": {}}
+    in_words = {"context-parallel": {}, "shard-weights": {}}
     for row, (data, tensor, option, *changed) in rows.items():
         assert [plain[kind] for kind in KINDS[row]] == [(data, tensor)] * len(KINDS[row])
         if option:
-            in_words[option][KINDS[row][-1]] = tuple(changed)
-    assert in_words == {"sequence-parallel": sequence_parallel, "shard-weights": sharded}
+            in_words[option].update(dict.fromkeys(KINDS[row], tuple(changed)))
+    assert in_words == {"context-parallel": context_parallel, "shard-weights": sharded}
+    [along_tensor] = re.findall(r"--sequence-parallel: the residual is (\S+) along tensor\.", docstring)
+    for layout, split in ((plain, False), (context_parallel, True)):
+        sbps = gpt.activations({"context_parallel": split, "sequence_parallel": True})
+        assert sbps["whole"] == ", ".join(layout["activation"])
+        assert sbps["residual"] == f"{layout['activation'][0]}, {along_tensor}"
     assert all(gpt.SBPS[kind] == ", ".join(plain[kind]) for kind in gpt.SBPS)
     assert list(gpt.EXPERT_SBPS.values()) == [", ".join(plain[kind]) for kind in ("expert column", "expert row")]
     assert all(gpt.SHARDED[kind] == ", ".join(sharded[kind]) for kind in sharded)

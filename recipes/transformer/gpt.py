@@ -1,8 +1,8 @@
-"""GPT: one model whose layout is a table: data, tensor, sequence, pipeline parallel, fully sharded.
+"""GPT: one model whose layout is a table: data, context, tensor, sequence, pipeline parallel, fully sharded.
 
     kind of tensor       shape                        along data    along tensor
-    ids                  (batch, seq_len)             S(0)          B
-    activation, residual (seq_len, batch, hidden)     S(1)          B       --sequence-parallel: residual S(1), S(0)
+    ids                  (batch, seq_len)             S(0)          B       --context-parallel: S(1), B
+    activation, residual (seq_len, batch, hidden)     S(1)          B       --context-parallel: S(0), B
     vocabulary           (vocab_size, hidden)         B             S(0)    --shard-weights: S(1), S(0)
     column weight        (hidden, more)               B             S(1)    --shard-weights: S(0), S(1)
     row weight           (more, hidden)               B             S(0)    --shard-weights: S(1), S(0)
@@ -10,14 +10,14 @@
     expert row weight    (experts, more, hidden)      S(0)          S(1)
     norms, positions     (hidden), (seq_len, hidden)  B             B
 
-Stage k of a pipeline has the k-th part of the ranks and of the layers; stages may differ by one layer. In eager mode
-they work one after another; in a graph with micro-batches they overlap. The text is sums: the model learns to add.
-Moves: data: all-reduce of gradients; sharded: all-gather and reduce-scatter of weights; experts: 4 all-to-alls a layer.
-       Tensor: 4 all-reduces a layer, or all-gathers and reduce-scatters of the sequence. Pipeline: the residual.
+--sequence-parallel: the residual is S(0) along tensor. Stage k of a pipeline has the k-th part of ranks and layers.
+Moves: data: all-reduce of gradients; context: also all-gather of keys and values, reduce-scatter of their gradients;
+       sharded: all-gather and reduce-scatter of weights; experts: 4 all-to-alls a layer. Tensor: 4 all-reduces a layer,
+       or all-gathers and reduce-scatters of the sequence. Pipeline: the residual.
 Run:   ./launch.sh recipes/transformer/gpt.py [--graph] [--tensor 2] [--steps 1000] [--checkpoint-dir DIR] [--check]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/gpt.py [--graph]
 Use it where the layout may change from run to run: a checkpoint of either mode loads on any mesh, in either mode.
-Source: D. Narayanan et al., arXiv:2104.04473; V. Korthikanti et al., arXiv:2205.05198.
+Source: D. Narayanan et al., arXiv:2104.04473; V. Korthikanti et al., arXiv:2205.05198; Llama 3, arXiv:2407.21783.
 """
 
 import argparse
@@ -47,7 +47,7 @@ LAYOUT = {  # kind of tensor -> its SBPs along the data and the tensor axis of a
     "expert row": (S(0), S(1)),
     "replicated": (B, B),
 }
-SEQUENCE_PARALLEL = {"residual": (S(1), S(0))}
+CONTEXT_PARALLEL = {"ids": (S(1), B), "activation": (S(0), B), "residual": (S(0), B)}
 SHARDED = {"vocabulary": (S(1), S(0)), "column": (S(0), S(1)), "row": (S(1), S(0))}  # weights between uses
 
 CHARACTERS = "0123456789+=;"
@@ -71,6 +71,7 @@ class Config:
     batch_size: int = 64
     micro_batches: int = 1
     clip_grad: float = 0.0  # the largest norm of all gradients together; 0: any
+    context_parallel: bool = False  # the data axis splits the sequence, and not the batch
     sequence_parallel: bool = False
     shard_weights: bool = False
     experts: int = 0  # in place of each MLP; 0: the MLP
@@ -79,21 +80,29 @@ class Config:
     def check(self, meshes):
         """Raise ValueError where a size does not fit the meshes, where OneFlow would hang or abort, or the text."""
         data, tensor = meshes[0].ranks.shape
-        check_divides("--data", data, self.batch_size, "rows of a batch")
-        check_divides("--micro-batches", self.micro_batches, self.batch_size // data, "rows of a batch on each rank")
+        rows, tokens = self.batch_size, self.seq_len  # of each rank
+        if self.context_parallel:
+            check_divides("--data", data, tokens, "tokens of a sequence")
+            tokens //= data
+        else:
+            check_divides("--data", data, rows, "rows of a batch")
+            rows //= data
+        check_divides("--micro-batches", self.micro_batches, rows, "rows of a batch on each rank")
         check_divides("--tensor", tensor, self.num_heads, "heads")
         if len(meshes) > self.num_layers:
             raise ValueError(f"--pipeline {len(meshes)} is more than the {self.num_layers} layers; use fewer")
         if self.seq_len < LINE - 2:
             raise ValueError(f"--seq-len {self.seq_len} is too short for a sum; use {LINE - 2} or more")
         if self.sequence_parallel:
-            check_divides("--tensor", tensor, self.seq_len, "tokens of a sequence")
+            check_divides("--tensor", tensor, tokens, "tokens of a sequence on each rank")
         if self.shard_weights:
             check_divides("--data", data, self.hidden_size, "columns of a weight")
         if self.experts:
             if self.experts < TOP_K:
                 raise ValueError(f"--experts {self.experts} is fewer than the {TOP_K} that a token chooses")
             check_divides("--data", data, self.experts, "experts")
+            if self.context_parallel:
+                raise ValueError("--experts gives out its slots by whole sequences; leave out --context-parallel")
 
 
 def check_divides(option, parts, size, what):
@@ -118,8 +127,13 @@ class StageModule(flow.nn.Module):
         super().__init__()
         self.config, self.stage, self.mesh = config, stage, mesh
         self.kinds = {}
-        self.layout = {**LAYOUT, **SEQUENCE_PARALLEL} if config.sequence_parallel else LAYOUT
+        self.layout = {**LAYOUT, **CONTEXT_PARALLEL} if config.context_parallel else dict(LAYOUT)
+        if config.sequence_parallel:
+            self.layout["residual"] = (self.layout["activation"][0], S(0))
         self.layout_at_rest = {**self.layout, **SHARDED} if config.shard_weights else self.layout
+
+    def to_mesh(self, ids):
+        return flow.tensor(ids, placement=self.mesh, sbp=self.layout["ids"])
 
     def add_weight(self, name, kind, array):
         weight = flow.tensor(array, placement=self.mesh, sbp=self.layout_at_rest[kind])
@@ -187,12 +201,18 @@ class Block(StageModule):
         return x + self.sum_parts(out), balance_loss
 
     def attention(self, x):
-        """Causal, each rank of the tensor axis with its own heads: between qkv and project nothing moves."""
+        """Causal, each rank of the tensor axis with its own heads, for which nothing moves between qkv and project.
+
+        In context parallel each rank of the data axis has the queries of its own tokens, and gathers keys and values.
+        """
         seq_len, batch, hidden_size = x.shape  # in a graph, of a micro-batch
         heads, head_size = self.config.num_heads, hidden_size // self.config.num_heads
         qkv = flow.matmul(x, self.weight("qkv"))  # its columns are in the order of the heads
-        qkv = qkv.reshape(seq_len, batch, heads, 3 * head_size).permute(1, 2, 0, 3)
-        q, k, v = qkv.chunk(3, -1)
+        q, k, v = qkv.reshape(seq_len, batch, heads, 3 * head_size).chunk(3, -1)
+        if self.config.context_parallel:  # all-gathers along data; backward reduce-scatters the gradients
+            k = k.to_global(sbp=(B, S(2)), grad_sbp=(S(0), S(2)))
+            v = v.to_global(sbp=(B, S(2)), grad_sbp=(S(0), S(2)))
+        q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)  # (batch, heads, seq_len, size)
         scores = flow.matmul(q, k, transpose_b=True) * head_size**-0.5
         scores = scores + self.mask(seq_len, x.dtype)  # flow.where would gather the scores
         values = flow.matmul(scores.softmax(-1), v)
@@ -200,9 +220,10 @@ class Block(StageModule):
         return flow.matmul(values, self.weight("project"))
 
     def mask(self, seq_len, dtype):
-        """-1e9 where a token would see a later one."""
+        """-1e9 where a query, a row, would see a later key. In context parallel a rank has its own rows."""
         shape, sbp = (seq_len, seq_len), self.layout["replicated"]
-        return flow._C.global_constant(shape, -1e9, dtype=dtype, placement=self.mesh, sbp=sbp).triu(1)
+        mask = flow._C.global_constant(shape, -1e9, dtype=dtype, placement=self.mesh, sbp=sbp).triu(1)
+        return mask.to_global(sbp=(S(0), B)) if self.config.context_parallel else mask
 
     def mlp(self, x):
         """Its activation is the squared ReLU, much faster than GELU on a CPU (arXiv:2109.08668)."""
@@ -298,16 +319,20 @@ class GPT(flow.nn.Module):
         logits = self.head(x, table)
         if targets is None:
             return logits
-        loss = cross_entropy(logits, targets)
+        loss = cross_entropy(logits, targets, self.config.context_parallel)
         if self.config.experts:
             for balance_loss in balance_losses:
                 loss = loss + BALANCE_COEF * balance_loss.to_global(placement=targets.placement)
         return loss
 
 
-def cross_entropy(logits, targets):
-    """The mean over all tokens. OneFlow keeps only two-dimensional logits split."""
-    logits = logits.transpose(0, 1).flatten(0, 1)
+def cross_entropy(logits, targets, context_parallel):
+    """The mean over all tokens. OneFlow keeps only two-dimensional logits split; flatten wants the split one first."""
+    if context_parallel:
+        targets = targets.transpose(0, 1)
+    else:
+        logits = logits.transpose(0, 1)
+    logits = logits.flatten(0, 1)
     return flow._C.sparse_softmax_cross_entropy(logits, targets.flatten()).mean()
 
 
@@ -334,7 +359,7 @@ def eager_step(model, optimizer, ids, targets):
     optimizer.zero_grad(set_to_none=True)
     total = 0
     for ids_part, targets_part in zip(np.split(ids, micro_batches), np.split(targets, micro_batches)):
-        loss = model(to_mesh(ids_part, model.embedding.mesh), to_mesh(targets_part, model.head.mesh)) / micro_batches
+        loss = model(model.embedding.to_mesh(ids_part), model.head.to_mesh(targets_part)) / micro_batches
         loss.backward()  # adds to the gradients
         total = total + loss.detach()
     if model.config.clip_grad:
@@ -363,10 +388,6 @@ def batch_of(config, seed, step):
     sums = SUMS[rng.randint(HELD_OUT, len(SUMS), config.batch_size * lines_per_row)]
     rows = tokens_of(sums).reshape(config.batch_size, -1)[:, : config.seq_len + 1]
     return rows[:, :-1], rows[:, 1:]
-
-
-def to_mesh(ids, mesh):
-    return flow.tensor(ids, placement=mesh, sbp=LAYOUT["ids"])
 
 
 MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v"}  # AdamW's, as an optimizer and as a graph calls them
@@ -434,7 +455,7 @@ def newest_checkpoint(checkpoint_dir):
 
 def answer(model, sums):
     """The lines that the model writes for sums, each digit the most likely one. All ranks call it."""
-    config, mesh = model.config, model.embedding.mesh
+    config = model.config
     rows = config.batch_size // config.micro_batches  # at a time
     lines = tokens_of(sums)
     for begin in range(0, len(lines), rows):
@@ -443,7 +464,7 @@ def answer(model, sums):
         for i in range(QUESTION, LINE - 1):
             ids[: len(part), :i] = part[:, :i]
             with flow.no_grad():
-                logits = model(to_mesh(ids, mesh))
+                logits = model(model.embedding.to_mesh(ids))
             logits = logits.numpy()[i - 1, : len(part), : len(CHARACTERS)]  # collective: all ranks call it
             part[:, i] = logits.argmax(-1)
     return lines
@@ -471,7 +492,7 @@ def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir="", 
     for step in range(done + 1, steps + 1):
         ids, targets = batch_of(config, seed, step)
         if graph:
-            loss = training(to_mesh(ids, meshes[0]), to_mesh(targets, meshes[-1]))
+            loss = training(model.embedding.to_mesh(ids), model.head.to_mesh(targets))
         else:
             loss = eager_step(model, optimizer, ids, targets)
         losses.append(loss.numpy().mean())  # collective: all ranks call it; a graph has one for each micro-batch
@@ -489,7 +510,8 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--data", type=int, default=0, help="ranks along the data axis (default: all that are left)")
     parser.add_argument("--tensor", type=int, default=1, help="ranks along the tensor axis")
-    parser.add_argument("--pipeline", type=int, default=1, help="stages")
+    parser.add_argument("--pipeline", type=int, default=1, help="stages; they overlap in a graph with micro-batches")
+    parser.add_argument("--context-parallel", action="store_true", help="along data split the sequence, not the batch")
     parser.add_argument("--sequence-parallel", action="store_true", help="split the residual along the tensor axis")
     parser.add_argument("--recompute", choices=["none", "full"], default="none", help="full: blocks again in backward")
     parser.add_argument("--shard-weights", action="store_true", help="split weights along the data axis (FSDP)")

@@ -50,6 +50,19 @@ EXPERT_RUNS = [  # the same with experts, of which some drop tokens; only the fi
     ((2, 2, 1), {"experts": 4, "clip_grad": 0.5}),
     ((2, 1, 2), {"experts": 4, "graph": True}),
 ]
+CONTEXT_RUNS = [  # the same with the sequence split along data; only the first one is in the default suite
+    (mesh, {"context_parallel": True, **more})
+    for mesh, more in [
+        ((2, 1, 1), {}),
+        ((2, 1, 1), {"graph": True, "micro_batches": 2, "recompute": "full"}),
+        ((2, 2, 1), {}),
+        ((2, 2, 1), {"graph": True, "sequence_parallel": True, "shard_weights": True, "micro_batches": 2}),
+        ((2, 2, 1), {"sequence_parallel": True, "shard_weights": True, "micro_batches": 2, "clip_grad": 0.5}),
+        ((2, 1, 2), {}),
+        ((2, 1, 2), {"graph": True, "micro_batches": 2}),
+        ((4, 1, 1), {"graph": True}),
+    ]
+]
 SMALL_ARGUMENTS = ["--batch-size", "8", "--hidden-size", "16", "--num-heads", "2", "--num-layers", "2"]
 SIZES_TO_REFUSE = ("num-layers", "hidden-size", "num-heads", "seq-len", "batch-size")
 PROOFS["gpt"] = Proof(
@@ -92,7 +105,21 @@ KINDS = {"tokens": "vocabulary", "qkv": "column", "project": "row", "up": "colum
 SBPS = {"vocabulary": "B, S(0)", "column": "B, S(1)", "row": "B, S(0)", "replicated": "B, B"}
 SHARDED = {**SBPS, "vocabulary": "S(1), S(0)", "column": "S(0), S(1)", "row": "S(1), S(0)"}
 EXPERT_SBPS = {"up": "S(0), S(2)", "down": "S(0), S(1)"}
-BATCH, PARTS, BY_HEAD, BY_COLUMN = "S(1), B", "S(1), P", "S(0), S(1)", "S(1), S(2)"  # of activations
+LOGITS = "S(0), S(1)"  # in the loss, (token, vocabulary)
+
+
+def activations(options):
+    """The SBP of each kind of activation: along data the batch is split, in context parallel the sequence."""
+    split = "S(0)" if options["context_parallel"] else "S(1)"
+    by_head = "S(2), S(1)" if options["context_parallel"] else "S(0), S(1)"  # (batch, heads, seq_len, head_size)
+    return {
+        "residual": f"{split}, S(0)" if options["sequence_parallel"] else f"{split}, B",
+        "whole": f"{split}, B",
+        "parts": f"{split}, P",
+        "by column": f"{split}, S(2)",
+        "by head": by_head,
+        "key": "B, S(1)" if options["context_parallel"] else by_head,
+    }
 
 
 def mesh_of(mesh):
@@ -181,6 +208,17 @@ def formulas(mesh, layout):
     return plan.moved(MODEL, mesh, SIZES["batch_size"], options), max(by_rank)
 
 
+def context_formulas(mesh):
+    """{axis: bytes that all ranks send along it in a step} in context parallel, for one stage.
+
+    A layer adds an all-gather of its keys and of its values, and a reduce-scatter of each gradient, along data: of K
+    bytes they send (n-1) K, and each rank along tensor has its own.
+    """
+    plain = formulas(mesh, "plain")[0]
+    activation = 4 * SIZES["batch_size"] * SIZES["seq_len"] * SIZES["hidden_size"]
+    return {**plain, "data": plain["data"] + SIZES["num_layers"] * 4 * (mesh[0] - 1) * activation}
+
+
 def expert_formulas(mesh, experts):
     """{axis: bytes that all ranks send along it in a step}, with experts in place of the MLPs; for one stage.
 
@@ -216,7 +254,7 @@ def check(seen, exact, mesh, options, sizes, *what):
     for rank, result in enumerate(seen):
         Checks.equal(result["lines"], exact["lines"].tolist(), *what, "rank", rank, "answers")
         logits = {plain(sbp, mesh) for (sbp,) in result["logits"]}
-        Checks.equal(logits, {plain(BY_HEAD, mesh)}, *what, "rank", rank, "SBP of the logits in the loss")
+        Checks.equal(logits, {plain(LOGITS, mesh)}, *what, "rank", rank, "SBP of the logits in the loss")
 
 
 def plain(sbp, mesh):
@@ -240,8 +278,8 @@ def plain_layouts(layouts, mesh):
 
 def case_of(mesh, exact, sizes, options):
     """The Case of a run: its weights before and after, the first gradients, the losses, and all that it does."""
-    options = {"graph": False, "micro_batches": 1, "sequence_parallel": False, "shard_weights": False, **options}
-    options.setdefault("experts", 0)
+    switches = ("graph", "context_parallel", "sequence_parallel", "shard_weights")
+    options = {**dict.fromkeys(switches, False), "micro_batches": 1, "experts": 0, **options}
     graph, steps, num_layers = options["graph"], options["steps"], sizes["num_layers"]
     weights = {name: layout_of(name, mesh, num_layers, options["shard_weights"]) for name in exact["initial"]}
     values, layout = {}, {}
@@ -302,14 +340,17 @@ def stage_of_each(mesh, num_layers):
 
 RECOMPUTED = {  # type of op -> how many of them `--recompute full` computes again in each block
     **dict.fromkeys(("relu", "square", "softmax", "constant", "triu", "broadcast_add"), 1),
-    **dict.fromkeys(("batch_matmul", "l2_normalize", "broadcast_mul", "add_n", "reshape", "transpose"), 2),
+    **dict.fromkeys(("batch_matmul", "l2_normalize", "broadcast_mul", "add_n", "reshape"), 2),
     **dict.fromkeys(("narrow", "scalar_mul"), 3),
-    **{"broadcast_matmul": 4, "identity": 6},
+    **{"broadcast_matmul": 4, "transpose": 4, "identity": 6},
 }
 
 
 def recomputed(num_layers, options):
-    """The ops that are computed again; sequence parallelism and sharded weights add casts between SBPs."""
+    """The ops that are computed again; sequence parallelism and sharded weights add casts between SBPs.
+
+    In context parallel OneFlow drops the casts of keys and values, and gathers them between the ops around.
+    """
     if options.get("recompute") != "full":
         return {}
     casts = 2 * options["sequence_parallel"] + 4 * options["shard_weights"]
@@ -325,17 +366,19 @@ def forward_matmuls(mesh, sizes, options):
     """(SBP, ranks, shape) of x, w and the product of each matmul of a forward pass, in order."""
     length, hidden, heads = sizes["seq_len"], sizes["hidden_size"], sizes["num_heads"]
     batch, head_size = sizes["batch_size"] // options["micro_batches"], hidden // heads
+    sbps = activations(options)
 
     def column(ranks, columns):
         shapes = (length, batch, hidden), (hidden, columns), (length, batch, columns)
-        return tuple(zip((BATCH, SBPS["column"], BY_COLUMN), [ranks] * 3, shapes))
+        return tuple(zip((sbps["whole"], SBPS["column"], sbps["by column"]), [ranks] * 3, shapes))
 
     def row(ranks, rows):
         shapes = (length, batch, rows), (rows, hidden), (length, batch, hidden)
-        return tuple(zip((BY_COLUMN, SBPS["row"], PARTS), [ranks] * 3, shapes))
+        return tuple(zip((sbps["by column"], SBPS["row"], sbps["parts"]), [ranks] * 3, shapes))
 
     def by_head(ranks, *shapes):
-        return tuple((BY_HEAD, ranks, (batch, heads, *shape)) for shape in shapes)
+        kinds = ("by head", "key", "by head")
+        return tuple((sbps[kind], ranks, (batch, heads, *shape)) for kind, shape in zip(kinds, shapes))
 
     matmuls = []
     for stage in stage_of_each(mesh, sizes["num_layers"])[1:-1]:
@@ -357,7 +400,7 @@ def expert_matmuls(ranks, sizes, options):
     """(SBP, ranks, shape) of x, w and the product of each matmul of the experts of a layer: router, slots, up, down."""
     length, batch, hidden, experts = sizes["seq_len"], sizes["batch_size"], sizes["hidden_size"], options["experts"]
     slots = experts * math.ceil(1.25 * 2 * length / experts)
-    residual = "S(1), S(0)" if options["sequence_parallel"] else BATCH
+    residual = activations(options)["residual"]
 
     def operands(*sbps_and_shapes):
         return tuple((sbp, ranks, shape) for sbp, shape in sbps_and_shapes)
@@ -387,7 +430,8 @@ def forward_moves(mesh, num_layers, options):
 
     In a graph set_stage moves what comes into each part to its ranks first.
     """
-    residual, table = "S(1), S(0)" if options["sequence_parallel"] else BATCH, SBPS["vocabulary"]
+    sbps, table = activations(options), SBPS["vocabulary"]
+    whole, parts, residual = sbps["whole"], sbps["parts"], sbps["residual"]
     stages, moves, graph = stages_of(mesh), [], options["graph"]
 
     def move(old, new, ranks, *gradient):
@@ -403,28 +447,32 @@ def forward_moves(mesh, num_layers, options):
         if options["shard_weights"]:
             move(SHARDED[kind], SBPS[kind], ranks, SHARDED[kind])
 
-    here = stages[0]
+    here, ids = stages[0], "S(1), B" if options["context_parallel"] else "S(0), B"
     if graph:
-        move("S(0), B", "S(0), B", here)
+        move(ids, ids, here)
     weight("vocabulary", here)
-    move(PARTS, residual, here, BATCH)
+    move(parts, residual, here, whole)
     for stage in stage_of_each(mesh, num_layers)[1:-1]:
         before, here = here, stages[stage]
         move_in(residual, before, here)
         for part in ("attention", "experts" if options["experts"] else "mlp"):
-            move(residual, BATCH, here, residual)
+            move(residual, whole, here, residual)
             if part == "experts":
-                move(residual, BATCH, here, residual)  # the probabilities of the router
+                move(residual, whole, here, residual)  # the probabilities of the router
                 move("S(0), B", "S(1), B", here, "S(0), P")
                 move("S(1), P", "S(0), P", here, "S(1), B")
             else:
                 weight("column", here)
+                if part == "attention" and options["context_parallel"]:
+                    for _ in ("key", "value"):
+                        move(sbps["by column"], "B, S(2)", here, sbps["by column"])
+                    move("B, B", "S(0), B", here)  # the mask
                 weight("row", here)
-            move(PARTS, residual, here, BATCH)
+            move(parts, residual, here, whole)
     if graph:
         moves.append(((residual, here), (residual, stages[-1])))
     move_in(table, stages[0], stages[-1])
-    move(residual, BATCH, stages[-1], residual)
+    move(residual, whole, stages[-1], residual)
     for stage in stage_of_each(mesh, num_layers)[1:-1] if options["experts"] else ():
         balance_loss = "P, P" if options["sequence_parallel"] else "P, B"
         moves.append(((balance_loss, stages[stage]), (balance_loss, stages[-1])))

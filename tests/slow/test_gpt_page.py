@@ -22,6 +22,7 @@ from tests.cases.gpt_meshes import (
     TRAINED,
     axis_of,
     by_row,
+    context_formulas,
     expert_formulas,
     known,
     mesh_of,
@@ -98,15 +99,31 @@ def test_mesh_trains_as_numpy_plain_and_with_all_options(pools, mesh, graph):
 
 @MODES
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1)], ids=str)
-def test_bytes_of_experts(pools, mesh, graph):
-    arguments = {**mesh_of(mesh), **SIZES, "experts": 4, "steps": 4, "graph": graph}
+@pytest.mark.parametrize(
+    "option, formulas",
+    [({"experts": 4}, partial(expert_formulas, experts=4)), ({"context_parallel": True}, context_formulas)],
+    ids=["experts", "context parallel"],
+)
+def test_bytes_are_those_of_the_formula(pools, mesh, graph, option, formulas):
+    arguments = {**mesh_of(mesh), **SIZES, **option, "steps": 4, "graph": graph}
     seen = pools(int(np.prod(mesh))).call(TRAINED, path=GPT, **arguments)
     sent = dict.fromkeys(("data", "tensor", "others"), 0)
     for ranks, count in sent_in_a_step(seen).items():
         sent[axis_of(mesh, *ranks)] += count
     for axis, count in sent.items():
-        wanted = expert_formulas(mesh, experts=4).get(axis, 0)
+        wanted = formulas(mesh).get(axis, 0)
         Checks.that(abs(count - wanted) <= 0.02 * wanted + 2 * CONTROL, axis, "sends", count, "not", wanted)
+
+
+def test_both_splits_of_a_sequence_send_more_than_twice_as_much_in_eager_mode(pools):
+    """Which is why recipes/README.md says to use a graph for them."""
+
+    def sent(**more):
+        arguments = {"data": 2, "tensor": 2, "steps": 4, "context_parallel": True, **WIDE, **more}
+        return sum(sent_in_a_step(pools(4).call(TRAINED, path=GPT, **arguments)).values())
+
+    times = sent(sequence_parallel=True) / sent()
+    Checks.that(times > 2, "with --sequence-parallel too it sends", times, "x as much")
 
 
 def test_model_learns_to_add():
