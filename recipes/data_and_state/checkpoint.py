@@ -140,6 +140,11 @@ def main():
         parser.error(f"--steps {args.steps}: 1 or more")
     if args.save_every < 1:
         parser.error(f"--save-every {args.save_every}: 1 or more")
+    try:
+        if args.checkpoint_dir is not None:
+            os.makedirs(args.checkpoint_dir, exist_ok=True)
+    except OSError as error:
+        parser.error(str(error))
 
     half = flow.placement(args.device, list(range(max(1, flow.env.get_world_size() // 2))))
     everyone = flow.placement.all(args.device)

@@ -155,6 +155,11 @@ def main():
         parser.error(f"--steps {args.steps}: 1 or more")
     if args.save_every < 1:
         parser.error(f"--save-every {args.save_every}: 1 or more")
+    try:
+        if args.checkpoint_dir is not None:
+            os.makedirs(args.checkpoint_dir, exist_ok=True)
+    except OSError as error:
+        parser.error(str(error))
 
     rank, ranks = flow.env.get_rank(), flow.placement.all(args.device)
     options = {"save_every": args.save_every, "checkpoint_dir": args.checkpoint_dir}

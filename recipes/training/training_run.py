@@ -308,7 +308,7 @@ def newest_checkpoint(checkpoint_dir):
     return step.item()
 
 
-def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir="", save_every=4, log=False):
+def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, save_every=4, log=False):
     """Train up to a step, from the newest checkpoint if there is one.
 
     Returns the model, the loss of each step and the held-out losses, including those of earlier jobs.

@@ -470,7 +470,7 @@ def answer(model, sums):
     return lines
 
 
-def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir="", save_every=100, log_interval=0):
+def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir=None, save_every=100, log_interval=0):
     """Train up to a step, from the newest checkpoint on; returns the model and the loss of each step.
 
     meshes: what `placements` returns. log_interval: print the loss after every so many steps; 0: never.
@@ -521,7 +521,7 @@ def main():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name))
     parser.add_argument("--clip-grad", type=float, default=0.0, help="clip the gradients to this norm; 0: do not clip")
     parser.add_argument("--steps", type=int, default=400, help="train up to this step")
-    parser.add_argument("--checkpoint-dir", default="", help="save checkpoints here, and resume from the newest")
+    parser.add_argument("--checkpoint-dir", help="save checkpoints here, and resume from the newest")
     parser.add_argument("--save-every", type=int, default=100, help="steps from one checkpoint to the next")
     parser.add_argument("--check", action="store_true", help="train on one rank too, and compare the first losses")
     args = parser.parse_args()
@@ -535,7 +535,9 @@ def main():
     try:
         meshes = placements(args.device, flow.env.get_world_size(), args.data, args.tensor, args.pipeline)
         config.check(meshes)
-    except ValueError as error:
+        if args.checkpoint_dir is not None:
+            os.makedirs(args.checkpoint_dir, exist_ok=True)
+    except (OSError, ValueError) as error:
         parser.error(str(error))  # each rank ends with this line before it waits for another
     checkpoints = {"checkpoint_dir": args.checkpoint_dir, "save_every": args.save_every}
     model, losses = train(meshes, config, args.graph, steps=args.steps, **checkpoints, log_interval=10)

@@ -82,19 +82,13 @@ PROOFS["gpt"] = Proof(
     main=Main(
         arguments=[*SMALL_ARGUMENTS, "--steps", "3", "--check"],
         not_compared={"model": "of its outputs the largest alone count"},
-        alone={"checkpoint_dir": "", "save_every": 100, "steps": 3, "log_interval": 0},
+        alone={"checkpoint_dir": None, "save_every": 100, "steps": 3, "log_interval": 0},
         elsewhere={"check": "it decides whether main compares at all"},
-        defaults={"steps": (400, 3), "checkpoint_dir": ("", "")},
+        defaults={"steps": (400, 3)},
         figures=figures.held("weights"),
         refused=[
-            *(
-                "--pipeline 2 --num-layers 1",
-                "--seq-len 7",
-                "--batch-size 7",
-                "--data 3",
-                "--recompute full",
-                "--experts 1",
-            ),
+            *("--pipeline 2 --num-layers 1", "--seq-len 7", "--batch-size 7", "--data 3", "--recompute full"),
+            *("--experts 1", "--experts 2 --context-parallel", "--checkpoint-dir /proc/checkpoints"),
         ],
         refused_expressions=["placements('cpu', 2, data=1)"],
     ),

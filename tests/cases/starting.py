@@ -90,6 +90,7 @@ def spawn(n, graph=False, ranks=2, **sizes):
         elsewhere={"die": "the step up to which a first call trains: see check_die"},
         figures=figures.only_rank_0(figures.resumed),
         other_options=["--steps", "5"],
+        refused=["--checkpoint-dir /proc/checkpoints"],
     ),
 )
 def elastic_training(n, graph=False, seed=0, steps=4, batch=8, features=64, matmul_scale=1.0, ranks=None):

@@ -32,6 +32,7 @@ def resumed(n):
         alone={"checkpoint_dir": None, "save_every": 2, "weights": "rows", "steps": 4},
         further={"weights": "whole", "steps": 2},
         other_options=["--steps", "6", "--save-every", "1", "--weights", "columns"],
+        refused=["--checkpoint-dir /proc/checkpoints"],
         figures=figures.saved_by_half,
     ),
 )
