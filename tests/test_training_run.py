@@ -148,5 +148,5 @@ def test_a_mean_of_means_would_be_another_loss():
 
 def test_run_refuses_a_checkpoint_of_another_configuration(pools, tmp_path):
     train(pools(1), tmp_path, steps=1)
-    with pytest.raises(PoolError, match="is of a run with another configuration: .*'lr': 0.01"):
+    with pytest.raises(PoolError, match="is from a run with a different configuration: .*'lr': 0.01"):
         train(pools(1), tmp_path, steps=2, lr=0.02)

@@ -180,7 +180,7 @@ def main():
     if rank == 0:
         begin = min(done + 1, len(losses))
         print(f"loss {losses[begin - 1]:.4f} in step {begin} -> {losses[-1]:.4f} in step {len(losses)}")
-        print("all losses equal those of a single device without a death")
+        print("all losses equal those of a single device that was not disturbed")
 
 
 if __name__ == "__main__":

@@ -325,7 +325,7 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, 
     if done:
         state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)  # if rank 0 cannot read it, the others hang
         if state["config"] != config.fixed():
-            raise ValueError(f"{checkpoint_dir}/{done} is of a run with another configuration: {state['config']}")
+            raise ValueError(f"{checkpoint_dir}/{done} is from a run with a different configuration: {state['config']}")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         batches.load_state_dict(state["batches"])

@@ -56,7 +56,7 @@ SUMS = np.random.RandomState(0).permutation(100 * 100)  # all a + b below 100, a
 HELD_OUT = 100  # the first of them are never trained on
 
 TOP_K = 2  # experts that a token chooses
-CAPACITY_FACTOR = 1.25  # slots of a sequence at each expert, in units of what it has for one if all get the same
+CAPACITY_FACTOR = 1.25  # slots of a sequence at each expert, as a multiple of an even share
 BALANCE_COEF = 0.01  # weight of the balance loss
 
 
@@ -201,7 +201,7 @@ class Block(StageModule):
         return x + self.sum_parts(out), balance_loss
 
     def attention(self, x):
-        """Causal, each rank of the tensor axis with its own heads, for which nothing moves between qkv and project.
+        """Causal, each rank of the tensor axis with its own heads: no communication from qkv to project.
 
         In context parallel each rank of the data axis has the queries of its own tokens, and gathers keys and values.
         """
@@ -391,7 +391,7 @@ def batch_of(config, seed, step):
 
 
 MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v"}  # AdamW's, as an optimizer and as a graph calls them
-GRAPH_STEP = "System-Train-TrainStep"  # how a graph calls the number of its steps
+GRAPH_STEP = "System-Train-TrainStep"  # the name under which a graph keeps the number of its steps
 
 
 def training_state(step, model, optimizer, graph):

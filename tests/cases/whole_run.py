@@ -51,7 +51,7 @@ PROOFS["training_run"] = Proof(
         other_options=["--micro-batches", "4"],
         refused=["--tensor 3", "--micro-batches 5", "--checkpoint-dir /proc/checkpoints"],
         refused_expressions=["Config(num_heads=3).check(placements('cpu', 2, 2))"],
-        refused_elsewhere="is of a run with another configuration",
+        refused_elsewhere="is from a run with a different configuration",
     ),
 )
 
