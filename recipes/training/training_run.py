@@ -69,6 +69,10 @@ class Config:
             raise ValueError(f"--micro-batches {self.micro_batches}: {words} the {self.batch_size} rows of a batch")
         if self.num_heads % tensor:
             raise ValueError(f"--tensor {tensor} must divide the {self.num_heads} heads")
+        if self.train_samples < self.batch_size or self.test_samples < 1:
+            raise ValueError(f"train_samples must fill a batch of {self.batch_size}, and test_samples be 1 or more")
+        if self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"decay_steps {self.decay_steps} must be more than warmup_steps {self.warmup_steps}")
 
 
 class Block(flow.nn.Module):
@@ -193,6 +197,11 @@ def load_rows(indices, config, mesh):
     place = np.argwhere(mesh.ranks == flow.env.get_rank())  # along data and tensor; none outside the mesh
     rows = np.split(indices, mesh.ranks.shape[0])[place[0][0]] if len(place) else indices[:0]
     padded = np.array([sample(index, config) for index in rows], np.int64).reshape(-1, 2, config.seq_len)
+    wrong = (padded < 0) | (padded >= config.vocab_size)  # OneFlow would compute with zeros, or abort
+    wrong[:, 1] &= padded[:, 1] != IGNORE
+    if wrong.any():
+        numbers = f"{padded[wrong][0]} is not in 0 to {config.vocab_size - 1}"
+        raise ValueError(f"sample {rows[wrong.any((1, 2))][0]}: {numbers}; vocab_size is {config.vocab_size}")
     local = [flow.tensor(padded[:, i], device=mesh.type) for i in range(2)]
     return [tensor.to_global(placement=mesh, sbp=BATCH) for tensor in local]
 
@@ -251,7 +260,7 @@ def clip_gradients(parameters, max_norm):
         p.grad = p.grad * factor
 
 
-def train_step(model, optimizer, gradients_of, micro_batches, config):
+def train_step(step, model, optimizer, gradients_of, micro_batches, config):
     """One update; returns the mean loss of all valid tokens of the batch. All ranks call it."""
     totals = None
     for ids, targets in micro_batches:
@@ -259,13 +268,18 @@ def train_step(model, optimizer, gradients_of, micro_batches, config):
         totals = sums if totals is None else [total + new for total, new in zip(totals, sums)]
     loss, count, *gradients = totals
     count = count.to_global(sbp=REPLICATED)  # of all ranks and micro-batches: a mean of their means is a different loss
+    loss, tokens = loss.item(), count.item()  # collective: all ranks call it
+    if not tokens or not math.isfinite(loss):
+        raise FloatingPointError(f"step {step}: the loss of {tokens} valid tokens is {loss}; nothing was updated")
     parameters = list(model.parameters())
     for p, gradient in zip(parameters, gradients):
         p.grad = gradient.to_global(sbp=p.sbp) / count  # the all-reduce along data, once for all micro-batches
     clip_gradients(parameters, config.clip_grad)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, config)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.item() / count.item()
+    optimizer.zero_grad(set_to_none=True)  # frees them until the next step
+    return loss / tokens
 
 
 def evaluate(sums_of, config, mesh):
@@ -324,17 +338,22 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, 
     done = newest_checkpoint(checkpoint_dir)
     if done:
         state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)  # if rank 0 cannot read it, the others hang
-        if state["config"] != config.fixed():
-            raise ValueError(f"{checkpoint_dir}/{done} is from a run with a different configuration: {state['config']}")
+        saved, own = state["config"], config.fixed()
+        changed = [f"{name} {saved.get(name)}" for name in {**saved, **own} if saved.get(name) != own.get(name)]
+        if changed:
+            words = f"is from a run with a different configuration: {', '.join(changed)}"
+            raise ValueError(f"{checkpoint_dir}/{done} {words}")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         batches.load_state_dict(state["batches"])
         losses, held_out = state["losses"], state["held_out"]
+        if log and flow.env.get_rank() == 0:
+            print(
+                f"resumes after step {done}, from {checkpoint_dir}/{done}" + ("; all is done" if done >= steps else "")
+            )
 
     for step in range(done + 1, steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        losses.append(train_step(model, optimizer, gradients_of, batches.next(), config))
+        losses.append(train_step(step, model, optimizer, gradients_of, batches.next(), config))
         if step % config.eval_every == 0:
             held_out.append(evaluate(sums_of, config, mesh))
             if log and flow.env.get_rank() == 0:
@@ -358,10 +377,12 @@ def main():
     parser.add_argument("--graph", action="store_true", help="run the model in an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tensor", type=int, default=1, help="ranks along the tensor axis; data has the others")
-    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=Config.micro_batches)
     parser.add_argument("--steps", type=int, default=8, help="train up to this step")
-    parser.add_argument("--checkpoint-dir", help="save checkpoints here, and resume from the newest")
-    parser.add_argument("--save-every", type=int, default=4, help="steps from one checkpoint to the next")
+    parser.add_argument("--checkpoint-dir", help="save here, and resume from the newest (default: a self-test)")
+    parser.add_argument(
+        "--save-every", type=int, default=4, help="steps from one checkpoint to the next; all of them are kept"
+    )
     args = parser.parse_args()
     for name in ("tensor", "micro_batches", "steps", "save_every"):
         if getattr(args, name) < 1:

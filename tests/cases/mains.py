@@ -250,7 +250,8 @@ def lines_that_refuse(name, source):
     lines, nodes = source.splitlines(), ast.walk(ast.parse(source))
     found = {node.lineno for node in nodes if isinstance(node, ast.Raise)}
     found |= {i for i, line in enumerate(lines, 1) if line.strip().startswith("parser.error(")}
-    return {line for line in found if main_of(name).refused_elsewhere not in lines[line - 1]}
+    elsewhere = main_of(name).refused_elsewhere
+    return {line for line in found if not any(text in lines[line - 1] for text in elsewhere)}
 
 
 def check_refusals(pools, path, name):

@@ -42,8 +42,8 @@ class Main:
     make_files: Callable = lambda folder: None
     # expressions of the recipe's names that it refuses
     refused_expressions: list = field(default_factory=list)
-    # the text of a refusal that other tests reach
-    refused_elsewhere: str = "no such text"
+    # texts of refusals that other tests reach
+    refused_elsewhere: tuple = ()
 
 
 @dataclass

@@ -69,7 +69,7 @@ def rendezvous(n, graph=False):
     main=Main(
         not_compared={"shards": "out is their concatenation"},
         figures=lambda n, *_: [f"rank {rank} of 2 returned (2, 8) of (4, 8)" for rank in (0, 1)],
-        refused_elsewhere="raise RuntimeError(",
+        refused_elsewhere=("raise RuntimeError(",),
     ),
 )
 def spawn(n, graph=False, ranks=2, **sizes):
