@@ -66,7 +66,9 @@ def copies_apart(first, comparison, parallel, again):
         return f"{words}: each rank takes the statistics of its own rows ({BATCH_NORM})"
     if first.key.kind == "entry":
         return f"{words}: each rank has drawn its own ({RANDPERM})"
-    return f"{words}: weight[ids] has such a gradient ({ROWS}), or a line changes what only its own rank holds"
+    if first.key.kind == "gradient" and first.alone.ndim > 1:
+        return f"{words}: weight[ids] has such a gradient ({ROWS}), or a line changes what only its own rank holds"
+    return f"{words}: a line changes what only its own rank holds, as clipping by the norm of a rank's own part does"
 
 
 def parameter_in_p(first, comparison, parallel, again):

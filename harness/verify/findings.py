@@ -111,7 +111,7 @@ class Findings:
         if self.told_size > 1:
             words = f"on one rank the script was told that there are {self.told_size}"
             lines.append(f"not noticed: a factor of {self.told_size} too many or too few, as {words}")
-        return "\n".join(lines + self.suspicious)
+        return "\n".join([*lines, *dict.fromkeys(self.suspicious)])
 
     def lines_of_first(self, first):
         value, agreeing = first.value, self.comparison.agreeing
