@@ -2,8 +2,8 @@
 
     python tests/rosetta_jax.py FILE
 
-Writes to FILE: {"NAME on N": {"losses", "weights": {name: its shard on each device}, "hlo": the compiled step,
-"operands": [(shape, shape of a shard) of each operand of the step]}}.
+Writes to FILE: {"NAME on N": {"losses", "weights" and "averages", the optimizer's of their gradients: {name: its shard
+on each device}, "hlo": the compiled step, "operands": [(shape, shape of a shard) of each operand of the step]}}.
 """
 
 import contextlib
@@ -46,6 +46,21 @@ def shards_of(weights):
     return {name: [np.asarray(shard.data).tolist() for shard in w.addressable_shards] for name, w in weights.items()}
 
 
+def train(module, mesh, **arguments):
+    """What the twin returns, and the last momentum, or Adam's first moment: a factor of all gradients is in both."""
+    update, averages = module.update, []
+
+    def watched(*operands):
+        results = update(*operands)
+        averages[:] = [results[1]]
+        return results
+
+    module.update = watched
+    weights, losses = module.train(mesh, **arguments)
+    module.update = update
+    return weights, losses, averages[0]
+
+
 class Compiled(Exception):
     """Ends a run when its step is compiled."""
 
@@ -70,8 +85,9 @@ def step_of(module, mesh, **arguments):
 def result(name, n):
     module, mesh = twin(name), mesh_of(name, n)
     more = {"stages": n, "micro_batches": 4} if name == "train_pipeline" else {}
-    weights, losses = module.train(mesh, **more)
-    return {"losses": losses, "weights": shards_of(weights), **step_of(module, mesh, **SIZES, **more)}
+    weights, losses, averages = train(module, mesh, **more)
+    shards = {"weights": shards_of(weights), "averages": shards_of(averages)}
+    return {"losses": losses, **shards, **step_of(module, mesh, **SIZES, **more)}
 
 
 def main():

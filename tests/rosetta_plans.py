@@ -2,7 +2,9 @@
 
     torchrun --nproc_per_node 4 tests/rosetta_plans.py FILE
 
-Writes to FILE: {plan: {"losses": of each step, "shapes": {weight: of rank 0's shard}}}; plan "" is a single device.
+Writes to FILE: {plan: {"losses": of each step, "gradients": {weight: that of the last step, whole}, "shapes": {weight:
+of rank 0's shard}}}; plan "" is a single device. "twin ..." are plans of the twin's model, without "shapes".
+SGD without momentum trains: Adam would hide a gradient that is n times too large.
 """
 
 import contextlib
@@ -18,11 +20,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from tests.rosetta_torch import gradients_of, twin  # noqa: E402
 
 VOCAB_SIZE, SEQ_LEN, HEAD_SIZE = 12, 8, 4
 COLUMNS, ROWS = ("query", "key", "value", "up"), ("output", "down")
@@ -97,7 +104,7 @@ PLANS.update({"sequence": sequence_parallel, "fully sharded": fully_sharded})
 
 
 def train(plan, mesh=None, steps=4, batch=4):
-    """{"losses" of each step, "shapes" of this rank's shards of some weights}."""
+    """{"losses", "gradients" of the last step, "shapes" of this rank's shards of some weights}."""
     torch.manual_seed(0)  # each rank draws the whole model
     model = Model()
     ids = torch.randint(VOCAB_SIZE, (batch, SEQ_LEN + 1))
@@ -106,7 +113,7 @@ def train(plan, mesh=None, steps=4, batch=4):
         PLANS[plan](model, mesh)
         if splits_batch:
             ids = ids.chunk(mesh["data"].size())[mesh["data"].get_local_rank()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(steps):
         with loss_parallel() if plan == "vocabulary" else contextlib.nullcontext():
@@ -123,13 +130,35 @@ def train(plan, mesh=None, steps=4, batch=4):
     for name in ("embedding", "blocks.0.up", "blocks.0.down"):
         weight = model.get_submodule(name).weight
         shapes[name] = list((weight.to_local() if isinstance(weight, DTensor) else weight).shape)
-    return {"losses": losses, "shapes": shapes}
+    return {"losses": losses, "gradients": gradients_of(model), "shapes": shapes}
+
+
+def plans_of_the_twin():
+    """{name: a plan of the page for the model of its twin}."""
+    sequence = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "blocks.*.norm": SequenceParallel(),
+        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "blocks.1": PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
+    }
+    return {"twin alone": None, "twin": twin("tensor_parallel_module").PLAN, "twin sequence": sequence}
+
+
+def train_the_twin(plan, mesh, steps=4):
+    """The same of the twin, trained by SGD in place of its Adam."""
+    module, adam = twin("tensor_parallel_module"), torch.optim.Adam
+    module.PLAN, torch.optim.Adam = plan, lambda parameters, lr: torch.optim.SGD(parameters, lr=0.1)
+    model, losses = module.train(mesh if plan else None, steps=steps)
+    torch.optim.Adam = adam
+    return {"losses": losses, "gradients": gradients_of(model)}
 
 
 def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     results = {plan: train(plan, mesh) for plan in ("", *PLANS)}
+    results.update({name: train_the_twin(plan, mesh["tensor"]) for name, plan in plans_of_the_twin().items()})
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -2,8 +2,9 @@
 
     torchrun ... tests/rosetta_torch.py FOLDER NAME ...
 
-Writes FOLDER/RANK.json: {name: {"losses", "weights": {name: this rank's shard}, "rows": of the output in each call of
-the loss, "sent": bytes of a step}}. Of tensor_parallel_module "initial", the weights before training, instead.
+Writes FOLDER/RANK.json: {name: {"losses", "weights" and "gradients" of the last step: {name: this rank's shard},
+"rows": of the output in each call of the loss, "sent": bytes of a step}}. Of tensor_parallel_module "initial", the
+weights before training, and "gradients" of the first step, whole, instead.
 """
 
 import contextlib
@@ -41,14 +42,26 @@ def mesh_of(name):
     return init_device_mesh("cpu", (n,), mesh_dim_names=("ranks",))
 
 
-def weights_of(model):
-    """{name: this rank's shard} of an MLP as (in, out)."""
+def gradient_of(w):
+    """The gradient in the layout of the weight: that of a replicated DTensor may still be a partial sum."""
+    return w.grad.redistribute(placements=w.placements) if isinstance(w, DTensor) else w.grad
+
+
+def shards_of(model, tensor_of):
+    """{name: this rank's shard of `tensor_of(weight)`} of an MLP as (in, out)."""
     transposed = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     shards = {}
     for name, w in model.named_parameters():
-        local = w.detach().to_local() if isinstance(w, DTensor) else w.detach()
+        local = tensor_of(w)
+        local = local.to_local() if isinstance(local, DTensor) else local
         shards[name] = (local.T if id(w) in transposed else local).tolist()
     return shards
+
+
+def gradients_of(model):
+    """{name: whole gradient}. Collective."""
+    gradients = {name: gradient_of(w) for name, w in model.named_parameters()}
+    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).tolist() for name, g in gradients.items()}
 
 
 def quiet():
@@ -97,8 +110,11 @@ def result(name):
     results = {"losses": losses, "sent": sent(train, mesh, **sizes, **more)}
     if of_module:
         untrained, _ = train(steps=0)
-        return {**results, "initial": {key: w.tolist() for key, w in untrained.named_parameters()}}
-    return {**results, "weights": weights_of(model), "rows": rows}
+        once, _ = train(mesh, steps=1)
+        initial = {key: w.tolist() for key, w in untrained.named_parameters()}
+        return {**results, "initial": initial, "gradients": gradients_of(once)}
+    shards = {"weights": shards_of(model, torch.Tensor.detach), "gradients": shards_of(model, gradient_of)}
+    return {**results, **shards, "rows": rows}
 
 
 def main():

@@ -45,8 +45,42 @@ def run(command, **variables):
     command = [str(word) for word in command]
     options = {"env": {**CLEAN, **variables}, "text": True, "timeout": LIMIT, "cwd": ROOT, "start_new_session": True}
     done = subprocess.run(command, capture_output=True, **options)
-    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr[-9000:]}"
     return done.stdout
+
+
+PLANTED = [  # file, a line or a part of it, a layout that trains as well
+    ("pytorch/matmul_layouts.py", '"rows": (Shard(1), Shard(0)', '"rows": (Shard(0), Shard(0)'),
+    ("pytorch/train_data_parallel.py", "x, y = x.chunk", "_ = x.chunk"),
+    ("pytorch/train_model_parallel.py", ', "w1": RowwiseParallel()', ""),
+    ("pytorch/train_data_tensor.py", "x, y = x.chunk", "_ = x.chunk"),
+    ("pytorch/fully_sharded.py", "for layer in model.children():", "for layer in ():"),
+    ("pytorch/fully_sharded.py", "x, y = x.chunk", "_ = x.chunk"),
+    ("pytorch/tensor_parallel_module.py", '"blocks.*.up"', '"block.*.up"'),
+    ("pytorch/tensor_parallel_module.py", '"blocks.*.up"', '"blocks.0.up"'),
+    ("jax/train_data_parallel.py", '(x, y), P("data")', "(x, y), P()"),
+    ("jax/train_data_parallel.py", '"w1": w1}, P()', '"w1": w1}, P("data")'),
+    ("jax/train_model_parallel.py", '"w0": P(None, "tensor")', '"w0": P("tensor")'),
+    ("jax/train_model_parallel.py", '"w1": P("tensor")', '"w1": P()'),
+    ("jax/train_data_tensor.py", '(x, y), P("data")', "(x, y), P()"),
+    ("jax/train_data_tensor.py", '"w0": P(None, "tensor")', '"w0": P()'),
+    ("jax/train_data_tensor.py", 'out_sharding=P("data")', "out_sharding=P()"),
+    ("jax/fully_sharded.py", '"w1": w1}, P("data")', '"w1": w1}, P()'),
+    ("jax/fully_sharded.py", '(x, y), P("data")', "(x, y), P()"),
+    ("jax/train_pipeline.py", 'out_specs=P()), P("stage")', "out_specs=P()), P()"),
+]
+
+
+@pytest.mark.parametrize("file, line, changed", PLANTED, ids=[f"{file}: {changed}" for file, _, changed in PLANTED])
+def test_twin_fails_in_a_different_layout(programs, tmp_path, file, line, changed):
+    path, text = tmp_path / "twin.py", (ROSETTA / file).read_text()
+    assert text.count(line) == 1
+    path.write_text(text.replace(line, changed))
+    with pytest.raises(AssertionError, match="Error: "):  # of the twin
+        if file.startswith("jax"):
+            run([programs / "python", path])
+        else:
+            torchrun(programs, RANKS.get((ROSETTA / file).stem, 2), path)
 
 
 @pytest.fixture(scope="session")
@@ -85,13 +119,15 @@ def test_pytorch_trains_as_numpy_does_and_each_rank_holds_its_shard(torch_result
         result = results[name]
         close(result["losses"], case.values["losses"].exact)
         assert set(result["rows"]) == rows_of(case, name, n, rank)
-        weights = dict(result["weights"])
-        if name == "train_pipeline":
-            weights = {f"w{rank}": weights.pop("w")}
-        weights = {re.search(r"w\d", key)[0]: shard for key, shard in weights.items()}
-        assert set(weights) == {key for key in ("w0", "w1", "w2", "w3") if held(case, key, rank) is not None}
-        for key, shard in weights.items():
-            close(shard, held(case, key, rank))
+        held_weights = {key for key in ("w0", "w1", "w2", "w3") if held(case, f"new {key}", rank) is not None}
+        for tensors, expected in (("weights", "new {}"), ("gradients", "{} grad")):
+            shards = result[tensors]
+            if name == "train_pipeline":
+                shards = {f"w{rank}": shards["w"]}
+            shards = {re.search(r"w\d", key)[0]: shard for key, shard in shards.items()}
+            assert set(shards) == held_weights
+            for key, shard in shards.items():
+                close(shard, held(case, expected.format(key), rank))
 
 
 def rows_of(case, name, n, rank):
@@ -102,8 +138,7 @@ def rows_of(case, name, n, rank):
 
 
 def held(case, name, rank):
-    """What a rank must hold of a tensor, of a weight after training; None if nothing."""
-    name = f"new {name}" if name.startswith("w") else name
+    """What a rank must hold of a tensor of the case; None if nothing."""
     if name not in case.values:
         return None
     sbp, ranks = case.layout[name]
@@ -119,16 +154,18 @@ def test_jax_trains_as_numpy_does_and_each_device_holds_its_shard(jax_results, n
         rows = 384 * len(held(case, "x", 0)) // 8
         assert [[384, 384], [rows, 384]] in result["operands"]  # x and y
         assert ([[384, 384], [384, 384]] in result["operands"]) == (rows == 384)
-    for rank in range(n):
-        if name == "train_pipeline":  # the stage is filled up with zeros
-            stage, expected = np.array(result["weights"]["w"][rank])[0], held(case, f"w{rank}", rank)
-            filled = np.zeros_like(stage)
-            filled[tuple(map(slice, expected.shape))] = expected
-            close(stage, filled)
-        else:
-            assert set(result["weights"]) == {"w0", "w1"}
-            for key, shards in result["weights"].items():
-                close(shards[rank], held(case, key, rank))
+    average = "{} exp_avg" if "w0 exp_avg" in case.values else "{} momentum_buf"
+    for tensors, expected in (("weights", "new {}"), ("averages", average)):
+        for rank in range(n):
+            if name == "train_pipeline":  # the stage is filled up with zeros
+                stage, own = np.array(result[tensors]["w"][rank])[0], held(case, expected.format(f"w{rank}"), rank)
+                filled = np.zeros_like(stage)
+                filled[tuple(map(slice, own.shape))] = own
+                close(stage, filled)
+            else:
+                assert set(result[tensors]) == {"w0", "w1"}
+                for key, shards in result[tensors].items():
+                    close(shards[rank], held(case, expected.format(key), rank))
 
 
 def test_the_module_trains_as_numpy_does(torch_results):
@@ -139,6 +176,9 @@ def test_the_module_trains_as_numpy_does(torch_results):
         values, _ = reference_module.trained(arrays, "adam", False, 0, 20, 8, 1.0)
         apart = np.abs(np.array(result["losses"]) / values["losses"].exact - 1)
         assert apart[:10].max() <= 1e-5 and apart.max() <= 3e-5  # Adam carries rounding from step to step
+        values, _ = reference_module.trained(arrays, "adam", False, 0, 1, 8, 1.0)
+        for name in arrays:  # Adam's losses would hide a factor
+            close(result["gradients"][name], values[f"{name} grad"].exact)
         activations = 256 * 4 * 512 * 4  # bytes: batch, seq_len, hidden_size; 2 blocks, forward and backward
         assert abs(result["sent"] - 4 * activations) <= 0.01 * 4 * activations
 
@@ -295,9 +335,14 @@ SHAPES = {  # plan of rosetta_plans.py -> rank 0's shards of the weights of the 
 def test_plans_of_your_own_model_train_as_a_single_device_does(programs, tmp_path):
     torchrun(programs, 4, ROOT / "tests" / "rosetta_plans.py", tmp_path / "results.json")
     results = json.loads((tmp_path / "results.json").read_text())
-    assert {plan: tuple(result["shapes"].values()) for plan, result in results.items()} == SHAPES
-    for result in results.values():
-        close(result["losses"], results[""]["losses"])
+    shapes = {plan: tuple(result["shapes"].values()) for plan, result in results.items() if "shapes" in result}
+    assert shapes == SHAPES
+    for plan, result in results.items():
+        alone = results["twin alone" if plan.startswith("twin") else ""]
+        close(result["losses"], alone["losses"])
+        assert set(result["gradients"]) == set(alone["gradients"])
+        for name, gradient in result["gradients"].items():
+            close(gradient, alone["gradients"][name])
 
 
 @pytest.mark.parametrize("framework", ["oneflow", "pytorch", "jax"])

@@ -55,6 +55,7 @@ def train(mesh, steps=3, batch=8, in_features=4, hidden_size=8, out_features=4):
     losses = []
     with jax.set_mesh(mesh):
         x, y = jax.device_put((x, y), P("data"))
+        assert x.sharding.shard_shape(x.shape) == (batch // mesh.shape["data"], in_features)
         weights = jax.device_put({"w0": w0, "w1": w1}, P("data"))
         m, v = jax.tree.map(jnp.zeros_like, weights), jax.tree.map(jnp.zeros_like, weights)
         for t in range(1, steps + 1):  # 1 - 0.999**t in float32 would be wrong in the fifth digit
@@ -72,6 +73,7 @@ def main():
             shape = f"{shard.data.shape} of {w.shape}"
             share = shard.data.size / w.size
             print(f"[{shard.device.id}] {name} {shape}: {share:.0%} of it, its gradient and Adam's state")
+    assert {name: w.sharding.shard_shape(w.shape) for name, w in weights.items()} == {"w0": (2, 8), "w1": (4, 4)}
     _, alone = train(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))  # the same code on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-4)
     print(f"[0] loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")

@@ -13,6 +13,7 @@ On GPUs: delete the two lines of jax.config, and set JAX_DEFAULT_MATMUL_PRECISIO
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
@@ -48,6 +49,7 @@ def main():
         show(jax.typeof(out), out)
     with jax.set_mesh(mesh):
         show("all-reduce", reshard(out, P()))
+        np.testing.assert_allclose(reshard(out, P()), x @ w)
 
 
 if __name__ == "__main__":

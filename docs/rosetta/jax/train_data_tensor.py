@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 def loss_of(weights, x, y):
     hidden = jax.nn.relu(x @ weights["w0"])
     out = jnp.matmul(hidden, weights["w1"], out_sharding=P("data"))
+    assert jax.typeof(out).sharding.spec == P("data", None)  # each device has the rows of its x
     return jnp.mean((out - y) ** 2)
 
 
@@ -48,6 +49,7 @@ def train(mesh, steps=3, batch=8, in_features=4, hidden_size=8, out_features=4):
     losses = []
     with jax.set_mesh(mesh):
         x, y = jax.device_put((x, y), P("data"))
+        assert x.sharding.shard_shape(x.shape) == (batch // mesh.shape["data"], in_features)
         weights = jax.device_put({"w0": w0, "w1": w1}, {"w0": P(None, "tensor"), "w1": P("tensor")})
         momentum = jax.tree.map(jnp.zeros_like, weights)
         for _ in range(steps):
@@ -64,6 +66,7 @@ def main():
         for shard in w.addressable_shards:
             shape = f"{shard.data.shape} of {w.shape}"
             print(f"[{shard.device.id}] {name} {shape}, its sum after training {shard.data.sum():.4f}")
+    assert {name: w.sharding.shard_shape(w.shape) for name, w in weights.items()} == {"w0": (4, 4), "w1": (4, 4)}
     alone = jax.make_mesh((1, 1), ("data", "tensor"), devices=jax.devices()[:1])
     _, alone = train(alone)  # the same code on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-5)

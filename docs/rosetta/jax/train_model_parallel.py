@@ -63,6 +63,7 @@ def main():
     for name, w in weights.items():
         for shard in w.addressable_shards:
             print(f"[{shard.device.id}] {name} {shard.data.shape} of {w.shape}")
+    assert {name: w.sharding.shard_shape(w.shape) for name, w in weights.items()} == {"w0": (4, 4), "w1": (4, 4)}
     _, alone = train(jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1]))  # the same code on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     print(f"[0] loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")

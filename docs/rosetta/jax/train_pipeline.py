@@ -95,6 +95,7 @@ def main(n=2, m=2):
     weights, losses = train(jax.make_mesh((n,), ("stage",)), n, micro_batches=m)
     for k, shard in enumerate(weights.addressable_shards):
         print(f"[{shard.device.id}] w{k}, filled up to {shard.data.shape[1:]}, and nothing of other stages")
+    assert [shard.data.shape[0] for shard in weights.addressable_shards] == [1] * n
     _, alone = train(jax.make_mesh((1,), ("stage",), devices=jax.devices()[:1]), n, micro_batches=m)
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     print(f"[0] pipeline bubble, (n-1)/(m+n-1) with n = {n} and m = {m}: {(n - 1) / (m + n - 1):.0%} of the time")

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 DEVICE = "cpu"
 
@@ -56,6 +57,7 @@ def train(mesh=None, steps=3, batch=8, in_features=4, hidden_size=8, out_feature
     model = MLP(w0, w1)
     if mesh:
         x, y = x.chunk(mesh.size())[mesh.get_local_rank()], y.chunk(mesh.size())[mesh.get_local_rank()]  # its own rows
+        assert len(x) == len(y) == batch // mesh.size()
         for layer in model.children():
             fully_shard(layer, mesh=mesh, reshard_after_forward=False)  # True frees the whole weight until backward
         fully_shard(model, mesh=mesh)
@@ -80,6 +82,7 @@ def main():
     rank = mesh.get_rank()
     for name, layer in model.named_children():
         w = layer.weight
+        assert isinstance(layer, FSDPModule) and w.placements == w.grad.placements == (Shard(0),)
         share = w.to_local().numel() / w.numel()
         shape = f"{tuple(w.to_local().shape)} of {tuple(w.shape)}"
         print(f"[{rank}] {name} {shape}: {share:.0%} of it, its gradient and Adam's state")

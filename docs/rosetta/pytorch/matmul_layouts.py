@@ -14,18 +14,24 @@ On GPUs: DEVICE = "cuda", and torch.cuda.set_device(int(os.environ["LOCAL_RANK"]
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 DEVICE = "cpu"
-LAYOUTS = {"data": (Shard(0), Replicate()), "columns": (Replicate(), Shard(1)), "rows": (Shard(1), Shard(0))}
+LAYOUTS = {
+    "data": (Shard(0), Replicate(), Shard(0)),
+    "columns": (Replicate(), Shard(1), Shard(1)),
+    "rows": (Shard(1), Shard(0), Partial()),
+}
 
 
 def run(mesh, layout, x, w):
     """x @ w in one of the layouts; x and w are whole on each rank. Returns a DTensor."""
-    x_placement, w_placement = LAYOUTS[layout]
+    x_placement, w_placement, out_placement = LAYOUTS[layout]
     x = distribute_tensor(x, mesh, [x_placement])
     w = distribute_tensor(w, mesh, [w_placement])
-    return x @ w
+    out = x @ w
+    assert out.placements == (out_placement,)  # PyTorch infers it
+    return out
 
 
 def main():
@@ -37,6 +43,7 @@ def main():
         print(f"[{mesh.get_rank()}] {out.placements[0]} {out.to_local().tolist()}")
     out = out.redistribute(placements=[Replicate()])
     print(f"[{mesh.get_rank()}] all-reduce", out.to_local().tolist())
+    torch.testing.assert_close(out.to_local(), x @ w)
 
 
 if __name__ == "__main__":

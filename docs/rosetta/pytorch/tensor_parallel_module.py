@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 DEVICE = "cpu"
@@ -84,6 +84,8 @@ def main():
     for name, w in model.blocks[0].named_parameters():
         local = w.to_local() if isinstance(w, DTensor) else w
         print(f"[{rank}] {name} {tuple(local.shape)} of {tuple(w.shape)}")
+    for block in model.blocks:  # a layer that the plan missed has plain weights, without placements
+        assert block.up.weight.placements == (Shard(0),) and block.down.weight.placements == (Shard(1),)
     _, alone = train()  # the same code on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if rank == 0:

@@ -47,6 +47,7 @@ def train(mesh=None, steps=3, batch=8, in_features=4, hidden_size=8, out_feature
     model = MLP(w0, w1)
     if mesh:
         x, y = x.chunk(mesh.size())[mesh.get_local_rank()], y.chunk(mesh.size())[mesh.get_local_rank()]  # its own rows
+        assert len(x) == len(y) == batch // mesh.size()
         model = DistributedDataParallel(model, device_mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     losses = []

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 DEVICE = "cpu"
@@ -52,6 +53,7 @@ def train(mesh=None, steps=3, batch=8, in_features=4, hidden_size=8, out_feature
     if mesh:
         data = mesh["data"]
         x, y = x.chunk(data.size())[data.get_local_rank()], y.chunk(data.size())[data.get_local_rank()]  # its own rows
+        assert len(x) == len(y) == batch // data.size()
         model = parallelize_module(model, mesh["tensor"], {"w0": ColwiseParallel(), "w1": RowwiseParallel()})
         model = replicate(model, mesh=data)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -79,6 +81,7 @@ def main():
         print(
             f"[{rank}] {name} {tuple(local.shape)} of {tuple(w.shape)}, its sum after training {local.sum().item():.4f}"
         )
+    assert [w.placements for w in model.parameters()] == [(Replicate(), Shard(0)), (Replicate(), Shard(1))]
     _, alone = train()  # the same code on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if rank == 0:

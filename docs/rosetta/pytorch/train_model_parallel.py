@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 DEVICE = "cpu"
@@ -67,6 +68,7 @@ def main():
     for name, layer in model.named_children():
         w = layer.weight.T
         print(f"[{rank}] {name} {tuple(w.to_local().shape)} of {tuple(w.shape)}")
+    assert [w.placements for w in model.parameters()] == [(Shard(0),), (Shard(1),)]
     _, alone = train()  # the same code on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if rank == 0:

@@ -85,6 +85,7 @@ def main(micro_batches=2):
     model, losses = train(mesh, n, micro_batches=m)
     rank = mesh.get_rank()
     print(f"[{rank}] w{rank} {tuple(model.w.shape)} of {tuple(model.w.shape)}, and nothing of other stages")
+    assert len([*model.parameters()]) == 1
     _, alone = train(None, n, micro_batches=m)  # the same layers on a single device, without micro-batches
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if rank == 0:
