@@ -4,6 +4,7 @@
 
 Writes to FILE: {plan: {"losses": of each step, "gradients": {weight: that of the last step, whole}, "shapes": {weight:
 of rank 0's shard}}}; plan "" is a single device. "twin ..." are plans of the twin's model, without "shapes".
+
 SGD without momentum trains: Adam would hide a gradient that is n times too large.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -74,6 +76,11 @@ def tensor_parallel(model, mesh):
 
 def data_tensor(model, mesh):
     tensor_parallel(model, mesh)
+    replicate(model, mesh=mesh["data"])
+
+
+def sharded_data_tensor(model, mesh):
+    tensor_parallel(model, mesh)
     fully_shard(model, mesh=mesh["data"])
 
 
@@ -99,8 +106,13 @@ def fully_sharded(model, mesh):
         fully_shard(module, mesh=mesh["data"])
 
 
-PLANS = {"tensor": tensor_parallel, "data x tensor": data_tensor, "vocabulary": vocabulary}
-PLANS.update({"sequence": sequence_parallel, "fully sharded": fully_sharded})
+PLANS = {"tensor": tensor_parallel, "vocabulary": vocabulary, "sequence": sequence_parallel}
+SPLIT_BATCH = {
+    "data x tensor": data_tensor,
+    "data x tensor, sharded": sharded_data_tensor,
+    "fully sharded": fully_sharded,
+}
+PLANS.update(SPLIT_BATCH)
 
 
 def train(plan, mesh=None, steps=4, batch=4):
@@ -108,7 +120,7 @@ def train(plan, mesh=None, steps=4, batch=4):
     torch.manual_seed(0)  # each rank draws the whole model
     model = Model()
     ids = torch.randint(VOCAB_SIZE, (batch, SEQ_LEN + 1))
-    splits_batch = plan in ("data x tensor", "fully sharded")
+    splits_batch = plan in SPLIT_BATCH
     if plan:
         PLANS[plan](model, mesh)
         if splits_batch:

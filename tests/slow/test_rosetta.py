@@ -16,7 +16,7 @@ from tests.cases.ladder import shard_of
 from tests.cases.reference import Value, split
 from tests.environments import peers
 from tests.jobs import CLEAN, LAUNCH, Run
-from tests.markdown import MATMULS, blocks, tables
+from tests.markdown import blocks, tables
 
 ROSETTA, PAGE = ROOT / "docs" / "rosetta", ROOT / "docs" / "rosetta.md"
 RANKS = {"train_data_tensor": 4}  # of a twin's main; the others have 2
@@ -49,15 +49,16 @@ def run(command, **variables):
     return done.stdout
 
 
+PLAN = '{"blocks.*.up": ColwiseParallel(), "blocks.*.down"'
 PLANTED = [  # file, a line or a part of it, a layout that trains as well
     ("pytorch/matmul_layouts.py", '"rows": (Shard(1), Shard(0)', '"rows": (Shard(0), Shard(0)'),
     ("pytorch/train_data_parallel.py", "x, y = x.chunk", "_ = x.chunk"),
-    ("pytorch/train_model_parallel.py", ', "w1": RowwiseParallel()', ""),
+    ("pytorch/train_model_parallel.py", '{"w0": ColwiseParallel(), "w1": RowwiseParallel()}', "{}"),
     ("pytorch/train_data_tensor.py", "x, y = x.chunk", "_ = x.chunk"),
     ("pytorch/fully_sharded.py", "for layer in model.children():", "for layer in ():"),
     ("pytorch/fully_sharded.py", "x, y = x.chunk", "_ = x.chunk"),
-    ("pytorch/tensor_parallel_module.py", '"blocks.*.up"', '"block.*.up"'),
-    ("pytorch/tensor_parallel_module.py", '"blocks.*.up"', '"blocks.0.up"'),
+    ("pytorch/tensor_parallel_module.py", PLAN, PLAN.replace("blocks", "block")),  # a typo
+    ("pytorch/tensor_parallel_module.py", PLAN, PLAN.replace("*", "0")),
     ("jax/train_data_parallel.py", '(x, y), P("data")', "(x, y), P()"),
     ("jax/train_data_parallel.py", '"w1": w1}, P()', '"w1": w1}, P("data")'),
     ("jax/train_model_parallel.py", '"w0": P(None, "tensor")', '"w0": P("tensor")'),
@@ -67,7 +68,6 @@ PLANTED = [  # file, a line or a part of it, a layout that trains as well
     ("jax/train_data_tensor.py", 'out_sharding=P("data")', "out_sharding=P()"),
     ("jax/fully_sharded.py", '"w1": w1}, P("data")', '"w1": w1}, P()'),
     ("jax/fully_sharded.py", '(x, y), P("data")', "(x, y), P()"),
-    ("jax/train_pipeline.py", 'out_specs=P()), P("stage")', "out_specs=P()), P()"),
 ]
 
 
@@ -76,7 +76,7 @@ def test_twin_fails_in_a_different_layout(programs, tmp_path, file, line, change
     path, text = tmp_path / "twin.py", (ROSETTA / file).read_text()
     assert text.count(line) == 1
     path.write_text(text.replace(line, changed))
-    with pytest.raises(AssertionError, match=r"\wError\b"):  # of the twin
+    with pytest.raises(AssertionError, match="AssertionError|no attribute '(placements|to_local)'"):
         if file.startswith("jax"):
             run([programs / "python", path])
         else:
@@ -306,11 +306,12 @@ def test_module_prints_what_the_recipe_prints(programs):
 
 def test_matmuls_print_the_blocks_of_the_readme(programs):
     """The same shards in the same order; JAX fills w up with a column of zeros."""
+    blocks_of_readme = blocks(ROOT / "README.md", "text")[0]
 
     def shards(text):
         return sorted((line[:3], json.loads(line[line.index("[[") :])) for line in text)
 
-    expected = shards(MATMULS.splitlines())
+    expected = shards(blocks_of_readme.splitlines())
     assert shards(lines_of(ROSETTA / "pytorch" / "matmul_layouts.py", programs, "")) == expected
     x, w = Value([[1, 2], [3, 1]]), Value([[2, 0, 1, 0], [1, 3, 2, 0]])
     out = (x @ w).exact
@@ -325,7 +326,8 @@ def test_matmuls_print_the_blocks_of_the_readme(programs):
 SHAPES = {  # plan of rosetta_plans.py -> rank 0's shards of the weights of the embedding, blocks.0.up and blocks.0.down
     "": ([12, 16], [64, 16], [16, 64]),
     "tensor": ([12, 16], [32, 16], [16, 32]),
-    "data x tensor": ([6, 16], [16, 16], [8, 32]),
+    "data x tensor": ([12, 16], [32, 16], [16, 32]),
+    "data x tensor, sharded": ([6, 16], [16, 16], [8, 32]),
     "vocabulary": ([6, 16], [32, 16], [16, 32]),
     "sequence": ([6, 16], [32, 16], [16, 32]),
     "fully sharded": ([6, 16], [32, 16], [8, 64]),

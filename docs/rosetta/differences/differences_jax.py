@@ -26,6 +26,15 @@ def to_local_of_a_replica():
     print("shard_map, the same row:", f"gradient {gradient.tolist()}")
 
 
+def mean_in_shard_map():
+    """A device sees its own rows only: the gradient of the mean of all is 2.5."""
+    x = jax.device_put(jnp.arange(1.0, 5.0), P("ranks"))
+    w = jax.device_put(jnp.ones(()), P())
+    for words, mean in (("a local mean", jnp.mean), ("pmean", lambda x: jax.lax.pmean(jnp.mean(x), "ranks"))):
+        inside = jax.shard_map(jax.grad(lambda w, x, mean=mean: mean(w * x)), in_specs=(P(), P("ranks")), out_specs=P())
+        print(f"shard_map, jax.grad inside, {words}:", f"gradient {inside(w, x)}")
+
+
 def own_part_of_a_partial_sum():
     x = jax.device_put(jnp.array([[1.0, 2.0], [3.0, 4.0]]), P(None, "ranks"))
     w = jax.device_put(jnp.ones((2, 1)), P("ranks"))
@@ -50,6 +59,8 @@ def implicit_conversion():
         a + b
     except Exception as error:  # JAX 0.10 has no public name for its class
         print("rows + columns:", type(error).__name__)
+    whole = jax.device_put(jnp.ones((4, 4)), P())
+    print("whole @ rows:", jax.typeof(whole @ a), "and no error")
 
 
 def implicit_conversion_in_auto_mode():
@@ -66,6 +77,12 @@ def uneven_rows():
         print("5 rows on 2:", str(error).partition(", but ")[2].partition(" the ")[0])
 
 
+def uneven_rows_in_auto_mode():
+    sharding = NamedSharding(jax.make_mesh((2,), ("ranks",), axis_types=(AxisType.Auto,)), P("ranks"))
+    mean = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, sharding).mean())(jnp.arange(5.0))
+    print("5 rows on 2, jit and an Auto mesh:", f"mean {mean}")
+
+
 def gradient_of_a_replica():
     w = jax.device_put(jnp.ones((4, 2)), P())
     x = jax.device_put(jnp.ones((2, 4)), P("ranks"))
@@ -79,6 +96,11 @@ def dropout():
 
     split, whole = np.array(jax.jit(draw, out_shardings=P("ranks"))()), np.array(draw())
     print("dropout:", "the mask of one device" if (split == whole).all() else "depends on the layout")
+    own = jax.shard_map(lambda key: jax.random.bernoulli(key, 0.5, (32,)), in_specs=P(), out_specs=P("ranks"))
+    kept = np.array(own(jax.device_put(jax.random.key(0), P())))
+    print(
+        "shard_map, dropout:", "the same mask on both shards" if (kept[:32] == kept[32:]).all() else "different masks"
+    )
 
 
 def main():
@@ -86,12 +108,14 @@ def main():
     jax.config.update("jax_num_cpu_devices", 2)
     with jax.set_mesh(jax.make_mesh((2,), ("ranks",))):
         to_local_of_a_replica()
+        mean_in_shard_map()
         own_part_of_a_partial_sum()
         implicit_conversion()
         uneven_rows()
         gradient_of_a_replica()
         dropout()
     implicit_conversion_in_auto_mode()
+    uneven_rows_in_auto_mode()
 
 
 if __name__ == "__main__":

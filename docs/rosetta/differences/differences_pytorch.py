@@ -13,8 +13,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,6 +61,7 @@ def implicit_conversion(mesh):
         a + torch.ones(4, 4)
     except RuntimeError as error:
         say("rows + a plain tensor:", str(error)[:50])
+    say("rows + a plain tensor of one number:", (a + torch.tensor(1.0)).placements[0])
 
 
 def uneven_rows(mesh):
@@ -67,8 +70,14 @@ def uneven_rows(mesh):
     local, mean = spread.to_local(), spread.mean()
     say("5 rows on 2:", f"{local.numel()} on rank 0, mean {mean.full_tensor().item()}, {mean.placements[0]}")
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False), device_mesh=mesh)
-    (model(x.chunk(2)[rank][:, None])).mean().backward()
+    model(x.chunk(2)[rank][:, None]).mean().backward()
     say("5 rows on 2, DDP:", f"gradient {model.module.weight.grad.item()}")
+    model = fully_shard(nn.Linear(1, 1, bias=False), mesh=mesh)
+    model(x.chunk(2)[rank][:, None]).mean().backward()
+    gradient = model.weight.grad.full_tensor()  # collective
+    say("5 rows on 2, fully_shard:", f"gradient {gradient.item()}")
+    own = DTensor.from_local(x.chunk(2)[rank], mesh, [Shard(0)])
+    say("3 and 2 rows, from_local:", f"{len(own)} rows, says rank 0")
 
 
 def gradient_of_a_replica(mesh):
@@ -76,23 +85,36 @@ def gradient_of_a_replica(mesh):
     x = distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)])
     (x @ w).sum().backward()
     say("gradient of a replicated weight:", w.grad.placements[0])
+    for optimizer in (torch.optim.SGD([w], lr=0.1), torch.optim.Adam([w], lr=0.1)):
+        with CommDebugMode() as sent:
+            optimizer.step()
+        say("gradient of a replicated weight:", f"a step of {type(optimizer).__name__} sends {sent.get_total_counts()}")
 
 
-def ddp_of_a_tensor_parallel_model():
+def a_layer_outside_the_plan():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()})
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    model(torch.ones(1, 4)).sum().backward()
+    try:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    except RuntimeError as error:
+        say("clip_grad_norm_, a layer outside the plan:", str(error)[:60])
     model = DistributedDataParallel(model, device_mesh=mesh["data"])
     before = len(model.state_dict())
     model(torch.ones(1, 4))
-    say(
-        "DDP of a tensor-parallel model:", f"state_dict has {before} tensors, after a forward {len(model.state_dict())}"
-    )
+    say("DDP of this model:", f"state_dict has {before} tensors, after a forward {len(model.state_dict())}")
 
 
 def dropout(mesh):
     torch.manual_seed(0)
     kept = nn.functional.dropout(distribute_tensor(torch.ones(64), mesh, [Shard(0)])).full_tensor() > 0
     say("dropout:", "the same mask on both shards" if torch.equal(kept[:32], kept[32:]) else "different masks")
+    torch.manual_seed(dist.get_rank())
+    kept = nn.functional.dropout(distribute_tensor(torch.ones(64), mesh, [Replicate()])).to_local() > 0
+    masks = [torch.empty_like(kept) for _ in range(2)]
+    dist.all_gather(masks, kept)
+    say("dropout of Replicate(), seeds by rank:", "the same mask" if torch.equal(*masks) else "different masks")
 
 
 def checkpoint(mesh):
@@ -117,7 +139,7 @@ def main():
     implicit_conversion(mesh)
     uneven_rows(mesh)
     gradient_of_a_replica(mesh)
-    ddp_of_a_tensor_parallel_model()
+    a_layer_outside_the_plan()
     dropout(mesh)
     checkpoint(mesh)
 
