@@ -16,7 +16,7 @@ from tests.cases.ladder import shard_of
 from tests.cases.reference import Value, split
 from tests.environments import peers
 from tests.jobs import CLEAN, LAUNCH, Run
-from tests.markdown import blocks, tables
+from tests.markdown import MATMULS, blocks, tables
 
 ROSETTA, PAGE = ROOT / "docs" / "rosetta", ROOT / "docs" / "rosetta.md"
 RANKS = {"train_data_tensor": 4}  # of a twin's main; the others have 2
@@ -306,12 +306,11 @@ def test_module_prints_what_the_recipe_prints(programs):
 
 def test_matmuls_print_the_blocks_of_the_readme(programs):
     """The same shards in the same order; JAX fills w up with a column of zeros."""
-    blocks_of_readme = blocks(ROOT / "README.md", "text")[0]
 
     def shards(text):
         return sorted((line[:3], json.loads(line[line.index("[[") :])) for line in text)
 
-    expected = shards(blocks_of_readme.splitlines())
+    expected = shards(MATMULS.splitlines())
     assert shards(lines_of(ROSETTA / "pytorch" / "matmul_layouts.py", programs, "")) == expected
     x, w = Value([[1, 2], [3, 1]]), Value([[2, 0, 1, 0], [1, 3, 2, 0]])
     out = (x @ w).exact
