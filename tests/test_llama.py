@@ -161,6 +161,9 @@ WRONG = [  # what the arrays of a checkpoint have, or its config; and the error
     ({}, {"num_attention_heads": 3, "num_key_value_heads": 3}, "--tensor 2 does not fit 3 heads with 3 of keys and"),
     ({}, {"head_dim": 7}, "head_dim 7 is odd; RoPE turns pairs"),
     ({}, {"head_dim": "8"}, "config.json: head_dim is '8', not a whole number"),
+    ({}, {"rms_norm_eps": "1e-6"}, "config.json: rms_norm_eps is '1e-6', not a number"),
+    ({}, {"rope_parameters": {"rope_theta": "x"}}, "config.json: rope_theta is 'x', not a number"),
+    ({}, {"rope_parameters": {"rope_type": ["llama3"]}}, "RoPE of type ['llama3']; this recipe computes"),
     ({}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "both rope_scaling and rope_parameters are given"),
     ({}, {"rope_parameters": "llama3"}, "rope_scaling or rope_parameters is not an object"),
     ({}, {"tie_word_embeddings": True}, "lm_head is not embed_tokens, and config.json says tie_word_embeddings"),
@@ -189,7 +192,7 @@ def test_checkpoint_of_another_model_is_refused_in_one_line(pools, tmp_path, arr
         (["--prompt-ids", "1,5", "64"], "--prompt-ids 64: numbers from 0 to 63, with commas between them"),
         (["--prompt-ids", "1,x"], "--prompt-ids 1,x: numbers from 0 to 63, with commas between them"),
         ([], "--checkpoint needs --prompt-ids, such as 1,5 7"),
-        (["--prompt-ids", "1", "--graph"], "--graph trains, and a checkpoint is not trained here: leave it away"),
+        (["--prompt-ids", "1", "--graph"], "--graph trains, and a checkpoint is not trained here: leave it out"),
     ],
 )
 def test_option_that_does_not_fit_is_refused_in_one_line(pools, arguments, error):

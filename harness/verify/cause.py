@@ -172,8 +172,9 @@ def added_by_each_rank(first, comparison, parallel, again):
     """Every row is off by the same numbers, one for each feature: a bias that several ranks have added, or none."""
     if first.alone.ndim < 2 or first.key.kind not in ("output", "graph output") or len(first.alone) < 2:
         return None
-    off = columns_of(first.parallel) - columns_of(first.alone)
-    if np.abs(off - off[:1]).max(initial=0) > first.rounding:
+    off = first.parallel.astype(np.float64) - first.alone
+    by_feature = [np.moveaxis(off, dim, -1).reshape(-1, off.shape[dim]) for dim in (-1, 1)]  # of Linear, of Conv2d
+    if min(np.abs(rows - rows[:1]).max(initial=0) for rows in by_feature) > first.rounding:
         return None
     words = "every row is off by the same numbers, as by a bias that each rank adds to its part of a sum"
     return f"{words}: add it once, after the all-reduce"

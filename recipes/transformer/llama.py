@@ -355,11 +355,24 @@ IMPLEMENTED = {  # entries of config.json -> the only value that this recipe com
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-NOT_GREEDY = {  # entries of generation_config.json that change which token is the most likely -> without effect
-    **{"num_beams": 1, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
-    **{"min_length": 0, "min_new_tokens": 0, "guidance_scale": 1.0, "penalty_alpha": 0.0},
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "sequence_bias")),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "stop_strings")),
+GREEDY = {  # entries of generation_config.json that change the tokens -> the value with which they do not
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "guidance_scale": 1.0,
+    "penalty_alpha": 0.0,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "bad_words_ids": None,
+    "force_words_ids": None,
+    "sequence_bias": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "stop_strings": None,
 }
 ROPE_TYPES = {  # type -> what it needs
     "default": (),
@@ -374,6 +387,13 @@ def read_json(path):
         raise ValueError(f"{path}: not an object in JSON") from None
 
 
+def check_numbers(entries, names, kinds=(int, float)):
+    """Raise ValueError if one of these entries is there and not a number: OneFlow would end with SIGSEGV."""
+    for name in names:
+        if not isinstance(entries.get(name) or 1, kinds):
+            raise ValueError(f"config.json: {name} is {entries[name]!r}, not a {'whole ' * (kinds is int)}number")
+
+
 def read_rope(entries):
     """The parameters of RoPE in config.json. ValueError if this recipe would compute something else."""
     old, new = (entries.get(name) or {} for name in ("rope_scaling", "rope_parameters"))  # of transformers 4 and 5
@@ -383,12 +403,13 @@ def read_rope(entries):
         raise ValueError("both rope_scaling and rope_parameters are given; keep the right one")
     rope = {"rope_theta": entries.get("rope_theta") or 10000.0, **old, **new}
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
+    if str(kind) not in ROPE_TYPES:
         raise ValueError(f"RoPE of type {kind!r}; this recipe computes {', '.join(ROPE_TYPES)}")
     rope.setdefault("original_max_position_embeddings", entries.get("max_position_embeddings"))
     missing = [name for name in ROPE_TYPES[kind] if not rope.get(name)]
     if missing:
         raise ValueError(f"config.json has no {', '.join(missing)}")
+    check_numbers(rope, ("rope_theta", *ROPE_TYPES[kind]))
     return rope
 
 
@@ -400,17 +421,16 @@ def read_config(folder):
     if (folder / "generation_config.json").exists():
         generation = read_json(folder / "generation_config.json")
     rope = read_rope(entries)
-    for place, only in ((entries, IMPLEMENTED), (rope, IMPLEMENTED), (entries, NOT_GREEDY), (generation, NOT_GREEDY)):
-        for name, value in only.items():
+    for place, values in ((entries, IMPLEMENTED), (rope, IMPLEMENTED), (entries, GREEDY), (generation, GREEDY)):
+        for name, value in values.items():
             if place.get(name) not in (None, value):
                 raise ValueError(f"{name} is {place[name]!r}; this recipe computes {value!r} only")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [name for name in ("model_type", *sizes) if not entries.get(name)]
     if missing:
         raise ValueError(f"config.json has no {', '.join(missing)}")
-    for name in (*sizes, "num_key_value_heads", "head_dim"):
-        if not isinstance(entries.get(name) or 1, int):
-            raise ValueError(f"config.json: {name} is {entries[name]!r}, not a whole number")
+    check_numbers(entries, (*sizes, "num_key_value_heads", "head_dim"), int)
+    check_numbers(entries, ["rms_norm_eps"])
     heads, eos = entries["num_attention_heads"], generation.get("eos_token_id")
     return Config(
         **{name: entries[name] for name in sizes},
@@ -611,7 +631,7 @@ def parse_arguments():
             weights = random_weights(config, seed=0)
             args.prompt_ids = args.prompt_ids or ["3,4,5", "30", "11,12"]
         elif args.graph:
-            raise ValueError("--graph trains, and a checkpoint is not trained here: leave it away")
+            raise ValueError("--graph trains, and a checkpoint is not trained here: leave it out")
         elif not args.prompt_ids:
             raise ValueError("--checkpoint needs --prompt-ids, such as 1,5 7")
         else:

@@ -13,9 +13,10 @@ Moves: k and v of a rank to the next and on to the last, and back their gradient
        2 (n-1)/n x q from the last. A graph sends them straight to each later rank: 2 (n-1)/n x q from each.
 Run:   ./launch.sh recipes/transformer/ring_attention.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/ring_attention.py [--graph]
-Use it when all keys and values do not fit on one device: a rank computes with one block at a time. Here autograd keeps
-all blocks for backward; the paper computes them again. The work is uneven: no query sees later keys, so rank 0 computes
-1 block of scores, and rank n-1 computes n. In zigzag order rank r has chunks r and 2n-1-r of 2n, and all work equally.
+Use it forward only, when all keys and values do not fit on one device, or to learn how a ring works. In training it
+does not save memory here: autograd keeps all blocks; the paper computes them again. The work is uneven: no query sees
+later keys, so rank 0 computes 1 block of scores, and rank n-1 computes n. In zigzag order, with chunks r and 2n-1-r of
+2n on rank r, all work equally.
 Source: H. Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", arXiv:2310.01889.
 """
 

@@ -92,6 +92,10 @@ def test_causes_that_no_program_has():
     wrong = rows.copy()
     wrong[3, 1] += 1
     Checks.that("only the part of rank 1 is wrong" in one_difference("S(0)", wrong, rows), "a rank that is wrong")
+    for shape, bias in (((4, 3, 2), (2,)), ((4, 3, 2, 2), (3, 1, 1))):  # of Linear on sequences, and of Conv2d
+        right = np.arange(np.prod(shape), dtype=float).reshape(shape) ** 2
+        off = one_difference("P", right + np.arange(1.0, 1 + bias[0]).reshape(bias), right)
+        Checks.that("every row is off by the same numbers" in off, off)
 
 
 def test_every_program_is_tried():
