@@ -1,4 +1,4 @@
-"""Hybrid parallelism: a data-parallel stage, then a tensor-parallel one.
+"""Hybrid parallelism: combine a data-parallel stage with a tensor-parallel one.
 
     out0 = x0 @ w0, out1 = x1 @ w1    rank 0      rank 1      rank 2         rank 3         SBP
     x0    (4, 5)                      rows 0-1    rows 2-3    nothing        nothing        S(0)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a layer on each rank; activations travel between them.
+"""Pipeline parallelism: each rank holds one layer and passes its activations on.
 
     out = x @ w0 @ w1    rank 0      rank 1      SBP
     x     (4, 5)         whole       nothing     B

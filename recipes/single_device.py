@@ -1,4 +1,4 @@
-"""One device: the product that every parallel recipe must equal.
+"""One device: compute the product that every parallel recipe must equal.
 
     out = x @ w           rank 0
     x     (4, 5)          whole, a local tensor

@@ -1,4 +1,4 @@
-"""Asynchronous SGD: what staleness does to training: a slow worker's gradients come from old weights.
+"""Asynchronous SGD: a slow worker computes its gradients from old weights.
 
     the last rank is slow    rank 0     rank 1     SBP
     x0         (4, 4)        whole      nothing    B

@@ -1,4 +1,4 @@
-"""Replicate, scatter, gather: what nn.DataParallel does, step by step, in SBPs.
+"""Replicate, scatter, gather: write out nn.DataParallel step by step as SBP conversions.
 
     --home first              rank 0      rank 1      SBP
     x              (8,)       whole       nothing     B

@@ -1,4 +1,4 @@
-"""Metrics: loss and accuracy over all ranks, from sums and counts.
+"""Metrics: compute loss and accuracy over all ranks from sums and counts.
 
     3 classes          rank 0          rank 1          SBP
     x        (25, 5)   rows 0-12       rows 13-24      S(0)

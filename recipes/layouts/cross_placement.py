@@ -1,4 +1,4 @@
-"""Conversions between placements: every pair of SBPs, from some ranks to others.
+"""Conversions between placements: move a tensor to other ranks, under every pair of SBPs.
 
     x = sum(parts)       rank 0         rank 1         rank 2         rank 3         SBP
     B       (4, 6)       whole          whole          nothing        nothing        B

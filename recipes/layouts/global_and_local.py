@@ -1,4 +1,4 @@
-"""Local to global and back: the ranks' own tensors become one.
+"""Local to global and back: the ranks' own tensors become one global tensor.
 
     local, (4, 3), differs by rank       rank 0         rank 1         SBP
     rows    = local in S(0)    (8, 3)    rows 0-3       rows 4-7       S(0)

@@ -1,4 +1,4 @@
-"""Matmul signatures: which SBP pairs multiply without communication, and which make OneFlow move an input first.
+"""Matmul signatures: find which SBP pairs multiply without communication, and which make OneFlow move an input.
 
     x (w likewise)        rank 0         rank 1         SBP
     x B       (4, 4)      whole          whole          B

@@ -1,4 +1,4 @@
-"""SBP conversions: between B, S(0), S(1) and P on the same ranks.
+"""SBP conversions: convert between B, S(0), S(1) and P on the same ranks.
 
     x = sum(parts)       rank 0         rank 1         SBP
     B       (4, 6)       whole          whole          B

@@ -1,4 +1,4 @@
-"""ZeRO: a data-parallel graph that splits weights and optimizer state.
+"""ZeRO: a data-parallel graph splits weights and optimizer state.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0      rank 1      SBP
     x            (8, 4)                       rows 0-3    rows 4-7    S(0)

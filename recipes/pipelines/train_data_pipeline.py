@@ -1,4 +1,4 @@
-"""Train data x pipeline parallel: two stages; each splits the batch.
+"""Train data x pipeline parallel: each of two stages splits the batch.
 
     loss = mean((relu(x @ w0) @ w1 - y)^2)    rank 0      rank 1      rank 2      rank 3      SBP
     x          (8, 4)                         rows 0-3    rows 4-7    nothing     nothing     S(0)

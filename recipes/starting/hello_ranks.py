@@ -1,4 +1,4 @@
-"""Hello, ranks: what each rank knows, and whether it started correctly.
+"""Hello, ranks: print what each rank knows, to see whether it started correctly.
 
     (rank, local rank, host)     rank 0      rank 1      SBP
     mine        (2, 3)           row 0       row 1       S(0)

@@ -1,4 +1,4 @@
-"""Rendezvous: how ranks find each other: by environment variables, a TCP address or a shared file.
+"""Rendezvous: ranks find each other by environment variables, a TCP address or a shared file.
 
     sum of all ranks    rank 0          rank 1          SBP
     number     (2, 1)   row 0           row 1           S(0)

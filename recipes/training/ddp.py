@@ -1,4 +1,4 @@
-"""DistributedDataParallel: local tensors; one line averages their gradients.
+"""DistributedDataParallel: keep local tensors; one line averages their gradients.
 
     w0 grad = mean over ranks    rank 0                   rank 1
     x           (4, 4)           whole, a local tensor    whole, a local tensor

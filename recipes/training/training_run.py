@@ -1,4 +1,4 @@
-"""Training run: padding, clipping, schedule, evaluation and resuming, right on any mesh; copy this file to begin.
+"""Training run: copy this file to begin; padding, clipping, schedule, evaluation and resuming are right on any mesh.
 
     kind of tensor      shape                   along data    along tensor
     ids, targets        (batch, seq_len)        S(0)          B

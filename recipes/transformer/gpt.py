@@ -1,4 +1,4 @@
-"""GPT: one model whose layout is a table: data, context, tensor, sequence, pipeline parallel, fully sharded.
+"""GPT: train a model whose layout is a table: data, context, tensor, sequence and pipeline parallelism, full sharding.
 
     kind of tensor       shape                        along data    along tensor
     ids                  (batch, seq_len)             S(0)          B       --context-parallel: S(1), B

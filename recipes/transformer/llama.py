@@ -1,4 +1,4 @@
-"""Llama: from Hugging Face weights to text, split by heads over ranks and by layers over stages, with a KV cache.
+"""Llama: generate text from Hugging Face weights, split by heads over ranks and by layers over stages, with a KV cache.
 
     one layer, a weight (out, in)                    rank 0         rank 1         SBP
     model.layers.0.self_attn.q_proj.weight (32, 32)  rows 0-15      rows 16-31     S(0)

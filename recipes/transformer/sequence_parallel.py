@@ -1,4 +1,4 @@
-"""Sequence parallel: tensor parallel that splits norms and residual too.
+"""Sequence parallel: with tensor parallelism, split norms and residual too.
 
     loss = mean((block(x) - y)^2)    rank 0           rank 1           SBP
     x            (8, 16)             rows 0-3         rows 4-7         S(0)

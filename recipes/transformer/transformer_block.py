@@ -1,4 +1,4 @@
-"""Transformer block: attention split by heads, MLP by columns.
+"""Transformer block: split attention by heads and the MLP by columns.
 
     loss = mean((block(x) - y)^2)    rank 0          rank 1          rank 2          rank 3          SBP
     x         (16, 16)               rows 0-7        rows 0-7        rows 8-15       rows 8-15       S(0), B

@@ -1,4 +1,4 @@
-"""Ulysses: context parallel by all-to-all, which turns a split sequence into split heads and back.
+"""Ulysses: for context parallelism, all-to-alls turn a split sequence into split heads and back.
 
     out = softmax(q @ k^T + mask) @ v    rank 0        rank 1        SBP
     q       (8, 8, 4)                    rows 0-3      rows 4-7      S(0)

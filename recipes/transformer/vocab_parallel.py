@@ -1,4 +1,4 @@
-"""Vocabulary parallel: embedding and cross-entropy; no rank has all logits.
+"""Vocabulary parallel: split embedding and cross-entropy; no rank has all logits.
 
     loss = mean(cross_entropy(table[ids] @ head, targets))
                              rank 0           rank 1           rank 2           rank 3           SBP

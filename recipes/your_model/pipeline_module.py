@@ -1,4 +1,4 @@
-"""Pipeline module: the parts of an unedited model go to stages by index.
+"""Pipeline module: assign the parts of an unedited model to stages by index.
 
     two stages of two parts              rank 0     rank 1     SBP
     ids                   (8, 4)         whole      nothing    B

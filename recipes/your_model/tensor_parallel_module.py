@@ -16,7 +16,7 @@ Moves: along the tensor axis an all-reduce of (batch, seq_len, hidden_size) for 
        the data axis an all-reduce of each parameter's gradient.
 Run:   ./launch.sh recipes/your_model/tensor_parallel_module.py [--graph] [--data 2]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/tensor_parallel_module.py [--graph]
-Use it when the weights fit on each rank, but not with gradients and optimizer state; each rank starts with a copy.
+Use it when training does not fit on one device or is too slow, and links are fast; each rank starts with a copy.
 Source: M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
 
