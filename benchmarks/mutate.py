@@ -62,42 +62,42 @@ EQUIVALENT = {
 
 
 def proofs(name):
-    """Yield (number of ranks, graph, function of a pool and a path) for each run that proves a recipe."""
+    """Yield (words, function of pools and a path) for each run that proves a recipe."""
+    found = []
     for mesh, more in GPT if name == "gpt" else ():
-        yield math.prod(mesh), more.get("graph", False), partial(gpt.prove, mesh=mesh, **more)
+        found.append((math.prod(mesh), more.get("graph", False), partial(gpt.prove, mesh=mesh, **more)))
     for n, tensor, graph, more in whole_run.RUNS if name == "training_run" else ():
-        yield n, graph, partial(whole_run.prove, tensor=tensor, graph=graph, **more)
+        found.append((n, graph, partial(whole_run.prove, tensor=tensor, graph=graph, **more)))
     for _, n, graph, sizes in (run for run in runs() if run[0] == name):
-        yield n, graph, partial(check_recipe, name=name, graph=graph, sizes=sizes)
+        found.append((n, graph, partial(check_recipe, name=name, graph=graph, sizes=sizes)))
+    for n, graph, proof in found:
+        yield f"{n} ranks, {'graph' if graph else 'eager'}", lambda pools, path, n=n, proof=proof: proof(pools(n), path)
 
 
-def first_red(pools, path, name):
-    """The first failure of the changed recipe in the runs that prove it, as a line, or None."""
-    for n, graph, proof in proofs(name):
-        try:
-            proof(pools(n), path=path)
-        except (AssertionError, PoolError) as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            reason = lines[0] if isinstance(error, AssertionError) else f"{lines[0].split(':')[-1]} {lines[-1]}"
-            return f"{n} ranks, {'graph' if graph else 'eager'}: {reason.strip()}"
-    return None
-
-
-def first_red_of_main(pools, path, name):
-    """What is wrong with main, in one line, or None: on its first number of ranks, and on others and with options."""
-    checks = [partial(mains.check_main, pools, path, name, graph) for graph in modes(name)]
-    checks.append(partial(mains.check_refusals, pools, path, name))
+def proofs_of_main(name):
+    """Yield (words, function of pools and a path) for main: on its first ranks, on others, and with options."""
+    for graph in modes(name):
+        yield "main", partial(mains.check_main, name=name, graph=graph)
+    yield "main", partial(mains.check_refusals, name=name)
     for n, arguments in mains.other_runs(name):
         if n in PROVEN:
-            checks.append(lambda n=n, arguments=arguments: mains.check_elsewhere(pools(n), path, name, arguments))
-    for check in checks:
+            call = partial(mains.check_elsewhere, name=name, arguments=arguments)
+            yield "main", lambda pools, path, n=n, call=call: call(pools(n), path)
+
+
+def first_red(pools, path, checks):
+    """What the first of `checks` that fails says, as a line, or None. That one is moved to the front of the list.
+
+    Changes of the same function mostly fail in the same check.
+    """
+    for i, (words, check) in enumerate(checks):
         try:
-            check()
-        except AssertionError as error:
-            return f"main: {' '.join(str(error).split())}"
-        except PoolError as error:
+            check(pools, path=path)
+        except (AssertionError, PoolError) as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
-            return f"main: {lines[0].split(':')[-1].strip()} {lines[-1].strip()}"
+            reason = lines if isinstance(error, AssertionError) else [lines[0].split(":")[-1], lines[-1]]
+            checks.insert(0, checks.pop(i))
+            return f"{words}: {' '.join(' '.join(reason).split())}"
     return None
 
 
@@ -151,14 +151,14 @@ def count(names):
 
 def prove(name, pools, folder):
     """Break a recipe in every way; yields (place and change, why it is red or None, why nothing changes or None)."""
-    source = path_of(name).read_text()
-    for mutant in mutants(source):
+    source, of_lesson, of_main = path_of(name).read_text(), list(proofs(name)), list(proofs_of_main(name))
+    for mutant in sorted(mutants(source), key=lambda mutant: mutant.line):
         path = Path(folder) / f"{name}.py"
         path.write_text(mutant.source)
         reason = why_equal(name, mutant.change, source.splitlines()[mutant.line - 1])
-        red = None if mutant.in_main else first_red(pools, path, name)
+        red = None if mutant.in_main else first_red(pools, path, of_lesson)
         if not (red or (reason and not mutant.in_main)):  # what only main calls is not on the ladder
-            red = first_red_of_main(pools, path, name)
+            red = first_red(pools, path, of_main)
         if not (red or reason):
             red = red_test(path, name)
         yield f"{name}.py:{mutant.line}: {mutant.change}", red, reason
@@ -176,8 +176,8 @@ def main(arguments=None):
     survivors, equivalent, number, begin = [], [], 0, time.monotonic()
     with tempfile.TemporaryDirectory() as folder, pool_cache(partial(Pool, timeout=60, repeat=True)) as pools:
         for name in names:
-            red = first_red(pools, path_of(name), name) or first_red_of_main(pools, path_of(name), name)
-            red = red or red_test(path_of(name), name)
+            checks = [*proofs(name), *proofs_of_main(name)]
+            red = first_red(pools, path_of(name), checks) or red_test(path_of(name), name)
             if red:
                 print(f"{name}.py is red as it stands, so its mutants would say nothing\n    {red}")
                 return 1

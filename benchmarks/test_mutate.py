@@ -145,12 +145,16 @@ def pools():
 def test_red_and_green_are_distinguished(pools, tmp_path):
     source, path = path_of("single_device").read_text(), tmp_path / "single_device.py"
     path.write_text(source)
-    assert mutate.first_red(pools, path, "single_device") is None
+    assert mutate.first_red(pools, path, list(mutate.proofs("single_device"))) is None
     path.write_text(source.replace("flow.matmul(x, self.w)", "flow.matmul(x, -self.w)"))
-    assert mutate.first_red(pools, path, "single_device").startswith("1 ranks, eager: rank 0: out: shard differs")
+    assert mutate.first_red(pools, path, list(mutate.proofs("single_device"))).startswith(
+        "1 ranks, eager: rank 0: out: shard differs"
+    )
     source, path = path_of("data_parallel").read_text(), tmp_path / "data_parallel.py"
     path.write_text(source.replace("sbp=flow.sbp.split(0)", "sbp=flow.sbp.broadcast"))
-    assert mutate.first_red(pools, path, "data_parallel") == "2 ranks, eager: rank 0: x: SBP is B and must be S(0)"
+    assert mutate.first_red(pools, path, list(mutate.proofs("data_parallel"))).startswith(
+        "2 ranks, eager: rank 0: x: SBP is B and must be S(0)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,10 +171,10 @@ def test_red_and_green_are_distinguished(pools, tmp_path):
 def test_main_with_a_fault_is_red_and_one_that_does_the_same_is_green(pools, tmp_path, old, new, words):
     source, path = path_of("data_parallel").read_text(), tmp_path / "data_parallel.py"
     path.write_text(source.replace('"out is"', '"out " "is"'))
-    assert mutate.first_red_of_main(pools, path, "data_parallel") is None
+    assert mutate.first_red(pools, path, list(mutate.proofs_of_main("data_parallel"))) is None
     assert source.count(old) == 1
     path.write_text(source.replace(old, new))
-    assert words in mutate.first_red_of_main(pools, path, "data_parallel")
+    assert words in mutate.first_red(pools, path, list(mutate.proofs_of_main("data_parallel")))
 
 
 def test_pipeline_without_identity_is_red_whatever_its_weights_are(pools, tmp_path):
@@ -178,7 +182,7 @@ def test_pipeline_without_identity_is_red_whatever_its_weights_are(pools, tmp_pa
     source, path = path_of("train_pipeline").read_text(), tmp_path / "train_pipeline.py"
     [changed] = [mutant for mutant in mutants(source) if mutant.change.startswith("flow._C.identity")]
     path.write_text(changed.source)
-    assert mutate.first_red(pools, path, "train_pipeline")
+    assert mutate.first_red(pools, path, list(mutate.proofs("train_pipeline")))
     for micro_batches, wrong in ((1, []), (2, ["model.0.w", "model.1.w"])):
         seen = pools(2).call(OBSERVE, path=str(path), graph=True, micro_batches=micro_batches)
         assert [rank["without_identity"] for rank in seen] == [wrong] * 2

@@ -1,6 +1,5 @@
 """`launch.sh verify` on all recipes, on programs with a mistake, against scripts for one device, and its options."""
 
-import itertools
 import json
 import re
 import subprocess
@@ -32,12 +31,13 @@ OPTIONS = {"gpt": {3: ["--pipeline", "3", "--num-layers", "3"]}}
 
 
 def runs_of_recipes():
-    """(name, number of ranks, options) of each recipe in each mode, on 2, 3 and 4 ranks."""
-    for path in all_paths():
-        options = [[], ["--graph"]] if re.search(r'"--graph"', path.read_text()) else [[]]
-        for n, mode in itertools.product((2, 3, 4), options):
-            if n in (world_sizes(path) or ()) and "n" not in entry(path):
-                yield path.stem, n, [*mode, *OPTIONS.get(path.stem, {}).get(n, [])]
+    """(name, number of ranks, options) of each recipe in each mode: on 2, 3 or 4 ranks, as many as fall to it."""
+    for i, path in enumerate(all_paths()):
+        ranks = [n for n in (2, 3, 4) if n in (world_sizes(path) or ()) and "n" not in entry(path)]
+        modes = [[], ["--graph"]] if re.search(r'"--graph"', path.read_text()) else [[]]
+        for k, mode in enumerate(modes if ranks else []):
+            n = ranks[(i + k) % len(ranks)]
+            yield path.stem, n, [*mode, *OPTIONS.get(path.stem, {}).get(n, [])]
 
 
 @pytest.mark.parametrize("name, n, options", list(runs_of_recipes()))
