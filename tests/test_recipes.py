@@ -12,9 +12,7 @@ from tests.cases.mains import PROOFS  # with those of recipes that have no case
 
 RUNS = [pytest.param(run, id=run_id(run), marks=() if is_default(run) else pytest.mark.slow) for run in runs()]
 IN_BOTH_MODES = [param for param in RUNS if param.values[0][2] and len(modes(param.values[0][0])) == 2]
-MODES = [
-    pytest.param(name, graph, marks=pytest.mark.slow if name in LONG else ()) for name in CASES for graph in modes(name)
-]
+COPIED = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -69,31 +67,13 @@ def test_number_that_does_not_work_is_refused_in_one_line(pools, line):
         assert err.splitlines()[-1].endswith(f": error: {' '.join(arguments)}: {REFUSED[line]}")
 
 
-@pytest.mark.parametrize("name, graph", MODES)
-def test_main_of_a_copy_passes(pools, name, graph, tmp_path):
+@pytest.mark.parametrize("name", COPIED)
+def test_main_of_a_copy_passes(pools, name, tmp_path):
     path = shutil.copy(path_of(name), tmp_path)
-    arguments = ["--graph"] * (graph and len(modes(name)) == 2)
-    pool = pools(proven_on(name)[0])
-    for rank, (code, out, err) in enumerate(pool.call(MAIN, path=path, arguments=arguments)):
+    for rank, (code, out, err) in enumerate(pools(proven_on(name)[0]).call(MAIN, path=path, arguments=[])):
         assert (code, err) == (0, ""), err
         lines = out.splitlines()
         assert rank or lines and max(map(len, lines)) <= 120
-
-
-WITH_MATMULS = [
-    pytest.param(name, marks=pytest.mark.slow if name in LONG else ())
-    for name in CASES
-    if CASES[name](proven_on(name)[0]).matmuls and not PROOFS[name].normalised
-]
-
-
-@pytest.mark.parametrize("name", WITH_MATMULS)
-def test_main_notices_a_wrong_product(pools, name):
-    """With each matmul scaled, what main compares with numpy must not be equal."""
-    pool, path = pools(proven_on(name)[0]), str(path_of(name))
-    results = pool.call(MAIN, path=path, arguments=[], matmul_scale=1.01)
-    assert [code for code, _, _ in results] == [1] * len(results)
-    assert all("Not equal to tolerance" in err for _, _, err in results)
 
 
 def test_every_recipe_has_a_case():

@@ -90,7 +90,6 @@ UNEVEN_COLUMNS = {"batch": 9, "in_features": 3, "out_features": 5, "steps": 1, "
 @case_of_recipe(
     {"uneven": UNEVEN_COLUMNS},
     variants=[{"batch": 8, "in_features": 1, "out_features": 50_000}],  # little weight: the four rows show
-    normalised=True,
     equivalent={
         r"^x = flow\.randn.*: flow\.sbp\.split\(0\) -> flow\.sbp\.split\(1\)$": "OneFlow splits it by rows first"
     },
