@@ -10,6 +10,7 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
+from harness.measure.tensors import layout_of
 from harness.start import recipe
 
 B, S = flow.sbp.broadcast, flow.sbp.split
@@ -824,3 +825,10 @@ def outcomes(names, layout, graph, paths):
 
 def names():
     return list(TRAITS)
+
+
+def buffers(layout, paths):
+    """The layout of each buffer of the model with buffers: (SBP, ranks)."""
+    model = TRAITS["buffer"]()
+    laid_out(model, layout, paths)
+    return {name: tuple(layout_of(buffer)) for name, buffer in model.named_buffers()}

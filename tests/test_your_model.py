@@ -13,6 +13,7 @@ from tests.cases.ladder import MAIN, Checks
 
 ON_RANK = str(ROOT / "tests" / "on_rank_your_model.py")
 DATA = ROOT / "tests" / "data"
+ON_RANK_TRAITS = str(ROOT / "tests" / "on_rank_traits.py")
 ON_RANK_WEIGHTS = str(ROOT / "tests" / "on_rank_weights.py")
 WEIGHTS = str(path_of("pytorch_weights"))
 MODULES = ("tensor_parallel_module", "fully_sharded_module", "pipeline_module", "pytorch_weights")
@@ -270,3 +271,16 @@ def test_bfloat16_model_is_loaded_and_saved_as_float32(pools, tmp_path):
     for dtype, weight, own in pools(2).call(f"{ON_RANK_WEIGHTS}:of_16_bits", path=WEIGHTS, file=str(target)):
         assert dtype == "oneflow.bfloat16" and (own == weight).all()
     assert read(target)["weight"].dtype == np.float32 and (read(target)["weight"] == weight).all()
+
+
+@pytest.mark.parametrize(
+    "name, layout, wanted",
+    [
+        ("tensor_parallel_module", "data x tensor", [("B, B", [[0, 1], [2, 3]])] * 2),
+        ("fully_sharded_module", "fully sharded", [("B", [0, 1, 2, 3])] * 2),
+        ("pipeline_module", "pipeline", [("B", [1]), ("B", [2])]),
+    ],
+)
+def test_buffer_is_whole_on_the_ranks_of_its_layer(pools, name, layout, wanted):
+    for layouts in pools(4).call(f"{ON_RANK_TRAITS}:buffers", layout=layout, paths=PATHS):
+        Checks.equal(list(layouts.values()), wanted, "the layouts of", *layouts)

@@ -504,7 +504,7 @@ def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir=None
     return model, losses
 
 
-def main():
+def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graph", action="store_true", help="train inside an nn.Graph")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -539,6 +539,11 @@ def main():
             os.makedirs(args.checkpoint_dir, exist_ok=True)
     except (OSError, ValueError) as error:
         parser.error(str(error))  # each rank ends with this line before it waits for another
+    return args, meshes, config
+
+
+def main():
+    args, meshes, config = parse_arguments()
     checkpoints = {"checkpoint_dir": args.checkpoint_dir, "save_every": args.save_every}
     model, losses = train(meshes, config, args.graph, steps=args.steps, **checkpoints, log_interval=10)
 

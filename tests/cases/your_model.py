@@ -29,6 +29,11 @@ def trained(trait, layout, recipe):
     return f"{module}.losses_and_weights({trait!r}, {layout!r}, True, {{{recipe!r}: __file__}})"
 
 
+def with_traits(layout):
+    """The tests of models with one unusual trait under a layout, and of buffers."""
+    return ["tests/test_your_model.py", "tests/slow/test_traits.py", "-k", f"buffer or trait and {layout}"]
+
+
 def lost_in_a_graph(layout, recipe):
     """Models that a graph would train differently from eager mode."""
     traits = ("forward_hook", "value_kept_in_self", "buffer_changed_in_place")
@@ -116,6 +121,7 @@ def tensor_parallel_sizes(n):
 @case_of_recipe(
     tensor_parallel_sizes,
     measured_at=MEASURED_MODEL,
+    tests=with_traits("tensor"),
     refused={"--data 0": "it must divide the 2 ranks", "--dropout 2": "from 0 to 1"},
     equivalent=REPLACED,
     main=Main(
@@ -168,11 +174,12 @@ def tensor_parallel_module(
 @case_of_recipe(
     {"other": {**FEW_STEPS, "micro_batches": 3}, "adam": {"optimizer": "adam"}},
     measured_at=MEASURED_MODEL,
+    tests=with_traits("pipeline"),
     main=Main(
         figures=figures.parts_held,
         other_options=["--optimizer", "adam", "--micro-batches", "4"],
         refused_expressions=[
-            "assign_stages(Classifier(), [Classifier()], placements('cpu', 2))",
+            "(lambda model: assign_stages(model, [model], placements('cpu', 2)))(Classifier())",
             "assign_stages(Classifier(), [Classifier(), Classifier()], placements('cpu', 2))",
             *(
                 trained(trait, "pipeline", "pipeline_module")
@@ -236,6 +243,7 @@ def fully_sharded_sizes(n):
 @case_of_recipe(
     fully_sharded_sizes,
     measured_at=MEASURED_MODEL,
+    tests=with_traits("fully"),
     variants=[RESHARD],
     eager_only="reshard_after_forward",
     main=Main(
