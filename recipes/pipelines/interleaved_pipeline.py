@@ -8,13 +8,13 @@
 
 With v chunks stage k is on rank k modulo n. A micro-batch visits each rank v times, for 1/v of the work each time, and
 its first visit to the last rank comes v times earlier: of n ranks and m micro-batches each waits (n-1)/(vm+n-1) of the
-time, in 1F1B (n-1)/(m+n-1). The order is Megatron-LM's: n micro-batches visit chunk after chunk, then the next n; rank
+time, in 1F1B (n-1)/(m+n-1). The order is the paper's: n micro-batches visit chunk after chunk, then the next n; rank
 k begins with 2 (n-k-1) + (v-1) n forward calls, then takes forward and backward in turn. m is a multiple of n.
 In eager mode the order of the calls is the schedule: see pipeline_schedules.py.
 Moves: forward each stage's output, backward its gradient: (batch, hidden) at nv-1 borders, where 1F1B has n-1.
 Run:   ./launch.sh recipes/pipelines/interleaved_pipeline.py [--chunks 2] [--rounds 2]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/pipelines/interleaved_pipeline.py
-Use it when few micro-batches make the ranks wait, and links are fast. It holds more than 1F1B.
+Use it when few micro-batches make the ranks wait, and links are fast. It holds more than 1F1B, on rank 0 only if m > n.
 Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training", arXiv:2104.04473, section 2.2.
 """
 

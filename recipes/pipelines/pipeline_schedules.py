@@ -7,17 +7,17 @@
     w1         (8, 4)                         nothing    whole      B
 
 x0, y0: micro-batch 0 of 4. An eager rank runs its own calls in the order of the program and skips all others. So a
-schedule is a table of calls, a row a rank. F is forward, B backward. I and W are the halves of B: I is the gradient of
-the input, for which the stage before waits; W, that of the weight, can come later. n ranks, m >= n micro-batches, and
-turns in which F, I or W takes one, B two:
-    gpipe          all F, then all B             waits (n-1)/(m+n-1)      rank k holds m micro-batches
-    1f1b           F and B in turn               waits (n-1)/(m+n-1)      n-k
-    zero_bubble    1f1b, with W in the pauses    waits (n-1)/(3m+n-1)     n
+schedule is a table of calls, a row a rank: F forward, B backward. I and W are the halves of B. I, the gradient of the
+input, is what the stage before waits for; zero bubble's paper calls it B. W, that of the weight, can come later. On n
+ranks, with m >= n micro-batches, if F, I and W take a turn, B two, sending none, a rank waits this share of a step:
+    gpipe          all F, then all B             (n-1)/(m+n-1)     holds m micro-batches, from F to B or W
+    1f1b           F and B in turn               (n-1)/(m+n-1)     n-k on rank k
+    zero_bubble    1f1b, with W in the pauses    (n-1)/(3m+n-1)    n, some of them between I and W
 Moves: forward each stage's output, backward its gradient, (batch, hidden) between neighbours, in any order.
 Run:   ./launch.sh recipes/pipelines/pipeline_schedules.py [--schedule gpipe] [--table FILE] [--measure]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/pipelines/pipeline_schedules.py
 Use it to choose when a rank waits and what it holds. It needs eager mode; in an nn.Graph OneFlow chooses the order.
-Source: GPipe, arXiv:1811.06965; 1F1B, arXiv:2006.09503; zero bubble, ZB-H1 in arXiv:2401.10241.
+Source: GPipe, arXiv:1811.06965; 1F1B with a flush, arXiv:2006.09503; zero bubble, ZB-H1 in arXiv:2401.10241.
 """
 
 import argparse
@@ -34,7 +34,7 @@ WORLD_SIZES = range(2, 9)  # numbers of ranks; launch.sh refuses others
 class Stage(flow.nn.Module):
     """relu(x @ w), the last stage x @ w. `backward` computes the gradient of x alone, `weight_backward` that of w.
 
-    A bias or a norm would be used as usual: it is small, so its gradient need not wait.
+    A bias or a norm would be used as usual: backward computes its gradient at once, which costs little.
     """
 
     def __init__(self, w, ranks, last):
@@ -99,24 +99,30 @@ def read_table(text):
     """The table that a reader has written, a line for each rank, such as F0 F1 B0 B1; raises ValueError."""
     table = []
     for k, line in enumerate(text.strip().splitlines()):
-        words = [word for word in line.split() if word != "."]
+        words = re.sub(r"\bb(\d+) +B\1\b", r"B\1", line).split()  # main prints B in two turns, and pauses as dots
+        words = [word for word in words if word != "."]
         for word in words:
-            if not re.fullmatch("[FBIW][0-9]+", word):
-                raise ValueError(f"line {k + 1}: {word!r} is not F, B, I or W and a number, such as F0")
+            if not re.fullmatch("[FBIW][0-9]{1,9}", word):
+                raise ValueError(f"line {k + 1}: {word[:20]!r} is not F, B, I or W and a number, such as F0")
         table.append([(word[0], k, int(word[1:])) for word in words])
     return table
 
 
 def check(table, n, micro_batches):
-    """Raises ValueError if a rank lacks a call, repeats one, or waits for a call that waits for it."""
+    """Raises ValueError if a rank lacks a call, repeats one, has another's, or waits for a call that waits for it."""
     if len(table) != n:
-        raise ValueError(f"{len(table)} lines for {n} ranks; it takes a line for each rank")
+        raise ValueError(f"it takes a line for each of the {n} ranks, not {len(table)}")
     for k, row in enumerate(table):
-        for m in sorted({*range(micro_batches), *(m for _, _, m in row)}):
-            calls = " ".join(op for op, _, i in row if i == m)
+        operations = {}
+        for op, stage, m in row:
+            if stage != k:
+                raise ValueError(f"rank {k} has {op}{m} of stage {stage}; its stage is {k}")
+            operations.setdefault(m, []).append(op)
+        for m in (*range(min(micro_batches, len(row) + 1)), *operations):  # their number may be huge
+            calls = " ".join(operations.get(m, []))
             if m >= micro_batches or calls not in ("F B", "F I W"):
                 words = f"rank {k} has {calls or 'nothing'} for micro-batch {m} of {micro_batches}"
-                raise ValueError(f"{words}; it takes F B or F I W")
+                raise ValueError(f"{words}; it takes F B or F I W, where I is the gradient of the input")
     in_turns(table)
 
 
@@ -217,19 +223,20 @@ def train(stages, schedule="1f1b", steps=3, micro_batches=4, batch=8, in_feature
     return model, losses
 
 
-def seconds_of_step(stages, table, micro_batches, size=1024):
-    """The time of a step with larger matrices, without the update: the shortest of six."""
-    model, x, y = make(stages, micro_batches, 64 * micro_batches, size, size, size)
-    seconds = []
-    for _ in range(6):
-        flow.comm.barrier()
-        begin = time.perf_counter()
-        run_step(model, table, x, y)
-        for stage in model:
-            stage.w.grad.to_local().numpy()  # waits until it is computed
-        flow.comm.barrier()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+def seconds_of_step(table, micro_batches, *placements_of_stages, size=1024):
+    """The time of a step with larger matrices, without the update, on each of these lists: the shortest of six."""
+    runs = [make(stages, micro_batches, 64 * micro_batches, size, size, size) for stages in placements_of_stages]
+    seconds = [[] for _ in runs]
+    for _ in range(6):  # in turn, so that a slow moment of the machine meets all
+        for (model, x, y), times in zip(runs, seconds):
+            flow.comm.barrier()
+            begin = time.perf_counter()
+            run_step(model, table, x, y)
+            for stage in model:
+                stage.w.grad.to_local().numpy()  # waits until it is computed
+            flow.comm.barrier()
+            times.append(time.perf_counter() - begin)
+    return [min(times) for times in seconds]
 
 
 def describe(table):
@@ -249,21 +256,25 @@ def parsed(n):
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     either.add_argument("--table", metavar="FILE", help="your own schedule: a line for each rank, such as F0 F1 B0 B1")
-    parser.add_argument("--micro-batches", type=int, choices=[1, 2, 3, 4, 6, 8], help="of --schedule; 4 if not given")
+    parser.add_argument(
+        "--micro-batches", type=int, choices=range(1, 17), metavar="M", help="of --schedule; 4 if not given"
+    )
     parser.add_argument("--measure", action="store_true", help="how long ranks wait; give each rank a core of its own")
     args = parser.parse_args()
-    if args.table is None:
-        m = args.micro_batches or 4
-        return args, args.schedule, SCHEDULES[args.schedule](n, m), m
-    if args.micro_batches:
+    if args.table is not None and args.micro_batches:
         parser.error("--micro-batches: the table says how many there are")
     try:
-        table = read_table(pathlib.Path(args.table).read_text(encoding="utf-8-sig"))
-        m = 1 + max((m for row in table for _, _, m in row), default=0)
+        if args.table is None:
+            m = args.micro_batches or 4
+            table = SCHEDULES[args.schedule](n, m)
+        else:
+            table = read_table(pathlib.Path(args.table).read_text(encoding="utf-8-sig"))
+            m = 1 + max((m for row in table for _, _, m in row), default=0)
         check(table, n, m)
     except (OSError, ValueError) as error:
-        parser.error(f"--table {args.table}: {getattr(error, 'strerror', None) or error}")
-    return args, table, table, m
+        source = f"--schedule {args.schedule}" if args.table is None else f"--table {args.table}"
+        parser.error(f"{source}: {getattr(error, 'strerror', None) or error}")
+    return args, args.schedule if args.table is None else table, table, m
 
 
 def main():
@@ -276,12 +287,12 @@ def main():
     _, alone = train(one_device, schedule, micro_batches=m, batch=max(8, m))  # the same code on a single device
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if args.measure:
-        together, alone = (seconds_of_step(where, table, m) for where in (stages, one_device))
+        together, alone = seconds_of_step(table, m, stages, one_device)
     if rank == 0:
         print(*describe(table), sep="\n")
         if args.measure:
             print(f"a step takes {together * 1000:.0f} ms, on one rank {alone * 1000:.0f}: ", end="")
-            print(f"each rank waits or sends {1 - alone / n / together:.0%} of the time")
+            print(f"each rank waits or sends {1 - alone / n / together:.0%} of the time, with a core of its own")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, as on a single device")
 
 

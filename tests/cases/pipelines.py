@@ -172,6 +172,7 @@ WRONG_TABLES = {
     "missing": "F0 F1 B0 B1\nF0 B0 F1\n",
     "no_weight": "F0 I0\nF0 I0\n",
     "skips": "F0 B0 F2 B2\nF0 B0 F2 B2\n",
+    "huge": "F900000000 B900000000\nF0 B0\n",
     "late": "F0 B0 F1 B1\nF1 F0 B1 B0\n",
 }
 
@@ -240,7 +241,7 @@ def lines_of_chunks(n, rank, facts, graph, report):
             f"--table {OWN_TABLE} --micro-batches 2",
             f"--table {OWN_TABLE} --schedule gpipe",
         ],
-        refused_expressions=["make(placements('cpu', 2), 9, 8, 4, 8, 4)"],
+        refused_expressions=["make(placements('cpu', 2), 9, 8, 4, 8, 4)", "check(gpipe(2, 4)[::-1], 2, 4)"],
         defaults={"micro_batches": (None, 4)},
         other_options=["--schedule", "zero_bubble", "--micro-batches", "3"],
     ),
