@@ -192,7 +192,7 @@ def options_changed(node, recipe):
     old = recipe.text(node)
     named = {key.value: value for key, value in zip(node.keys, node.values) if isinstance(key, ast.Constant)}
     numbers = [recipe.text(named[key]) for key in OPTIONS if isinstance(named.get(key), ast.Constant)]
-    return [old.replace(number, f"{number} * 1.5") for number in numbers]
+    return [old.replace(number, f"{number} + 0.5") for number in numbers]
 
 
 def calls_changed(node, recipe):
@@ -273,7 +273,7 @@ def set_stage(function, arguments, keywords):
 def optimizer(old, keywords, recipe):
     constants = [keyword for keyword in keywords if isinstance(keyword.value, ast.Constant)]
     numbers = [f"{keyword.arg}={recipe.text(keyword.value)}" for keyword in constants]
-    return [old.replace(number, f"{number} * 1.5") for number in numbers]
+    return [old.replace(number, f"{number} + 0.5") for number in numbers]
 
 
 def relu(function, arguments, keywords):

@@ -41,6 +41,7 @@ PROOFS["training_run"] = Proof(
     tests=["tests/test_training_run.py", "tests/test_rare_failures.py"],
     equivalent={
         r"grad_sbp=BATCH\) -> x.to_global\(grad_sbp=BATCH\)$": "what a norm returns is in BATCH already",
+        r"padded\[:, i\]\[::-1\]": "a rank's rows in another order add up to the same",
         r"^optimizer\.zero_grad\(set_to_none=True\) -> pass$": "the next step replaces the gradients",
     },
     main=Main(
