@@ -175,6 +175,7 @@ def tensor_parallel_module(
     {"other": {**FEW_STEPS, "micro_batches": 3}, "adam": {"optimizer": "adam"}},
     measured_at=MEASURED_MODEL,
     tests=with_traits("pipeline"),
+    equivalent={r"\[0\]\)\] \* n -> \[flow.placement\(args.device, \[0\]\)\]$": "one stage on rank 0, or n there"},
     main=Main(
         figures=figures.parts_held,
         other_options=["--optimizer", "adam", "--micro-batches", "4"],
