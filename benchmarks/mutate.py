@@ -77,7 +77,7 @@ def proofs(name):
 def proofs_of_main(name):
     """Yield (words, function of pools and a path) for main: on its first ranks, on others, and with options."""
     for graph in modes(name):
-        yield "main", partial(mains.check_main, name=name, graph=graph)
+        yield "main", partial(mains.check_main, name=name, graph=graph, options=graph == modes(name)[0])
     yield "main", partial(mains.check_refusals, name=name)
     for n, arguments in mains.other_runs(name):
         if n in PROVEN:
