@@ -42,7 +42,7 @@ def main():
         out = run(mesh, layout, x, w)
         print(f"[{mesh.get_rank()}] {out.placements[0]} {out.to_local().tolist()}")
     out = out.redistribute(placements=[Replicate()])
-    print(f"[{mesh.get_rank()}] all-reduce", out.to_local().tolist())
+    print(f"[{mesh.get_rank()}] all-reduce {out.to_local().tolist()}")
     torch.testing.assert_close(out.to_local(), x @ w)
 
 
