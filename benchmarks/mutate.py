@@ -1,6 +1,6 @@
 """Break every recipe on purpose, one place at a time, and see whether the tests notice.
 
-    ./launch.sh mutate [recipe ...]
+    ./launch.sh mutate [recipe | recipe:first-last ...]
 
 Each SBP, placement, move, stage and matmul of a recipe is changed in every way listed in mutations.py, and so are each
 comparison, figure and default of its main; each cure of a trap, each refusal and each option that is handed on is left
@@ -8,7 +8,7 @@ out. A changed lesson is checked on the proof ladder, by a run of its main, and 
 case names. A changed main is judged as tests/test_mains.py does it: it must fail when a result is off, hand on its
 options, print what is so, and refuse what does not work.
 Prints a line for each change and then the survivors; exit code 1 if one has no reason in `EQUIVALENT` or in its case.
-With --count it only prints how many changes there are.
+gpt:70-151 is lines 70 to 151 of gpt.py. With --count it only prints how many changes there are.
 """
 
 import argparse
@@ -132,27 +132,39 @@ def why_equal(name, change, line=""):
     return None
 
 
-def names_of(recipes, parser):
-    """The names of these recipes, by default all."""
+def places_of(recipes, parser):
+    """(name, its lines as a range) of each of these recipes, by default of all."""
     known = [*CASES, *WITHOUT_CASE]
-    names = [Path(recipe).stem for recipe in recipes] or known
-    for name in names:
+    places = []
+    for recipe in recipes or known:
+        name, colon, lines = recipe.partition(":")
+        name, of_lines = Path(name).stem, re.fullmatch(r"(\d+)-(\d+)", lines if colon else f"1-{sys.maxsize}")
         if name not in known:
             parser.error(f"{name}: no such recipe; there are {', '.join(known)}")
-    return names
+        if not of_lines:
+            parser.error(f"{recipe}: lines are given as {name}:70-151")
+        first, last = map(int, of_lines.groups())
+        places.append((name, range(first, last + 1)))
+    return places
 
 
-def count(names):
+def mutants_of(name, lines):
+    """The mutants of these lines of a recipe, by line."""
+    found = (mutant for mutant in mutants(path_of(name).read_text()) if mutant.line in lines)
+    return sorted(found, key=lambda mutant: mutant.line)
+
+
+def count(places):
     """Print how many changes each recipe has, in its lesson and in its main."""
-    for name in names:
-        places = [mutant.in_main for mutant in mutants(path_of(name).read_text())]
-        print(f"{name:25} {len(places):4}, of them in main {sum(places):3}")
+    for name, lines in places:
+        in_main = [mutant.in_main for mutant in mutants_of(name, lines)]
+        print(f"{name:25} {len(in_main):4}, of them in main {sum(in_main):3}")
 
 
-def prove(name, pools, folder):
+def prove(name, lines, pools, folder):
     """Break a recipe in every way; yields (place and change, why it is red or None, why nothing changes or None)."""
     source, of_lesson, of_main = path_of(name).read_text(), list(proofs(name)), list(proofs_of_main(name))
-    for mutant in sorted(mutants(source), key=lambda mutant: mutant.line):
+    for mutant in mutants_of(name, lines):
         path = Path(folder) / f"{name}.py"
         path.write_text(mutant.source)
         reason = why_equal(name, mutant.change, source.splitlines()[mutant.line - 1])
@@ -166,22 +178,22 @@ def prove(name, pools, folder):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="launch.sh mutate", description=__doc__.splitlines()[0])
-    parser.add_argument("recipes", nargs="*", metavar="recipe", help="default: all of them")
+    parser.add_argument("recipes", nargs="*", metavar="recipe[:first-last]", help="default: all of them")
     parser.add_argument("--count", action="store_true", help="only count the changes")
     options = parser.parse_args(arguments)
-    names = names_of(options.recipes, parser)
+    places = places_of(options.recipes, parser)
     if options.count:
-        count(names)
+        count(places)
         return 0
     survivors, equivalent, number, begin = [], [], 0, time.monotonic()
     with tempfile.TemporaryDirectory() as folder, pool_cache(partial(Pool, timeout=60, repeat=True)) as pools:
-        for name in names:
+        for name, lines in places:
             checks = [*proofs(name), *proofs_of_main(name)]
             red = first_red(pools, path_of(name), checks) or red_test(path_of(name), name)
             if red:
                 print(f"{name}.py is red as it stands, so its mutants would say nothing\n    {red}")
                 return 1
-            for change, red, reason in prove(name, pools, folder):
+            for change, red, reason in prove(name, lines, pools, folder):
                 number += 1
                 if red is None:
                     (equivalent if reason else survivors).append(change)
