@@ -10,7 +10,7 @@ import oneflow as flow
 from harness.measure.calls import replaced
 from harness.measure.entry import call_entry
 from harness.measure.frames import arrays_by_name, optimizer_state
-from harness.measure.graph import gradient_bytes
+from harness.measure.graph import training_bytes
 from harness.measure.observe import RECORDED, observed
 from harness.measure.rank_memory import memory_size
 from harness.measure.recorder import Recorder
@@ -66,7 +66,7 @@ class StepRecorder(Recorder):
         gradients = [] if graph else [parameter.grad for parameter in parameters.values()]
         self.state_bytes = {
             "weights": local_bytes(parameters.values()),
-            "gradients": gradient_bytes(graph, flow.env.get_rank()) if graph else local_bytes(gradients),
+            "gradients": training_bytes(graph, flow.env.get_rank())["gradients"] if graph else local_bytes(gradients),
             "moments": local_bytes(moments.values()),
         }
 

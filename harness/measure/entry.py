@@ -25,10 +25,10 @@ def required(function):
 def call_entry(module, arguments):
     """Call a recipe's entry with {name: value}; returns its result. Collective.
 
-    Its first argument comes from the recipe's `placements(device, n, ...)`, which gets the arguments that it has
-    parameters for, such as the size of a mesh axis; an option that both have goes to both. Without that function it is
-    a placement of the ranks that the arguments list, or of all ranks. If the recipe has a Config, the arguments that
-    are its fields make `config`.
+    Its first arguments come from the recipe's `placements(device, n, ...)`. Each named argument goes to the function
+    that has a parameter of that name, or to both; one that neither has goes to the entry, which refuses it. A recipe
+    without `placements` gets a placement: of the ranks in the argument of that name, or of all. If the recipe has a
+    Config, the arguments that are its fields make `config`.
     """
     function = entry_of(module)
     arguments = dict(arguments)
@@ -42,11 +42,13 @@ def call_entry(module, arguments):
         ranks = arguments.pop(positional[0], None)
         placement = flow.placement("cpu", ranks) if ranks else flow.placement.all("cpu")
         return function(placement, **arguments)
-    parameters = inspect.signature(module.placements).parameters
-    options = [name for name in inspect.signature(function).parameters if name not in positional]
-    axes = {name: arguments[name] for name in arguments if name in parameters}
-    arguments = {name: value for name, value in arguments.items() if name in options or name not in axes}
-    placements = module.placements("cpu", flow.env.get_world_size(), **axes)
+    of_placements = inspect.signature(module.placements).parameters
+    of_function = [name for name in inspect.signature(function).parameters if name not in positional]
+    for_placements = {name: value for name, value in arguments.items() if name in of_placements}
+    for_function = {
+        name: value for name, value in arguments.items() if name in of_function or name not in of_placements
+    }
+    placements = module.placements("cpu", flow.env.get_world_size(), **for_placements)
     if len(positional) == 1:
         placements = [placements]
-    return function(*placements, **arguments)
+    return function(*placements, **for_function)

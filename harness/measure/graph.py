@@ -94,39 +94,27 @@ def ranks_of(job):
     return ranks
 
 
-def gradient_bytes(graph, rank):
-    """The bytes of the gradients that the optimizers read on a rank in a compiled graph."""
+def training_bytes(graph, rank):
+    """{"gradients": bytes of those that the optimizers read on a rank, "state": bytes of the optimizers' state there}.
+
+    graph: compiled. The state is such as both moments of Adam.
+    """
     job = graph._full_job_proto
-    signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
+    signatures, ranks = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf, ranks_of(job)
     blobs = job.helper.lbn2logical_blob_desc
-    ranks = ranks_of(job)
-    total = 0
+    variables = {op.name for op in job.net.op if op.WhichOneof("op_type") == "variable_conf"}
+
+    def bytes_of(op, bn, blob):
+        layout = Layout(label_of_proto(signatures[op.name].bn_in_op2nd_sbp[bn]), ranks[op.name])
+        return ITEM_SIZES.get(blob.data_type, 4) * layout.size(tuple(blob.shape.dim), rank)
+
+    totals = {"gradients": 0, "state": 0}
     for op in job.net.op:
         if "model_diff" in op.user_conf.input:
-            blob = blobs[op.user_conf.input["model_diff"].s[0]]
-            layout = Layout(label_of_proto(signatures[op.name].bn_in_op2nd_sbp["model_diff_0"]), ranks[op.name])
-            total += block_bytes(layout, blob.shape, blob.data_type, rank)
-    return total
-
-
-def state_bytes(graph, rank):
-    """The bytes of the optimizer state on a rank in a compiled graph, such as both moments of Adam."""
-    job = graph._full_job_proto
-    signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
-    ranks = ranks_of(job)
-    variables = {op.name: op.variable_conf for op in job.net.op if op.WhichOneof("op_type") == "variable_conf"}
-    total = 0
-    for name, variable in variables.items():
-        if name.rpartition("-")[0] in variables:  # "w-m" beside "w"
-            layout = Layout(label_of_proto(signatures[name].bn_in_op2nd_sbp["out"]), ranks[name])
-            total += block_bytes(layout, variable.shape, variable.data_type, rank)
-    return total
-
-
-def block_bytes(layout, shape, data_type, rank):
-    """The bytes of a rank's block of a tensor with this shape and type, both of protobuf."""
-    block = layout.block(tuple(shape.dim), rank)
-    return 0 if block is None else ITEM_SIZES.get(data_type, 4) * int(np.prod([stop - start for start, stop in block]))
+            totals["gradients"] += bytes_of(op, "model_diff_0", blobs[op.user_conf.input["model_diff"].s[0]])
+        elif op.name in variables and op.name.rpartition("-")[0] in variables:  # "w-m" beside "w"
+            totals["state"] += bytes_of(op, "out", op.variable_conf)
+    return totals
 
 
 def without_identity(graph):

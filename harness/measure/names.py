@@ -130,21 +130,30 @@ class Names:
             self.variables[id(tensor)] = (depth, name)
 
     def all(self):
-        """{id: name} of the tensors that have a name."""
-        owners = {}
-        for path, module in self.parameters.values():
-            owners.setdefault(path, set()).add(module)
-        names = {number: name for number, (_, name) in self.variables.items()}
-        for number, (path, module) in self.parameters.items():
-            variable = self.modules[module]
-            of_sequential = re.sub(r"^(\d+)\.(\w+)$", r"\2\1", path)  # the w of part 0 is w0, as recipes call it
-            names[number] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else of_sequential
-        names = {**self.returned, **names}
-        for number in set(self.tensors) - set(names):
-            suffix, origin = "", number
+        """{id: name} of the tensors that have a name.
+
+        A parameter is named after its path, any other tensor after its variable, else after the part of a module that
+        returned it, else after the tensor that it comes from.
+        """
+        variables = {key: variable for key, (_, variable) in self.variables.items()}
+        names = {**self.returned, **variables, **self.parameter_names()}
+        for key in set(self.tensors) - set(names):
+            origin, suffix = key, ""
             while origin in self.origins and origin not in names:
                 origin, last_suffix = self.origins[origin]
                 suffix = last_suffix + suffix
             if origin in names:
-                names[number] = names[origin] + suffix
+                names[key] = names[origin] + suffix
+        return names
+
+    def parameter_names(self):
+        """{id: name}: the path in the model, after the model's variable if several models have that path."""
+        owners = {}
+        for path, module in self.parameters.values():
+            owners.setdefault(path, set()).add(module)
+        names = {}
+        for key, (path, module) in self.parameters.items():
+            variable = self.modules[module]
+            of_sequential = re.sub(r"^(\d+)\.(\w+)$", r"\2\1", path)  # the w of part 0 is w0, as recipes call it
+            names[key] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else of_sequential
         return names

@@ -2,11 +2,10 @@
 
 import weakref
 
-import numpy as np
 import oneflow as flow
 
 from harness.measure.calls import watching
-from harness.measure.graph import gradient_bytes, modules_in, state_bytes
+from harness.measure.graph import modules_in, training_bytes
 from harness.measure.script import run_script
 from harness.measure.tensors import layout_of
 
@@ -16,9 +15,9 @@ WATCHED = ("module", "backward", "update", "graph")  # kinds of calls after whic
 class Held:
     """The most bytes of each kind that this rank holds of a script's tensors.
 
-    weights: the parameters of the modules that it calls and of its optimizers; gradients, state: theirs. A graph's
-    gradients, which are not to be seen from outside, are those that its optimizers read, and its state is that of the
-    compiled graph.
+    weights: the parameters of the modules that it calls and of its optimizers; gradients, state: theirs. Those
+    of a graph cannot be seen from outside: they are computed from the compiled graph, gradients as its optimizers read
+    them.
     """
 
     def __init__(self):
@@ -38,15 +37,15 @@ class Held:
 
     def bytes_now(self):
         """{kind: bytes} at this moment."""
-        rank = flow.env.get_rank()
+        in_graphs = [training_bytes(graph, flow.env.get_rank()) for graph in self.graphs]
         parameters = {id(parameter): parameter for parameter in self.parameters()}.values()
         gradients = [parameter.grad for parameter in parameters if parameter.is_leaf and parameter.requires_grad]
         states = [value for optimizer in self.optimizers for value in optimizer._state.values()]
         states = [tensor for value in states if isinstance(value, dict) for tensor in value.values()]
         return {
             "weights": sum(map(local_bytes, parameters)),
-            "gradients": sum(map(local_bytes, gradients)) + sum(gradient_bytes(graph, rank) for graph in self.graphs),
-            "state": sum(map(local_bytes, states)) + sum(state_bytes(graph, rank) for graph in self.graphs),
+            "gradients": sum(map(local_bytes, gradients)) + sum(held["gradients"] for held in in_graphs),
+            "state": sum(map(local_bytes, states)) + sum(held["state"] for held in in_graphs),
         }
 
     def parameters(self):
@@ -62,8 +61,7 @@ def local_bytes(tensor):
     """The bytes of this rank's shard; 0 of what is no tensor, or has no value, as in a graph."""
     if not isinstance(tensor, flow.Tensor) or tensor.is_lazy:
         return 0
-    block = layout_of(tensor).block(tuple(tensor.shape), flow.env.get_rank())
-    return 0 if block is None else tensor.element_size() * int(np.prod([stop - start for start, stop in block]))
+    return tensor.element_size() * layout_of(tensor).size(tuple(tensor.shape), flow.env.get_rank())
 
 
 def memory(path, keywords=None, argv=(), module=None):

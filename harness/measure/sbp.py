@@ -113,3 +113,8 @@ class Layout(NamedTuple):
                 start += position * size + min(position, larger)
                 block[sbp.dim] = (start, start + size + (position < larger))
         return block
+
+    def size(self, shape, rank):
+        """The number of elements that a rank holds."""
+        block = self.block(shape, rank)
+        return 0 if block is None else int(np.prod([stop - start for start, stop in block]))

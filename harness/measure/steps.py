@@ -129,26 +129,35 @@ def distinct_moves(results):
 
 
 def distinct_tensors(results, is_repeat, is_moving):
-    """{number of events before: [Tensor]}, without tensors that look like an earlier tensor.
+    """{number of events before: [Tensor]}: the tensors to show, each look once.
 
-    is_repeat, is_moving: of distinct_moves. What an event that moves a tensor makes is kept although it looks like an
-    earlier tensor, unless the event is a repetition. A tensor without a name is kept only beside such an event.
+    is_repeat, is_moving: for each event, see distinct_moves. Left out are the results of events that only repeat
+    earlier ones, and unnamed tensors, except those that a move reads or makes. The result of a move is shown even if it
+    looks like an earlier tensor.
     """
     events, world_size = results[0]["events"], len(results)
-    moving = [event for event, is_one in zip(events, is_moving) if is_one]
-    beside = {tensor["id"] for event in moving for tensor in event.inputs + event.outputs}
+    moving = [event for event, moves in zip(events, is_moving) if moves]
+    in_a_move = {tensor["id"] for event in moving for tensor in event.inputs + event.outputs}
     tensors_after, seen = defaultdict(list), set()
     for described in results[0]["tensors"]:
-        held, shape, after = layout(described), described["shape"], described["after"]
-        blocks = [held.block(shape, rank) for rank in range(world_size)]
-        tensor = Tensor(described["name"], shape, held.sbp, held.ranks, blocks)
-        is_output = after > 0 and described["id"] in [output["id"] for output in events[after - 1].outputs]
-        was_shown = repr(tensor) in seen and not (is_output and is_moving[after - 1])
-        is_needless = described["name"] == UNNAMED and described["id"] not in beside
-        if not (was_shown or is_needless or (is_output and is_repeat[after - 1])):
+        after = described["after"]
+        is_result = after > 0 and described["id"] in [output["id"] for output in events[after - 1].outputs]
+        if is_result and is_repeat[after - 1]:
+            continue
+        if described["name"] == UNNAMED and described["id"] not in in_a_move:
+            continue
+        tensor = tensor_of(described, world_size)
+        if repr(tensor) not in seen or (is_result and is_moving[after - 1]):
             tensors_after[after].append(tensor)
             seen.add(repr(tensor))
     return tensors_after
+
+
+def tensor_of(described, world_size):
+    """The Tensor of what tensors.describe says, with the block of each rank."""
+    held, shape = layout(described), described["shape"]
+    blocks = [held.block(shape, rank) for rank in range(world_size)]
+    return Tensor(described["name"], shape, held.sbp, held.ranks, blocks)
 
 
 def moves_tensor(move):

@@ -151,7 +151,11 @@ class Trace(Recorder):
         return call.proceed()
 
     def gradient_arrived(self, path):
-        """Call it when the gradient of a layer's output is there: bytes sent before belong to the layer before."""
+        """Begin the account of a layer in backward, when the gradient of its output has arrived.
+
+        Backward reaches the last layer first. What was sent since the previous call is the previous layer's; the path
+        "" closes the last account.
+        """
         if self.by_layer is None:  # in a backward that is not measured
             return
         if self.by_layer:

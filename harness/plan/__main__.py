@@ -10,7 +10,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from harness.plan import cost, devices, formulas, model, report  # noqa: E402
-from harness.plan.problem import Problem  # noqa: E402
 
 NOTHING_FITS, BAD_INPUT = 1, 2
 SIZES = {  # option of the model -> its help
@@ -142,7 +141,7 @@ def cluster_of(options):
 def problem_of(options):
     """The Problem that the options describe; ValueError if they describe none."""
     recompute = formulas.RECOMPUTE if options.recompute == "any" else (options.recompute,)
-    return Problem(
+    return cost.Problem(
         model_of(options), options.global_batch_size, cluster_of(options), recompute, options.device != "cpu"
     )
 

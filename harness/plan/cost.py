@@ -4,6 +4,19 @@ import dataclasses
 import itertools
 
 from harness.plan import formulas
+from harness.plan.devices import Cluster
+from harness.plan.model import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Which layout trains this model on this cluster the fastest?"""
+
+    model: Model
+    batch_size: int  # sequences of a step, on all ranks together
+    cluster: Cluster
+    recompute: tuple  # the kinds of recomputation that the plan may choose from, see formulas.RECOMPUTE
+    on_gpus: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ from collections import namedtuple
 
 from harness.plan import cost, devices, formulas, report
 from harness.plan.model import Model
-from harness.plan.problem import Problem
 
 
 class Row(namedtuple("Row", "billions num_heads hidden_size num_layers tensor pipeline ranks batch_size tflops")):
@@ -41,7 +40,7 @@ def problem_of_row(row):
         row.num_layers, row.hidden_size, row.num_heads, 2048, 51200, biases=True, dropout=True, tied=row.pipeline == 1
     )
     cluster = devices.Cluster(row.ranks // 8, 8, devices.DEVICES["a100-80"], "amp", devices.EFFICIENCY)
-    return Problem(model, row.batch_size, cluster, ("full",), True)
+    return cost.Problem(model, row.batch_size, cluster, ("full",), True)
 
 
 def costs(row):

@@ -34,10 +34,10 @@ class PoolError(Exception):
     {rank: result} of the ranks that answered; waiting: {rank: traceback} of those that hung.
     """
 
-    def __init__(self, rank, text, signal=None, hung=False, answers=None, waiting=None):
+    def __init__(self, rank, text, signal=None, hung=False, waiting=None):
         super().__init__(text)
         self.rank, self.signal, self.hung = rank, signal, hung
-        self.answers, self.waiting = answers or {}, waiting or {}
+        self.answers, self.waiting = {}, waiting or {}
 
 
 class TimeOver(Exception):
@@ -47,16 +47,16 @@ class TimeOver(Exception):
 class Pool:
     """Ranks 0 to world_size - 1. Close it, or use it as a context manager."""
 
-    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, bind=True, place=RankAssignment):
+    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, place=RankAssignment):
         """timeout: seconds after which a call counts as hung; the start of the ranks is not counted.
 
         repeat: whether calls may run twice and on different processes: a call runs again if a rank died of SIGSEGV,
         which OneFlow 0.9.0 rarely causes, and the ranks are replaced when a rank uses more memory than LARGE.
-        variables: more environment variables of the ranks. bind: whether to bind each rank to its cores.
+        variables: more environment variables of the ranks.
         place: a function from world_size and a port to a RankAssignment; by default all ranks run on this host.
         """
         self.world_size, self.timeout, self.repeat = world_size, timeout, repeat
-        self.variables, self.bind, self.place = variables, bind, place
+        self.variables, self.place = variables, place
         self.repeated = []  # the functions of repeated calls
         self.starts = 0  # how often ranks were started
         self.ranks = None
@@ -107,9 +107,10 @@ class Pool:
         self.logs = [tempfile.TemporaryFile() for _ in theirs]  # noqa: SIM115
         self.port = reserve_port()
         pipes = [connection.fileno() for connection in theirs]
-        more = {"variables": self.variables, "bind": self.bind}
         assignment = self.place(self.world_size, self.port.getsockname()[1])
-        self.ranks = RankProcesses([WORKER], assignment, self.logs, self.logs, pipes, "HARNESS_POOL", **more)
+        self.ranks = RankProcesses(
+            [WORKER], assignment, self.logs, self.logs, pipes, name="HARNESS_POOL", variables=self.variables
+        )
         for connection in theirs:
             connection.close()
         self.starts += 1

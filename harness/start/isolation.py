@@ -14,7 +14,7 @@ class Isolation:
 
     def __init__(self, path, modules=None):
         """path: the user's sys.path. modules: {name: module}, those of ours that the user's code may import."""
-        self.path, self.modules = path, modules or {}
+        self.other_path, self.other_modules = path, modules or {}
 
     def __enter__(self):
         self.swap()
@@ -23,8 +23,8 @@ class Isolation:
         self.swap()
 
     def swap(self):
-        """Exchange our sys.path and modules for the user's, or back."""
+        """Exchange our sys.path and modules for the user's, or back: other_* hold those that are not in use now."""
         modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in OURS}
-        sys.modules.update(self.modules)
-        self.modules = modules
-        self.path, sys.path = sys.path, self.path
+        sys.modules.update(self.other_modules)
+        self.other_modules = modules
+        self.other_path, sys.path = sys.path, self.other_path

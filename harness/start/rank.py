@@ -184,35 +184,41 @@ def main():
         faulthandler.register(signum, all_threads=False)
         # the launcher had blocked it: until now the signal would have ended this rank
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
-    report = int(os.environ.pop("HARNESS_REPORT", "-1"))
+    report = os.environ.pop("HARNESS_REPORT", None)  # a file descriptor; a pool has none
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     load_blas()
     count = CountCalls()
-    sys.meta_path[:0] = [WaitForRank0(), count] if report >= 0 else [WaitForRank0()]
+    sys.meta_path[:0] = [WaitForRank0(), count] if report else [WaitForRank0()]
     script, module = sys.argv[1], None
     sys.argv = sys.argv[1:]
     if script == "-m":
         module = sys.argv.pop(1)
     sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
     code, text = run(script, module)
-    if report >= 0:
-
-        def send_report():
-            message = {"code": code, "text": text[-32000:], "time": time.time(), "calls": count.report()}
-            os.write(report, (json.dumps(message) + "\n").encode())
-
-        if code:
-            send_report()
-        else:  # the script has ended when its threads have; OneFlow's own exit handler runs after this
-            atexit.register(send_report)
-    elif text:
-        print(text, file=sys.stderr)
+    if not report:
+        if text:
+            print(text, file=sys.stderr)
+    elif code:
+        send_report(int(report), code, text, count)
+    else:  # the script has ended when its threads have; OneFlow's own exit handler runs after this
+        atexit.register(send_report, int(report), code, text, count)
     if code:
-        for stream in (sys.stdout, sys.stderr):  # the script may have replaced or closed them
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
+        exit_at_once(code)
+
+
+def send_report(descriptor, code, text, count):
+    """Write a line that output.Report reads."""
+    message = {"code": code, "text": text[-32000:], "time": time.time(), "calls": count.report()}
+    os.write(descriptor, (json.dumps(message) + "\n").encode())
+
+
+def exit_at_once(code):
+    """Exit without OneFlow's exit handler, which would wait for the other ranks."""
+    for stream in (sys.stdout, sys.stderr):  # the script may have replaced or closed them
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -105,13 +105,12 @@ def is_consequence(code):
 class RankProcesses:
     """The processes of a job on this node; a context manager that ends them. Lists are indexed by local rank."""
 
-    def __init__(self, script, assignment, stdout, stderr, pipes, name="HARNESS_REPORT", variables=None, bind=True):
+    def __init__(self, script, assignment, stdout, stderr, pipes, name="HARNESS_REPORT", variables=None):
         """Start a script, a list of its path and arguments, as each rank of a RankAssignment.
 
         stdout, stderr: for each rank what subprocess.Popen takes.
         pipes: for each rank a file descriptor that it inherits; name: of the environment variable for its number.
         variables: more environment variables for all ranks, or None.
-        bind: whether to bind each rank to its cores.
         """
         self.processes, self.job = [], uuid.uuid4().hex
         signal.pthread_sigmask(signal.SIG_BLOCK, TRACE_SIGNALS)  # a rank unblocks them when it can handle them
@@ -128,8 +127,7 @@ class RankProcesses:
                     start_new_session=True,  # its children share its process group, and end with it
                 )
                 self.processes.append(process)
-                if bind:
-                    os.sched_setaffinity(process.pid, assignment.cores[rank])
+                os.sched_setaffinity(process.pid, assignment.cores[rank])
         except BaseException:
             self.end(grace=0)
             raise

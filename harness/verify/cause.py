@@ -1,10 +1,8 @@
-"""What a difference looks like, and so what is likely to cause it. Each says nothing unless its numbers fit."""
-
-import itertools
+"""The likely cause of a difference, from what it looks like. Each function returns None unless the numbers fit."""
 
 import numpy as np
 
-from harness.measure.sbp import Partial, Split, parse
+from harness.measure.sbp import Split, parse
 from harness.verify.compare import comparable
 from harness.verify.values import difference
 
@@ -19,8 +17,6 @@ TRAITS = "docs/your-model.md#does-your-model-have-one-of-these"
 STACK = PAGE + "the-gradient-of-stack-of-split-tensors-is-wrong"
 LARGEST = PAGE + "the-gradient-of-amax-maxdim-or-logsumexp-of-a-tensor-in-p-is-nan"
 PARAMETER = PAGE + "a-parameter-in-p-is-never-updated"
-ORDER = PAGE + "the-order-of-ranks-in-a-placement-is-ignored"
-PART = PAGE + "a-loss-from-to_local-is-only-this-ranks-part"
 BEGIN = PAGE + "where-does-the-difference-begin"
 TOO_LARGE = (
     "a sum over the ranks adds the whole value n times, or it is divided by what one rank holds; "
@@ -29,7 +25,6 @@ TOO_LARGE = (
 TOO_SMALL = (
     "it is divided by the number of ranks once too often; the mean of a global tensor is that of all ranks already"
 )
-LOOKED_AT = 40  # values before the difference: what it was computed from is among them
 
 
 def cause_of(comparison, parallel, again):
@@ -38,7 +33,7 @@ def cause_of(comparison, parallel, again):
     parallel, again: the Run on n ranks, and a second one.
     """
     first = comparison.first
-    for look in SIGNATURES:
+    for look in CAUSES:
         words = look(first, comparison, parallel, again)
         if words:
             return words
@@ -122,24 +117,6 @@ def factor(first, comparison, parallel, again):
     return None
 
 
-def order_of_shards(first, comparison, parallel, again):
-    """The blocks of the ranks are right, but in a different order."""
-    layout = first.value.layout
-    if layout.sbp == "local" or len(layout.axes) > 1 or not isinstance(parse(layout.sbp)[0], Split):
-        return None
-    dim, n = parse(layout.sbp)[0].dim, len(layout.members)
-    if n > 4 or first.alone.shape[dim] % n:
-        return None
-    blocks = np.split(first.alone, n, axis=dim)
-    for order in itertools.permutations(range(n)):
-        moved = np.concatenate([blocks[i] for i in order], axis=dim)
-        if list(order) != list(range(n)) and difference(first.parallel, moved) <= first.rounding:
-            there = in_words(layout.members[i] for i in order)
-            words = f"ranks {in_words(layout.members)} hold the blocks of {there}"
-            return f"{words}: OneFlow sorts the ranks of a placement ({ORDER})"
-    return None
-
-
 def another_order(first, comparison, parallel, again):
     """The numbers are right, up to their signs, but in the wrong places."""
     if first.alone.size < 2 or first.alone.dtype.kind == "b":
@@ -149,23 +126,6 @@ def another_order(first, comparison, parallel, again):
         return None
     words = "the numbers are right but in the wrong places"
     return f"{words}: stack of a split tensor has such a gradient ({STACK})" if "gradient" in first.key.kind else words
-
-
-def missing_ranks(first, comparison, parallel, again):
-    """The value is the addend of some ranks of a tensor in P, where it should be that of all."""
-    for key in reversed(comparison.agreeing[-LOOKED_AT:]):
-        value = parallel[key]
-        if value.shape != first.value.shape or not any(isinstance(sbp, Partial) for sbp in parse_or_none(value)):
-            continue
-        blocks = parallel.blocks(key)
-        if any(block.shape != value.shape for block in blocks.values()):
-            continue
-        for count in range(1, len(blocks)):
-            for ranks in itertools.combinations(blocks, count):
-                if difference(first.parallel, sum(blocks[rank] for rank in ranks)) <= first.rounding:
-                    who = f"rank {in_words(ranks)}"
-                    return f"it is the part of {who} of a tensor in P, which is a sum over all ranks ({PART})"
-    return None
 
 
 def added_by_each_rank(first, comparison, parallel, again):
@@ -238,7 +198,7 @@ def where_it_is(first, comparison):
     return None
 
 
-SIGNATURES = (
+CAUSES = (
     from_run_to_run,
     copies_apart,
     parameter_in_p,
@@ -246,9 +206,7 @@ SIGNATURES = (
     fraction_lost,
     norm_of_shards,
     factor,
-    order_of_shards,
     another_order,
-    missing_ranks,
     added_by_each_rank,
     statistics_of_a_shard,
     unequal_micro_batches,
@@ -257,7 +215,3 @@ SIGNATURES = (
 
 def in_words(ranks):
     return ", ".join(map(str, ranks))
-
-
-def parse_or_none(value):
-    return [] if value.layout.sbp == "local" else parse(value.layout.sbp)

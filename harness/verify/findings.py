@@ -38,7 +38,6 @@ PLURALS = {
     "graph output": "outputs of graphs",
     "read": "values read",
 }
-LARGE = 2**20  # bytes: smaller weights may well be whole on every rank
 COPIES = "docs/silently-wrong.md#every-rank-reads-every-sample"
 NEW_PARAMETERS = "docs/your-model.md#the-rules-and-why"
 DROPPED = "docs/silently-wrong.md#from-local-to-b-the-values-of-the-other-ranks-are-lost"
@@ -164,7 +163,7 @@ def ratio_of(first):
 
 
 def wrong_entries(parallel):
-    """A line for each place where in each step every rank passes the same batch to S, so that it is there n times."""
+    """A line for each place where every rank passes the same batch to S in every step: the tensor has it n times."""
     return [f"wrong: {words}" for words, changes in passed_to_all(parallel) if changes]
 
 
@@ -178,24 +177,27 @@ def never_updated(parallel):
 
 
 def passed_to_all(parallel):
-    """(a line, whether the values change from call to call) of the places where all ranks pass the same values to S.
+    """Yield (a line, whether the values change from call to call) of each place where all ranks pass the same to S.
 
-    Values that do not change may be meant so, such as the positions or the mask of each row.
+    Values that do not change may be intended, such as the positions or the mask of each row.
     """
-    places = {}  # place -> [(key, the digests of the ranks, whether all numbers are equal)]
+    calls_at = {}  # place -> [(key, what `digest` says of each rank's tensor)]
     for key, passed in passed_by_ranks(parallel):
         layout = parallel[key].layout
         if "S" in layout.sbp and len(layout.axes) == 1 and len(layout.members) > 1:
-            shapes, digests, constant = zip(*passed)
-            places.setdefault(key.place, []).append((key, shapes[0], set(digests), any(constant)))
-    for calls in places.values():
-        key, shape, _, _ = calls[-1]
-        if all(len(digests) == 1 and not constant for *_, digests, constant in calls):
-            sbp, whole = parallel[key].layout.sbp, parallel[key].shape
-            words = f"each rank passes the same {shape} to {sbp}, so the tensor {whole} has it"
-            times = len(parallel[key].layout.members)
-            changes = len(set().union(*(digests for *_, digests, _ in calls))) > 1
-            yield f"{at(key.place)}: {words} {times} times ({COPIES})", changes
+            calls_at.setdefault(key.place, []).append((key, passed))
+    for place, calls in calls_at.items():
+        if all(is_same_on_all(passed) for _, passed in calls):
+            key, passed = calls[-1]
+            layout, shape = parallel[key].layout, passed[0][0]
+            words = f"each rank passes the same {shape} to {layout.sbp}, so the tensor {parallel[key].shape} has it"
+            hashes = {value_hash for _, passed in calls for _, value_hash, _ in passed}
+            yield f"{at(place)}: {words} {len(layout.members)} times ({COPIES})", len(hashes) > 1
+
+
+def is_same_on_all(passed):
+    """Whether all ranks pass the same values, and not all one number. passed: what `digest` says, by rank."""
+    return len({value_hash for _, value_hash, _ in passed}) == 1 and not any(constant for *_, constant in passed)
 
 
 def other_parameters(alone):
@@ -217,7 +219,7 @@ def has_nan(array):
 
 
 def suspicious(parallel, alone):
-    """Lines on what is right in value, and may not be meant."""
+    """Lines on what is right in value, and may not be intended."""
     lines = {words: f"look at {words}" for words, changes in passed_to_all(parallel) if not changes}
     for place in {place for facts in alone.facts for place in facts["other_blocks"]}:
         words = "this local tensor has other numbers on one rank; is each rank's part computed from its own rows alone?"
@@ -236,23 +238,7 @@ def suspicious(parallel, alone):
             )
     for place in {place for facts in parallel.facts for place in facts["parts"]}:
         lines[place] = f"look at {place}: to_local() of a tensor in P is only this rank's part of the sum ({PART})"
-    return [*lines.values(), *whole_weights(parallel)]
-
-
-def whole_weights(parallel):
-    """A line on large weights that every rank holds whole, if others are split."""
-    values = [parallel[key] for key in parallel.keys if key.kind == "initial"]
-    are_split = [value for value in values if "S" in value.layout.sbp]
-    sizes = {value.key.name: np.prod(value.shape) * np.dtype(value.dtype).itemsize for value in values}
-    whole = [value.key.name for value in values if set(value.layout.axes) == {"B"} and len(value.layout.members) > 1]
-    large = [name for name in whole if sizes[name] >= LARGE]
-    if not are_split or not large:
-        return []
-    total = sum(sizes[name] for name in large) / 1e6
-    more = f" and {len(large) - 3} more" if len(large) > 3 else ""
-    return [
-        f"look at {', '.join(large[:3])}{more}: whole on every rank, {total:,.0f} MB, while other weights are split"
-    ]
+    return list(lines.values())
 
 
 def passed_by_ranks(parallel):

@@ -89,28 +89,32 @@ class Observer(Recorder):
         """Whether the values of such a tensor are recorded."""
         return tensor.is_global
 
-    def entry(self, call, local=None):
-        """Make a call whose result enters the global world; `local` is the tensor that it was made of."""
-        result = call.proceed()
-        if not tensors_in(result) or not result.is_global:
-            return result
-        if result.is_lazy:
+    def see_entry(self, call, local=None):
+        """Make a call whose result enters the global world, and record it; returns what the script continues with.
+
+        local: the tensor that it was made of. With `replay` the script gets the recorded value, and that is recorded
+        here too, except where `local` was computed from this rank's block: it would be compared with itself.
+        """
+        own = call.proceed()
+        if not tensors_in(own) or not own.is_global:
+            return own
+        if own.is_lazy:
             if call.kind == "random" or call.name in ("rand", "randn"):
                 self.random.append((at(place_now()), call.name))
-            return result
-        facts = {"computed": self.is_computed(call, result)}
+            return own
+        facts = {"computed": self.is_computed(call, own)}
         if local is not None:
             facts["local"] = digest(local)
-        own, compared = result, result
-        if self.replay is not None and not facts["computed"]:
-            compared = result = self.replaced(call, own)
-            if local is not None and own.shape == result.shape:
-                if self.took_block and layout_of(own).sbp != "S(0)":
-                    compared = own  # else a tensor that was computed from a rank's block would agree with itself
-                elif "S" in layout_of(own).sbp and have_other_numbers(own, result):
-                    self.other_blocks.append(at(place_now()))
-        self.observe("entry", call.name, compared, **facts)
-        return result
+        is_replayed = self.replay is not None and not facts["computed"]
+        used = self.replaced(call, own) if is_replayed else own
+        recorded = used
+        if is_replayed and local is not None and own.shape == used.shape:
+            if self.took_block and layout_of(own).sbp != "S(0)":
+                recorded = own
+            elif "S" in layout_of(own).sbp and have_other_numbers(own, used):
+                self.other_blocks.append(at(place_now()))
+        self.observe("entry", call.name, recorded, **facts)
+        return used
 
     def replaced(self, call, result):
         """A tensor like the result of a call, with the recorded value; without one, the result itself."""
@@ -153,10 +157,10 @@ class Observer(Recorder):
         return np.where(np.isfinite(array) & (array != np.round(array)), moved, array)
 
     def see_create(self, call):
-        return self.entry(call) if call.name in INITIALS else call.proceed()
+        return self.see_entry(call) if call.name in INITIALS else call.proceed()
 
     def see_random(self, call):
-        return self.entry(call)
+        return self.see_entry(call)
 
     def see_dropout(self, call):
         named = {**dict(zip(("x", "p", "training"), call.arguments)), **call.keywords}
@@ -167,7 +171,7 @@ class Observer(Recorder):
     def see_to_global(self, call):
         tensor = call.arguments[0]
         if not tensor.is_global:
-            return self.entry(call, local=tensor)
+            return self.see_entry(call, local=tensor)
         if "P" in layout_of(tensor).sbp:
             self.observe("before", call.name, tensor)
         result = call.proceed()
@@ -325,7 +329,7 @@ class SingleDevice(Observer):
     def records(self, tensor):
         return not tensor.is_global
 
-    def entry(self, call, local=None):
+    def see_entry(self, call, local=None):
         return call.proceed()
 
     def begin(self, path, parameter):
