@@ -134,13 +134,17 @@ REFUSED = [  # number of ranks, arguments, the error
 ]
 
 
-@pytest.mark.parametrize("n, arguments, error", REFUSED)
+@pytest.mark.parametrize(
+    "n, arguments, error",
+    [pytest.param(*case, marks=pytest.mark.slow if i > 2 else ()) for i, case in enumerate(REFUSED)],
+)
 def test_sizes_that_do_not_divide_are_refused_in_one_line(pools, n, arguments, error):
     """By each rank, with exit code 2, before it waits for another."""
     for code, out, err in pools(n).call(MAIN, path=GPT, arguments=options_of(arguments)):
         assert (code, out) == (2, "") and err.splitlines()[-1].endswith(f": error: {error}")
 
 
+@pytest.mark.slow
 def test_train_refuses_sizes_that_do_not_divide(pools):
     """Where it is called without main."""
     with pytest.raises(PoolError, match="ValueError: --data 2 does not divide the 9 rows of a batch"):

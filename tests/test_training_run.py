@@ -1,6 +1,7 @@
 """The run that a reader copies: on any mesh, in either mode, stopped and resumed, its numbers are those of numpy."""
 
 import os
+import re
 import signal
 
 import numpy as np
@@ -35,6 +36,11 @@ def test_run_trains_as_numpy(pools, run):
 def train(pool, folder, tensor=1, **arguments):
     """What each rank has after training with checkpoints in this folder."""
     return pool.call(TRAINED, path=RUN, checkpoint_dir=str(folder), tensor=tensor, **{**SMALL, **arguments})
+
+
+def refused(pool, folder, **arguments):
+    """The error of each rank that training must end with."""
+    return pool.call(f"{HERE}:refused", path=RUN, checkpoint_dir=str(folder), **{**SMALL, **arguments})
 
 
 def check_values(seen, tensor, **more):
@@ -148,28 +154,26 @@ def test_a_mean_of_means_would_be_another_loss():
 
 def test_run_refuses_a_checkpoint_of_another_configuration(pools, tmp_path):
     train(pools(1), tmp_path, steps=1)
-    with pytest.raises(PoolError, match="is from a run with a different configuration: lr 0.01$"):
-        train(pools(1), tmp_path, steps=2, lr=0.02)
+    [error] = refused(pools(1), tmp_path, steps=2, lr=0.02)
+    assert error.startswith("ValueError") and error.endswith("a run with a different configuration: lr 0.01")
 
 
 @pytest.mark.parametrize(
     "ids, targets, error",
     [
-        (SIZES.vocab_size, 0, r"ValueError: sample \d+: \d+ is not in 0 to"),
-        (-1, 0, "ValueError: sample .*: -1 is not in 0 to"),
-        (0, SIZES.vocab_size, "ValueError: sample .* is not in 0 to"),
-        (0, -1, "ValueError: sample .*: -1 is not in 0 to"),
+        (-1, 0, r"ValueError: sample \d+: -1 is not in 0 to"),
+        (0, SIZES.vocab_size, r"ValueError: sample \d+: \d+ is not in 0 to"),
         (0, PADDING, "FloatingPointError: step 1: the loss of 0 valid tokens is 0.0; nothing was updated"),
     ],
 )
 def test_run_refuses_numbers_that_it_would_compute_with_as_zeros(pools, ids, targets, error):
-    with pytest.raises(PoolError, match=error):
-        pools(1).call(f"{HERE}:train_on", path=RUN, ids=ids, targets=targets, steps=1, **SMALL)
+    [seen] = pools(1).call(f"{HERE}:refused", path=RUN, samples=(ids, targets), steps=1, **SMALL)
+    assert re.match(error, seen)
 
 
 def test_run_ends_before_a_loss_that_is_no_number_is_used_or_saved(pools, tmp_path):
-    with pytest.raises(PoolError, match=r"FloatingPointError: step \d: the loss of \d+ valid tokens is (nan|inf)"):
-        train(pools(1), tmp_path, steps=4, lr=1e30, save_every=1)
+    [error] = refused(pools(1), tmp_path, steps=4, lr=1e30, save_every=1)
+    assert re.match(r"FloatingPointError: step \d: the loss of \d+ valid tokens is (nan|inf)", error)
     steps = sorted(map(int, os.listdir(tmp_path)))
     assert steps == list(range(1, len(steps) + 1)) and len(steps) < 4
     [state] = pools(1).call(f"{HERE}:loaded", folder=str(tmp_path / str(steps[-1])))
