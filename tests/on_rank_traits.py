@@ -827,8 +827,8 @@ def names():
     return list(TRAITS)
 
 
-def buffers(layout, paths):
-    """The layout of each buffer of the model with buffers: (SBP, ranks)."""
-    model = TRAITS["buffer"]()
+def layouts(trait, kind, layout, paths):
+    """{name: (SBP, ranks)} of the buffers or parameters of a model under a layout. kind: "buffers" or "parameters"."""
+    model = TRAITS[trait]()
     laid_out(model, layout, paths)
-    return {name: tuple(layout_of(buffer)) for name, buffer in model.named_buffers()}
+    return {name: tuple(layout_of(tensor)) for name, tensor in getattr(model, f"named_{kind}")()}

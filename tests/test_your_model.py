@@ -282,5 +282,15 @@ def test_bfloat16_model_is_loaded_and_saved_as_float32(pools, tmp_path):
     ],
 )
 def test_buffer_is_whole_on_the_ranks_of_its_layer(pools, name, layout, wanted):
-    for layouts in pools(4).call(f"{ON_RANK_TRAITS}:buffers", layout=layout, paths=PATHS):
+    for layouts in pools(4).call(
+        f"{ON_RANK_TRAITS}:layouts", trait="buffer", kind="buffers", layout=layout, paths=PATHS
+    ):
         Checks.equal(list(layouts.values()), wanted, "the layouts of", *layouts)
+
+
+def test_parameters_that_a_subclass_adds_to_a_split_layer_are_whole(pools):
+    """The plan says how weight and bias are split, and nothing of a and b, which LoRA adds."""
+    call = {"trait": "adapter", "kind": "parameters", "layout": "data x tensor", "paths": PATHS}
+    for layouts in pools(4).call(f"{ON_RANK_TRAITS}:layouts", **call):
+        added = {name: sbp for name, (sbp, _) in layouts.items() if re.fullmatch(r"blocks\.\d\.\w+\.[ab]", name)}
+        Checks.equal((len(added), set(added.values())), (4, {"B, B"}), "the SBPs of", *added)

@@ -30,8 +30,9 @@ def trained(trait, layout, recipe):
 
 
 def with_traits(layout):
-    """The tests of models with one unusual trait under a layout, and of buffers."""
-    return ["tests/test_your_model.py", "tests/slow/test_traits.py", "-k", f"buffer or trait and {layout}"]
+    """The tests of models with one unusual trait under a layout, of buffers and of parameters that a subclass adds."""
+    words = f"buffer or subclass or trait and {layout}"
+    return ["tests/test_your_model.py", "tests/slow/test_traits.py", "-k", words]
 
 
 def lost_in_a_graph(layout, recipe):
