@@ -13,10 +13,8 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -214,28 +212,8 @@ def collectives():
     return rows
 
 
-def launches():
-    """[{"ranks", "ratio": the time of a trivial job under launch.sh / under torchrun}]"""
-
-    def seconds_of(command):
-        begin = time.perf_counter()
-        done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-        if done.returncode:
-            raise PeerError(f"{' '.join(map(str, command))} ended with {done.returncode}: {done.stderr[-300:]}")
-        return time.perf_counter() - begin
-
-    rows = []
-    for ranks in (2, 4):
-        ours = [HERE.parent / "launch.sh", "-n", ranks, HERE / "trivial_oneflow.py"]
-        torchrun = [peers.PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
-        commands = {"launch.sh": ours, "torchrun": [*torchrun, HERE / "trivial_torch.py"]}
-        seconds = in_turns(2 * TURNS, {name: partial(seconds_of, command) for name, command in commands.items()})
-        rows.append({"ranks": ranks, "ratio": ratio(*seconds.values())})
-    return rows
-
-
 PICTURE = "schedules"  # a picture of the recipe guide, by the clocks of the ranks
-PARTS = {"strategies": strategies, "gpt": gpt, "collectives": collectives, "launches": launches}
+PARTS = {"strategies": strategies, "gpt": gpt, "collectives": collectives}
 
 
 def cpu():
@@ -255,26 +233,29 @@ def page(results):
     """The text of docs/performance.md; results: {part: {CPU: record}}."""
     ratios = partial(by_cpu, results)
     tables = {
-        "strategies": ratios("strategies", ["strategy"], list(PEERS), "mode"),
-        "gpt": ratios("gpt", ["strategy"], list(PEERS), "mode"),
-        "collectives": ratios("collectives", ["collective"], list(COLLECTIVE_SIZES)),
-        "launches": ratios("launches", ["job"], ["torchrun"]),
+        "strategies": ratios("strategies", "strategy", list(PEERS), "mode"),
+        "gpt": ratios("gpt", "strategy", list(PEERS), "mode"),
+        "collectives": ratios("collectives", "collective", list(COLLECTIVE_SIZES)),
     }
     template = (HERE / "performance_template.md").read_text()
     return re.sub(r"<!-- (\w+) -->\n", lambda match: tables[match[1]], template)
 
 
 def by_cpu(results, part, first, columns, last=None):
-    """A table with a row for each row of `part` on each CPU, and under it the dates."""
+    """A table with a row for each row of `part` on each CPU, and under it the dates.
+
+    first: the key of what a row is of. The machines have 2 cores, so 4 ranks are only in rows of what needs 4.
+    """
     lines = []
     for name, record in results[part].items():
+        on_two = {row[first] for row in record["rows"] if row["ranks"] == 2}
         for number, row in enumerate(record["rows"]):
-            what = row.get("strategy") or row.get("collective") or "start and end"
+            if row["ranks"] > 2 and row[first] in on_two:
+                continue
             ranks = f", {row['ranks']} ranks" if row["ranks"] > 1 else ""
-            ratios = row.get("ratios") or {"torchrun": row["ratio"]}
-            cells = [f"{ratios[column]:.2f}" if column in ratios else "–" for column in columns]
-            lines.append((number, [what + ranks, name, *cells, *([row[last]] if last else [])]))
-    header = [*first, "CPU", *(f"/ {column}" if column[0].isalpha() else column for column in columns)]
+            cells = [f"{row['ratios'][column]:.2f}" if column in row["ratios"] else "–" for column in columns]
+            lines.append((number, [row[first] + ranks, name, *cells, *([row[last]] if last else [])]))
+    header = [first, "CPU", *(f"/ {column}" if column[0].isalpha() else column for column in columns)]
     rows = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
     dates = ", ".join(f"{name} on {record['date']}" for name, record in results[part].items())
     return table([*header, *(["faster mode"] if last else [])], rows) + f"\nMeasured: {dates}.\n"

@@ -89,7 +89,6 @@ def page(results):
         loss=largest(error for run in results["runs"] for error in run["loss_errors"]),
         gradient=largest(run["gradient_error"] for run in results["runs"]),
         table=moved_and_kept(results),
-        others=megabytes(max(run["sent"]["others"] for run in results["runs"])),
         remarks=remarks(),
     )
 

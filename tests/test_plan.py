@@ -40,8 +40,13 @@ def test_parameters_and_flops_are_those_of_the_paper(row):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.billions}B")
-def test_layout_that_megatron_chose_is_among_the_first_three(row):
-    assert row.mesh in [plan.layout.mesh for plan in first_layouts(row)[:3]]
+def test_layout_that_megatron_chose_is_first_or_second(row):
+    assert row.mesh in [plan.layout.mesh for plan in first_layouts(row)[:2]]
+
+
+def test_times_of_megatron_are_as_near_as_the_page_says():
+    off = [round(100 * (modelled(row).seconds / row.seconds - 1)) for row in ROWS]
+    assert (off[0], off[-1]) == (min(off), max(off)) == (-18, 23)
 
 
 def test_rows_of_megatron_are_in_the_order_of_their_times_with_one_efficiency():
@@ -462,6 +467,5 @@ def test_page_shows_what_its_commands_print(path, monkeypatch, tmp_path):
     [config] = blocks(path, "json")
     (tmp_path / "config.json").write_text(config)
     monkeypatch.chdir(tmp_path)
-    assert len(choosing_page.COMMAND.findall(text)) == text.count("\n./launch.sh plan ") == 5
-    assert len(choosing_page.TABLE.findall(text)) == 1
+    assert len(choosing_page.COMMAND.findall(text)) == text.count("\n./launch.sh plan ") == 3
     assert choosing_page.filled(text) == text, "python3 harness/plan/choosing_page.py makes it anew"

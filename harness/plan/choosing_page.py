@@ -1,9 +1,9 @@
-"""Write the outputs and the table in docs/choosing.md and its translation, from `plan` itself.
+"""Write the outputs in docs/choosing.md and its translation, from `plan` itself.
 
     python3 harness/plan/choosing_page.py
 
 A ```sh block with a plan command is followed by a ```text block with what it prints. A block that
-ends with `...` keeps its number of lines. Of the table, only the rows are written.
+ends with `...` keeps its number of lines.
 """
 
 import contextlib
@@ -18,12 +18,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from harness.plan import __main__ as plan  # noqa: E402
-from harness.plan import megatron  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 PAGES = (DOCS / "choosing.md", DOCS / "choosing.zh-CN.md")
 COMMAND = re.compile(r"(```sh\n\./launch\.sh plan (.*?)\n```\n\n```text\n)(.*?)(```\n)", re.DOTALL)
-TABLE = re.compile(r"(<!-- Megatron-LM -->\n\|[^\n]*\n\| ---[^\n]*\n)(.*?)(<!-- end -->\n)", re.DOTALL)
 MORE = "...\n"
 
 
@@ -45,8 +43,7 @@ def shown(output, before):
 
 def filled(text):
     """The page with what its commands print now."""
-    text = COMMAND.sub(lambda match: match[1] + shown(printed(match[2]), match[3]) + match[4], text)
-    return TABLE.sub(lambda match: match[1] + "\n".join(megatron.rows_of_table()) + "\n" + match[3], text)
+    return COMMAND.sub(lambda match: match[1] + shown(printed(match[2]), match[3]) + match[4], text)
 
 
 def fill(page):

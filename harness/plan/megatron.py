@@ -66,15 +66,3 @@ def first_layouts(row):
 def modelled(row):
     """The Cost of the mesh that they chose."""
     return next(candidate for candidate in first_layouts(row) if candidate.layout.mesh == row.mesh)
-
-
-def rows_of_table():
-    """Yield rows in Markdown: the mesh, the seconds of a step as measured and by the plan, its rank in the plan."""
-    for row in ROWS:
-        best = first_layouts(row)
-        place = [candidate.layout.mesh for candidate in best].index(row.mesh)
-        planned = best[place].seconds
-        difference = 100 * (planned / row.seconds - 1)
-        mesh = " x ".join(map(str, row.mesh))
-        times = f"{row.seconds:.1f} s | {planned:.1f} s ({difference:+.0f}\N{NO-BREAK SPACE}%)"  # for a narrow column
-        yield f"| {row.billions} B, {mesh} | {times} | {place + 1} |"

@@ -38,7 +38,6 @@ def measured(measurements):
 def page(results):
     """The text of the page; results: of `calls`."""
     atlas_tables = {key: table for n in atlas.SAME for key, table in results["atlas", n].items()}
-    overlapping = [pair for pairs in atlas.OVERLAPPING.values() for pair in pairs]
     return TEMPLATE.read_text().format(
         shape=" x ".join(map(str, atlas.SHAPE)),
         megabytes=f"{4 * np.prod(atlas.SHAPE) / 1e6:.1f}",
@@ -48,14 +47,11 @@ def page(results):
         formulas=tables.formulas_of_other_ranks(),
         disjoint=sections(atlas_tables, atlas.DISJOINT.values()),
         disjoint_deviations=tables.deviations("disjoint"),
-        overlapping=sections(atlas_tables, overlapping),
         legal=tables.legal_signatures(atlas_tables),
         signatures=tables.signatures(atlas_tables),
-        larger=tables.larger_signatures(atlas_tables),
         mesh=tables.mesh(results["run", "two_d_sbp", 4, "eager"]),
         mesh_graph=tables.graph_to_formula(results["run", "two_d_sbp", 4, "graph"]),
         sends=tables.training_sends(results),
-        keeps=tables.training_keeps(results),
     )
 
 

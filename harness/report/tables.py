@@ -139,17 +139,17 @@ def deviations(which):
     return "".join(f"- **{' and '.join(pairs)}, {mode}**. {why}\n" for (mode, why), pairs in lines.items())
 
 
-def moved(measured, x, w, which):
+def moved(measured, x, w):
     """(SBP of the product of two matrices, boxings before it, which follow from that SBP)."""
-    out, _ = measured["signatures", 2, which, "eager"][x, w]
-    shapes = zip((x, w), MATMULS[which])
+    out, _ = measured["signatures", 2, "equal", "eager"][x, w]
+    shapes = zip((x, w), MATMULS["equal"])
     inputs = [{"sbp": sbp, "ranks": [0, 1], "shape": shape, "item": 4} for sbp, shape in shapes]
     return out, theory.matmul_boxings(inputs, {"sbp": out})
 
 
 def legal_signatures(measured):
     """The matmuls for which nothing moves, as a list."""
-    products = {pair: moved(measured, *pair, "equal") for pair in PAIRS}
+    products = {pair: moved(measured, *pair) for pair in PAIRS}
     lines = [f"- {' @ '.join(pair)} = {out}" for pair, (out, moves) in products.items() if not moves]
     return "\n".join(lines) + "\n"
 
@@ -162,24 +162,13 @@ def signatures(measured):
     """The other matmuls: the product, what moves first, and the bytes of each of 2 ranks."""
     rows = []
     for pair in PAIRS:
-        out, moves = moved(measured, *pair, "equal")
+        out, moves = moved(measured, *pair)
         if moves:
             [(_, boxing)] = moves
             sent = [sum(measured["signatures", 2, "equal", mode][pair][1]) / (2 * 4 * 720 * 720) for mode in MODES]
             product = f"{' @ '.join(pair)} = {out}"
             rows.append([product, f"{moves_in_words(moves)}, {boxing.collective}", *map(units, sent)])
     return table(["x @ w = out", "moves first", *MODES], rows)
-
-
-def larger_signatures(measured):
-    """The matmuls before which a different tensor moves when x or w is larger."""
-    rows = []
-    for pair in PAIRS:
-        equal, *larger = (moved(measured, *pair, which) for which in MATMULS)
-        cells = [f"{moves_in_words(moves)}, out {out}" for out, moves in (equal, *larger)]
-        if len(set(cells)) > 1:
-            rows.append([" @ ".join(pair), *cells[1:]])
-    return table(["x @ w", "x is 3 times as large", "w is 3 times as large"], rows)
 
 
 def mesh(results):
@@ -230,19 +219,3 @@ def training_sends(results):
         sent = [on_two_and_four(runs, mode, lambda result: result["sent"] / result["weights"]) for mode in MODES]
         rows.append([path.name, *sent])
     return table(["recipe", *MODES], rows)
-
-
-KEPT = ("weights", "gradients")
-
-
-def training_keeps(results):
-    """What the rank that holds most holds between two steps, in units of all weights."""
-    rows = []
-    for path in compared():
-        runs = runs_of(results, path.stem)
-        first = min(mode for mode, _ in runs)
-        amounts = [lambda result, kind=kind: result["kept"][kind] / result["weights"] for kind in KEPT]
-        cells = [on_two_and_four(runs, first, amount) for amount in amounts]
-        rows.append((path.name, cells))
-    lines = [["<br>".join(names), *cells] for names, cells in folded(rows)]
-    return table(["recipe", *KEPT], lines)

@@ -164,7 +164,7 @@ def test_page_is_that_of_this_run(measured):
 
 @pytest.mark.parametrize("run", runs.training_runs(), ids=lambda run: "-".join(map(str, run)))
 def test_memory_of_adam_is_that_of_the_moments_that_a_recipe_has(measured, run):
-    """The table computes it as twice the weights; what an optimizer keeps is once or twice the weights."""
+    """What an optimizer keeps is once or twice the weights, on every rank."""
     name, n, mode = run
     words = {word for key in CASES[name](n).values for word in key.split()}
     states = {"exp_avg", "exp_avg_sq", "momentum_buf"} & words

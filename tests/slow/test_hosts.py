@@ -9,7 +9,6 @@ from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, modes, sizes_of
 from tests.cases.ladder import Checks, check_recipe
 from tests.hosts import NO_HOSTS
-from tests.markdown import CLUSTERS, tables
 from tests.pools import RecipePool
 
 HERE = str(ROOT / "tests" / "on_rank_hosts.py")
@@ -40,17 +39,31 @@ def test_proof_ladder_on_two_hosts(hosts, pools, name, n, graph):
     check_recipe(pools(n), path_of(name), name, graph, next(iter(sizes_of(name, n))), **facts)
 
 
+CROSSINGS = {  # ranks that hold it before, after -> {(old SBP, new SBP): times the tensor, in eager mode, in a graph}
+    ((0, 1), (2, 3)): {
+        ("S(0)", "S(0)"): (1.0, 1.0),
+        ("S(0)", "B"): (2.0, 2.0),
+        ("B", "S(0)"): (1.0, 1.0),
+        ("B", "B"): (1.0, 2.0),
+        ("P", "S(0)"): (2.0, 2.0),
+        ("P", "B"): (4.0, 2.0),
+    },
+    ((0, 1, 2, 3), (0, 1, 2, 3)): {
+        ("S(0)", "B"): (0.75, 1.0),
+        ("P", "S(0)"): (0.75, 1.0),
+        ("P", "B"): (1.5, 2.0),
+        ("S(0)", "S(1)"): (0.25, 0.25),
+        ("B", "S(0)"): (0.0, 0.0),
+    },
+}
+
+
 def crossings():
-    """The rows of the tables in docs/clusters.md: (source, target, old SBP, new SBP, graph, times the tensor)."""
-    rows = []
-    for first, *cells in tables(CLUSTERS):
-        if first.startswith("ranks 0"):
-            ranks = [[int(rank) for rank in side.split(", ")] for side in first[len("ranks ") :].split(" → ")]
-        elif " → " in first:
-            for graph, cell in ((False, cells[0]), (True, cells[1])):
-                rows.append((ranks[0], ranks[-1], *first.split(" → "), graph, float(cell)))
-    assert len(rows) == 22
-    return rows
+    """(source, target, old SBP, new SBP, graph, times the tensor) of each."""
+    for (source, target), rows in CROSSINGS.items():
+        for (old, new), (eager, graph) in rows.items():
+            yield list(source), list(target), old, new, False, eager
+            yield list(source), list(target), old, new, True, graph
 
 
 @pytest.mark.parametrize("source, target, old, new, graph, units", crossings())
