@@ -61,11 +61,21 @@ def check_order(operations, folder, names):
 
 
 def train_and_save(path, **arguments):
-    """On a rank: the operations on files of a training."""
+    """On a rank: the operations on files of a training. After a save each rank sees the new checkpoint."""
+    import oneflow as flow
+
     from harness.measure.entry import call_entry
 
+    module = load(path)
+    save = module.save
+
+    def save_and_meet(*positional):
+        save(*positional)
+        flow.comm.barrier()
+
+    module.save = save_and_meet
     with recorded() as operations:
-        call_entry(load(path), arguments)
+        call_entry(module, arguments)
     return operations
 
 
