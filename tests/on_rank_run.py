@@ -1,12 +1,8 @@
 """What the tests of training_run.py call on the ranks of a pool."""
 
-import os
-import pathlib
-
 import numpy as np
 import oneflow as flow
 
-from harness.measure.calls import replaced
 from harness.measure.entry import call_entry
 from harness.measure.frames import optimizer_state
 from harness.measure.observe import RECORDED, observed
@@ -52,25 +48,6 @@ def train_on(path, ids, targets, **arguments):
     """Train training_run.py on samples that are all alike: each id and each target is this number."""
     module = recipe.load(path)
     module.sample = lambda index, config: [np.full(config.seq_len, number) for number in (ids, targets)]
-    call_entry(module, arguments)
-
-
-def die(path, moment, step, **arguments):
-    """Run training_run.py; rank 0 dies in this step: before it saves, with files missing, or before it is named."""
-    module = recipe.load(path)
-    save = module.save
-
-    def dying(state, folder, now):
-        if now < step:
-            return save(state, folder, now)
-        if moment == "in training":
-            os._exit(9)
-        places = {"not all files": (pathlib.Path, "write_bytes"), "not named": (os, "replace")}
-        with replaced({places[moment]: lambda *_: os._exit(9)}):
-            save(state, folder, now)
-
-    if flow.env.get_rank() == 0:
-        module.save = dying
     call_entry(module, arguments)
 
 
