@@ -172,7 +172,7 @@ def test_link_that_is_back_within_10_seconds_does_no_harm(hosts, weights, tmp_pa
     assert saved(tmp_path / "checkpoints") == weights
 
 
-# Of a size that has room for one checkpoint.
+# The disk has room for one checkpoint.
 ON_A_DISK = """
 mount -t tmpfs -o size=56k none $0/disk
 "$@"

@@ -91,7 +91,7 @@ def eager(tmp_path_factory):
     return undisturbed(tmp_path_factory.mktemp("eager"))
 
 
-# Checkpoints are written and read in the same way in either mode, so these jobs are in eager mode.
+# Checkpoints are written and read in the same way in either mode, so eager mode is enough for most of these jobs.
 def test_elastic_training_after_a_death_has_the_weights_of_an_undisturbed_run_bit_by_bit(eager, tmp_path):
     run = train(tmp_path / "saved", "--steps", 6, "--die", 5, options=("--max-restarts", 1))
     assert "killed by signal 9" in run.err and "[0] resumes after step 4, from its checkpoint\n" in run.out
