@@ -1,13 +1,10 @@
 """What the tests of gpt.py call on the ranks of a pool."""
 
-import os
-import pathlib
 import sys
 from dataclasses import dataclass, field
 
 import oneflow as flow
 
-from harness.measure.calls import replaced
 from harness.measure.entry import call_entry
 from harness.measure.frames import arrays_by_name, optimizer_state
 from harness.measure.graph import training_bytes
@@ -105,29 +102,10 @@ def answers(path, sums, **arguments):
     return module.answer(model, module.SUMS[:sums]).tolist()
 
 
-def die(path, moment, step, **arguments):
-    """Run gpt.py; rank 0 dies in this step: before it saves, with not all files written, or before it is named."""
-    module = recipe.load(path)
-    save = module.save
-
-    def dying(state, folder, now):
-        if now < step:
-            return save(state, folder, now)
-        if moment == "in training":
-            os._exit(9)
-        places = {"not all files": (pathlib.Path, "write_bytes"), "not named": (os, "replace")}
-        with replaced({places[moment]: lambda *_: os._exit(9)}):
-            save(state, folder, now)
-
-    if flow.env.get_rank() == 0:
-        module.save = dying
-    call_entry(module, arguments)
-
-
-def growth_in_forward(path, data=1, tensor=1, **sizes):
+def growth_in_forward(path, tensor, **sizes):
     """The bytes that this rank gains in a forward pass in eager mode: what is kept for backward, and free blocks."""
     module = recipe.load(path)
-    meshes = module.placements("cpu", flow.env.get_world_size(), data, tensor)
+    meshes = module.placements("cpu", flow.env.get_world_size(), tensor=tensor)
     config = module.Config(**sizes)
     model = module.GPT(meshes, config, 96, seed=0)
     ids, _ = module.batch_of(config, seed=0, step=1)

@@ -1,12 +1,8 @@
 """What the tests of training_run.py call on the ranks of a pool."""
 
-import os
-import pathlib
-
 import numpy as np
 import oneflow as flow
 
-from harness.measure.calls import replaced
 from harness.measure.entry import call_entry
 from harness.measure.frames import optimizer_state
 from harness.measure.observe import RECORDED, observed
@@ -58,25 +54,6 @@ def refused(path, samples=None, **arguments):
     except (ValueError, FloatingPointError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-def die(path, moment, step, **arguments):
-    """Run training_run.py; rank 0 dies in this step: before it saves, with files missing, or before it is named."""
-    module = recipe.load(path)
-    save = module.save
-
-    def dying(state, folder, now):
-        if now < step:
-            return save(state, folder, now)
-        if moment == "in training":
-            os._exit(9)
-        places = {"not all files": (pathlib.Path, "write_bytes"), "not named": (os, "replace")}
-        with replaced({places[moment]: lambda *_: os._exit(9)}):
-            save(state, folder, now)
-
-    if flow.env.get_rank() == 0:
-        module.save = dying
-    call_entry(module, arguments)
 
 
 def loaded(folder):

@@ -1,4 +1,4 @@
-"""What tests/slow/test_state.py calls on the ranks of a pool."""
+"""What tests of recipes with checkpoints call on the ranks of a pool."""
 
 import os
 import pathlib
@@ -13,20 +13,31 @@ from harness.measure.tensors import snapshot
 from harness.start import recipe
 
 
-def die_while_saving(path, moment, **arguments):
-    """Run checkpoint.py; rank 0 dies at this moment of saving: with half of a file written, or before it is named."""
+def die(path, moment, step, **arguments):
+    """Train; rank 0 dies when it saves this step: before it begins, with half of a file, or before it is named."""
+    module = recipe.load(path)
+    save = module.save
 
     def half(file, data):
         with open(file, "wb") as opened:
             opened.write(data[: len(data) // 2])
         os._exit(9)
 
-    place, function = {
-        "half a file": ((pathlib.Path, "write_bytes"), half),
-        "not named": ((os, "replace"), lambda *_: os._exit(9)),
-    }[moment]
-    with replaced({place: function} if flow.env.get_rank() == 0 else {}):
-        call_entry(recipe.load(path), arguments)
+    def dying(state, folder, now):
+        if now < step:
+            return save(state, folder, now)
+        if moment == "in training":
+            os._exit(9)
+        place, function = {
+            "half a file": ((pathlib.Path, "write_bytes"), half),
+            "not named": ((os, "replace"), lambda *_: os._exit(9)),
+        }[moment]
+        with replaced({place: function}):
+            save(state, folder, now)
+
+    if flow.env.get_rank() == 0:
+        module.save = dying
+    call_entry(module, arguments)
 
 
 def after_saving(path, folder):

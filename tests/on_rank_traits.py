@@ -705,7 +705,8 @@ PLAN = {r"blocks\.\d+\.up": "Column", r"blocks\.\d+\.down": "Row"}
 
 def plan_of(model, module):
     names = [name for name, _ in model.named_modules()]
-    return {k: getattr(module, kind) for k, kind in PLAN.items() if any(re.fullmatch(k, name) for name in names)}
+    plan = {**PLAN, "head": "Column"} if isinstance(model, TiedEmbedding) else PLAN  # one of two layers with its weight
+    return {k: getattr(module, kind) for k, kind in plan.items() if any(re.fullmatch(k, name) for name in names)}
 
 
 class TrainingGraph(nn.Graph):

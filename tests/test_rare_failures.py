@@ -11,8 +11,6 @@ import pytest
 
 from harness.start.recipe import load, path_of
 
-MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-
 
 @contextlib.contextmanager
 def recorded():
@@ -84,8 +82,7 @@ TWICE = {"steps": 2, "save_every": 1, **TINY}
 SAVES_TWICE = {"checkpoint": {}, "elastic_training": {}, "gpt": TWICE, "training_run": {**TWICE, "micro_batches": 1}}
 
 
-@MODES
-@pytest.mark.parametrize("name", SAVES_TWICE)
+@pytest.mark.parametrize("name, graph", [*((name, False) for name in SAVES_TWICE), ("checkpoint", True)])
 def test_checkpoint_is_on_disk_before_it_gets_its_name_and_its_name_before_another_is_removed(
     pools, tmp_path, name, graph
 ):
@@ -136,7 +133,7 @@ def resumed(path, checkpoint_dir, graph):
     return results
 
 
-@MODES
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_elastic_training_that_resumes_has_the_bits_of_one_in_one_run(pools, tmp_path, graph):
     arguments = {"path": str(path_of("elastic_training")), "checkpoint_dir": str(tmp_path), "graph": graph}
     for results in pools(2).call(f"{__file__}:resumed", **arguments):

@@ -16,6 +16,7 @@ from tests.cases.whole_run import RUNS, STEPS, TRAINED, case_of, known, mesh_of,
 from tests.jobs import LAUNCH, Run, ended
 
 RUN, HERE = str(path_of("training_run")), str(ROOT / "tests" / "on_rank_run.py")
+DIE = f"{ROOT / 'tests' / 'on_rank_state.py'}:die"
 SIZES = Sizes(**SMALL)
 
 
@@ -88,23 +89,21 @@ def test_run_that_resumes_has_the_bits_of_one_that_was_not_stopped(pools, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("moment", ["in training", "not all files", "not named"])
+@pytest.mark.parametrize("moment, graph", [("in training", False), ("not named", True)])
 def test_run_that_dies_resumes_with_the_same_bits(pools, tmp_path, moment, graph):
     options = {"graph": graph, "save_every": 2}
     at_once = train(pools(2), "", steps=STEPS, **options)
     with pytest.raises(PoolError, match="died .exit code 9"):
         arguments = {"path": RUN, "checkpoint_dir": str(tmp_path), "steps": STEPS, **SMALL, **options}
-        pools(2).call(f"{HERE}:die", moment=moment, step=4, **arguments)
+        pools(2).call(DIE, moment=moment, step=4, **arguments)
     assert "2" in os.listdir(tmp_path) and "4" not in os.listdir(tmp_path)
     same_bits(train(pools(2), tmp_path, steps=STEPS, **options), at_once)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graph", [False, True])
-def test_job_that_is_killed_midway_ends_with_the_bits_of_an_undisturbed_one(pools, tmp_path, graph):
+def test_job_that_is_killed_midway_ends_with_the_bits_of_an_undisturbed_one(pools, tmp_path):
     """A rank is killed at some moment after step 8, and the same command is started again."""
-    command = [LAUNCH, "-n", 2, RUN, *["--graph"] * graph, "--steps", 20, "--save-every", 3, "--checkpoint-dir"]
+    command = [LAUNCH, "-n", 2, RUN, "--steps", 20, "--save-every", 3, "--checkpoint-dir"]
     run = Run(*command, tmp_path / "killed").until("step 8 ")
     os.kill(run.ranks()[-1], signal.SIGKILL)
     [run] = ended([run])

@@ -62,7 +62,6 @@ class Proof:
     refused: dict = field(default_factory=dict)
     # whether its output in the guide needs a job of its own: it depends on how processes start, or on what ran in them
     whole_job: bool = False
-    # whether its result stays the same when each product is scaled, so that its main cannot see that
     # whether in its graph one move serves several, so that it sends less than all of them
     shares_moves: bool = False
     # whether its case trains in a loop of its own, not with `reference.descend`

@@ -7,6 +7,7 @@ import numpy as np
 
 from tests.cases import reference
 from tests.cases.reference import Value
+from tests.cases.reference_gpt import clipped
 from tests.cases.reference_transformer import causal, norm, softmax
 
 SMALL = {  # two batches in an epoch, and held-out sequences that fill no batch
@@ -113,11 +114,6 @@ def rate_of(step, sizes):
         return sizes.lr * step / sizes.warmup_steps
     done = min(1, (step - sizes.warmup_steps) / (sizes.decay_steps - sizes.warmup_steps))
     return sizes.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
-
-
-def clipped(gradients, most):
-    scale = min(1, most / (math.sqrt(sum((gradient.exact**2).sum() for gradient in gradients.values())) + 1e-6))
-    return {name: Value(gradient.exact * scale, rounded=True) for name, gradient in gradients.items()}
 
 
 def trained(steps, seed=0, **sizes):

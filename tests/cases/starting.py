@@ -60,7 +60,10 @@ def rendezvous(n, graph=False):
     {"uneven": UNEVEN, "three ranks": {**UNEVEN, "ranks": 3}},
     whole_job=True,
     refused=dict.fromkeys(("--ranks 0", "--ranks 5"), "1 to 4, a row of x for each rank"),
-    tests=["tests/test_spawn.py", "tests/test_recipes.py", "tests/slow/test_starting.py"],
+    tests=[
+        *("tests/test_spawn.py", "tests/test_recipes.py", "tests/slow/test_starting.py"),
+        "tests/slow/test_choices.py",
+    ],
     equivalent={
         r"-> flow.matmul\(x, .*to_global\(sbp=\[flow.sbp.broadcast\].*\(self.w\)\)$": "the weight is B already",
         r"^rank == 0 -> (True|False)$": "it only says how long a rank waits for rank 0",

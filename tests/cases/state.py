@@ -22,7 +22,7 @@ def resumed(n):
 @case_of_recipe(
     resumed,
     refused={"--steps 0": "1 or more", "--save-every 0": "1 or more"},
-    tests=["tests/test_rare_failures.py", "tests/slow/test_state.py"],
+    tests=["tests/test_rare_failures.py", "tests/slow/test_state.py", "tests/slow/test_choices.py"],
     equivalent={
         r"flow.placement\(args.device, list\(range\(max.*\[(:1|-1:)\]\)$": "main has two ranks, and their half is one",
     },

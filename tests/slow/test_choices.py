@@ -150,12 +150,3 @@ def test_program_of_spawn_that_is_terminated_fails(tmp_path):
     run = Run(sys.executable, script, "--ranks", 1).until("multiplied").signal(signal.SIGTERM)
     run.wait()
     assert run.code == 1 and run.all_gone() and "Traceback" not in run.err
-
-
-def test_program_of_spawn_whose_rank_is_killed_fails_with_its_signal(tmp_path):
-    source = path_of("spawn").read_text()
-    script = tmp_path / "spawn.py"
-    script.write_text(source.replace("    x = flow.tensor(x, ", "    os.kill(os.getpid(), 9)\n    x = flow.tensor(x, "))
-    run = Run(sys.executable, script, "--ranks", 1)
-    run.wait()
-    assert run.code == 1 and "RuntimeError: rank 0 of 1 died: exit code -9" in run.err and run.all_gone()

@@ -18,7 +18,7 @@ from harness.pool import Pool
 from harness.report import atlas
 from harness.start.recipe import load, path_of
 from tests.browser import Browser
-from tests.cases import ROOT
+from tests.cases import ROOT, pipelines
 from tests.cases.ladder import Checks
 from tests.jobs import launch
 
@@ -289,28 +289,12 @@ def steps(browser):
     return browser.run("return Steps.MODEL"), browser.run(STATES)
 
 
+KINDS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weights"}
+
+
 def schedule_of(schedule, n, micro):
     """[[(kind, micro-batch) in its order] of each rank] of a pipeline; micro-batches count from 1."""
-    forward, backward = ([(kind, m) for m in range(1, micro + 1)] for kind in ("forward", "backward"))
-    if schedule == "gpipe":
-        return [forward + backward] * n
-    rows = []
-    for rank in range(n):
-        first = min(micro, n - 1 - rank)
-        turns = [call for turn in zip(forward[first:], backward) for call in turn]
-        rows.append(forward[:first] + turns + backward[micro - first :])
-    return rows if schedule == "1f1b" else [split(row, late, micro) for late, row in enumerate(rows)]
-
-
-def split(row, late, micro):
-    """Each backward in two: that of the weights is `late` micro-batches after that of the input, or at the end."""
-    calls = []
-    for kind, m in row:
-        calls.append((kind if kind == "forward" else "backward_input", m))
-        if kind == "backward" and m > late:
-            calls.append(("backward_weights", m - late))
-    done = max(0, micro - late)
-    return calls + [("backward_weights", m) for m in range(done + 1, micro + 1)]
+    return [[(KINDS[op], m + 1) for op, _, m in row] for row in pipelines.rows_of_schedule(schedule, n, micro)]
 
 
 def seconds_of(rows, seconds, send):
@@ -329,11 +313,6 @@ def seconds_of(rows, seconds, send):
                     corrected[to, forward, m] = time
             ends.append(time)
     return max(ends)
-
-
-def most_held(row, taken, released):
-    """Of how many micro-batches a rank has made the call `taken`, but not yet one of `released`, at most."""
-    return max(np.cumsum([(kind == taken) - (kind in released) for kind, _ in row]))
 
 
 def order_of_pipeline(state):
@@ -483,9 +462,9 @@ def test_memory_of_a_step_is_that_of_plan(steps):
         expected["gathered"] = gathered if strategy == "sharded" and n > 1 else 0
         by_rank = [expected] * n
         if strategy == "pipeline":
-            micro, rows = state["micro"], schedule_of(state["schedule"], n, state["micro"])
-            held = [most_held(row, "forward", ("backward", "backward_weights")) for row in rows]
-            pending = [most_held(row, "backward_input", ("backward_weights",)) for row in rows]
+            micro, rows = state["micro"], pipelines.rows_of_schedule(state["schedule"], n, state["micro"])
+            held = [pipelines.most_held(row) for row in rows]
+            pending = [max(np.cumsum([(op == "I") - (op == "W") for op, _, _ in row])) for row in rows]
             at_most = {"gpipe": [micro] * n, "1f1b": [min(micro, n - k) for k in range(n)]}
             assert held == at_most.get(state["schedule"], [min(micro, n)] * n), state
             size = expected["activations"] / micro

@@ -172,29 +172,23 @@ def test_link_that_is_back_within_10_seconds_does_no_harm(hosts, weights, tmp_pa
     assert saved(tmp_path / "checkpoints") == weights
 
 
+# The disk has room for one checkpoint.
 ON_A_DISK = """
-mount -t tmpfs -o size=$1 none $0/disk
-shift
+mount -t tmpfs -o size=56k none $0/disk
 "$@"
 code=$?
 cp -r $0/disk $0/checkpoints
 exit $code
 """
-DISKS = {  # its size, what happens in step 3, and the error
-    "full": ("56k", "pass", "[Errno 28] No space left on device"),  # it has room for one checkpoint
-    "read-only": ("1m", "os.system('mount -o remount,ro {folder}/disk')", "[Errno 30] Read-only file system"),
-}
 
 
-@pytest.mark.parametrize("disk", DISKS)
-def test_disk_without_room_ends_the_job_and_the_last_checkpoint_stays(hosts, weights, tmp_path, disk):
+def test_disk_without_room_ends_the_job_and_the_last_checkpoint_stays(hosts, weights, tmp_path):
     if not hosts.real:
         pytest.skip(NO_HOSTS)
-    size, fault, error = DISKS[disk]
     (tmp_path / "disk").mkdir()
-    command = [LAUNCH, "-n", 2, with_fault(tmp_path, fault, steps=(3,)), "--checkpoint-dir", tmp_path / "disk", *STEPS]
-    [run] = ended([Run(*hosts.on(0), "bash", "-c", ON_A_DISK, tmp_path, size, *command)])
-    assert run.code == 1 and f"[0] OSError: {error}" in run.err, run.err
+    command = [LAUNCH, "-n", 2, ELASTIC, "--checkpoint-dir", tmp_path / "disk", *STEPS]
+    [run] = ended([Run(*hosts.on(0), "bash", "-c", ON_A_DISK, tmp_path, *command)])
+    assert run.code == 1 and "[0] OSError: [Errno 28] No space left on device" in run.err, run.err
     assert run.err.endswith("launch.sh: rank 0 of 2 failed: exit code 1; every rank is ended\n")
     assert_resumes(tmp_path / "checkpoints", 2, weights)
 
@@ -210,9 +204,6 @@ def checkpoint(tmp_path_factory):
 DAMAGES = {  # file, its bytes after the damage (None: the file is removed), error
     "state cut short": ("pickled_data", lambda data: data[:100], "UnpicklingError: pickle data was truncated"),
     "meta removed": ("meta", None, "RuntimeError: This variable does not have meta info"),
-    "meta cut short": ("meta", lambda data: data[: data.index(b"_type")], 'has no field named "data"'),
-    "meta overwritten": ("meta", lambda data: b"\xff" * len(data), "'utf-8' codec can't decode byte 0xff"),
-    "weight cut short": ("out", lambda data: data[:-1], "assert os.path.getsize(data_path) == "),
     "64 numbers changed": ("out", lambda data: b"\x41" * 256 + data[256:], "Not equal to tolerance rtol=1e-05"),
 }
 

@@ -35,18 +35,15 @@ from tests.jobs import changed
 
 GPT = str(path_of("gpt"))
 HERE = str(ROOT / "tests" / "on_rank_gpt.py")
+DIE = f"{ROOT / 'tests' / 'on_rank_state.py'}:die"
 SMALL = {"batch_size": 16, "seq_len": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 4}
-TINY = {"batch_size": 2, "seq_len": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 2}
-FEW, LONG = {"steps": 4, "sums": 0}, {"steps": 50, "sums": 40}
+FEW = {"steps": 4, "sums": 0}
 ALL_OPTIONS = {"sequence_parallel": True, "shard_weights": True, "micro_batches": 4, "clip_grad": 0.5}
 MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-RESUMED = [  # (mesh, whether in a graph) that saves, and that loads: each mode does both; the first pair has all axes
+RESUMED = [  # (mesh, whether in a graph) that saves, and that loads: each mode does both; stages save and load
     (((2, 1, 1), False), ((1, 2, 2), False)),
-    (((2, 1, 1), True), ((1, 2, 2), False)),
+    (((1, 1, 2), True), ((2, 2, 1), False)),
     (((2, 1, 1), False), ((1, 2, 2), True)),
-    (((1, 1, 2), False), ((2, 2, 1), False)),
-    (((1, 2, 1), False), ((4, 1, 1), False)),
-    (((2, 1, 2), False), ((1, 4, 1), False)),
 ]
 STORED = by_row(json.loads(FOUND.read_text()))
 SHORTER = [  # runs of the page; a graph on four ranks takes ten seconds to compile, so only plain runs along one axis
@@ -80,17 +77,13 @@ def background_calls(item):
 
 @MODES
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_mesh_trains_as_numpy_plain_and_with_all_options(pools, mesh, graph):
-    """50 plain steps in eager mode, and 4 with all options. In a graph all options for 50 steps, on four ranks for 20.
+def test_mesh_trains_as_numpy_with_all_options(pools, mesh, graph):
+    """Without them it trains below, as a row of the page.
 
     Two ranks also train with micro-batches alone: in a pipeline, and in tensor parallelism, where there is a trap.
     """
     sizes = {**SMALL, "num_layers": mesh[2] + 1}  # a pipeline has stages of unequal size
-    if graph:
-        long = {"steps": 20, "sums": 9} if np.prod(mesh) == 4 else LONG
-        runs = [{**long, **ALL_OPTIONS, "micro_batches": 2}]
-    else:
-        runs = [LONG, {**FEW, **ALL_OPTIONS}]
+    runs = [{**FEW, **ALL_OPTIONS, "sums": 9, "micro_batches": 2 if graph else 4}]
     if mesh in ((1, 2, 1), (1, 1, 2)):
         runs.append({**FEW, "micro_batches": 4})
     for options in runs:
@@ -98,15 +91,15 @@ def test_mesh_trains_as_numpy_plain_and_with_all_options(pools, mesh, graph):
 
 
 @MODES
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1)], ids=str)
 @pytest.mark.parametrize(
     "option, formulas",
     [({"experts": 4}, partial(expert_formulas, experts=4)), ({"context_parallel": True}, context_formulas)],
     ids=["experts", "context parallel"],
 )
-def test_bytes_are_those_of_the_formula(pools, mesh, graph, option, formulas):
+def test_bytes_are_those_of_the_formula(pools, graph, option, formulas):
+    mesh = (2, 2, 1)
     arguments = {**mesh_of(mesh), **SIZES, **option, "steps": 4, "graph": graph}
-    seen = pools(int(np.prod(mesh))).call(TRAINED, path=GPT, **arguments)
+    seen = pools(4).call(TRAINED, path=GPT, **arguments)
     sent = dict.fromkeys(("data", "tensor", "others"), 0)
     for ranks, count in sent_in_a_step(seen).items():
         sent[axis_of(mesh, *ranks)] += count
@@ -157,19 +150,6 @@ def test_training_resumes_on_another_mesh_and_in_the_other_mode(pools, tmp_path,
     Checks.that(off <= 1e-4, "losses of the unbroken run are off by", off)
 
 
-def test_training_resumes_from_the_newest_checkpoint(pools, tmp_path):
-    """The newest by number, not by name. If no step is left, nothing is trained."""
-    arguments = {"path": GPT, "checkpoint_dir": str(tmp_path), "save_every": 9, **TINY}
-    pools(1).call(f"{HERE}:losses", steps=10, **arguments)
-    (tmp_path / "unfinished").mkdir()  # a crash may leave one
-    assert sorted(os.listdir(tmp_path)) == ["10", "9", "unfinished"]
-    [losses] = pools(1).call(f"{HERE}:losses", steps=12, **arguments)
-    Checks.equal(len(losses), 2, "steps done after the newest checkpoint")
-    off = np.abs(np.array(losses) - known(steps=12, **TINY)["losses"][10:]).max()
-    Checks.that(off <= 1e-4, "losses after it are off by", off)
-    Checks.equal(pools(1).call(f"{HERE}:losses", steps=12, **arguments), [[]], "losses where nothing is left to train")
-
-
 @pytest.mark.parametrize(
     "moment, graph",
     [("in training", False), ("not named", True)],  # it saves as checkpoint.py: see test_state.py
@@ -179,7 +159,7 @@ def test_death_loses_at_most_one_interval(tmp_path, moment, graph):
     keywords = {"path": GPT, **options, **SMALL}
     with Pool(2, timeout=300) as pool:
         with pytest.raises(PoolError, match="died .exit code 9"):
-            pool.call(f"{HERE}:die", moment=moment, step=4, **keywords)
+            pool.call(DIE, moment=moment, step=4, **keywords)
         assert "2" in os.listdir(tmp_path) and "4" not in os.listdir(tmp_path)
         losses = pool.call(f"{HERE}:losses", **keywords)[0]
     assert {"2", "4", "6"} <= set(os.listdir(tmp_path))

@@ -164,18 +164,17 @@ def train():
     for step in range(100000):
         graph(flow.ones(8, placement=ranks, sbp=flow.sbp.split(0))).numpy()
         if step == 3 and rank == 1:
-            WRONG
+            1 / 0
 
 
 train()
 """
 
 
-@pytest.mark.parametrize("wrong, code", [("1 / 0", 1), ("sys.exit(3)", 3)])
-def test_rank_that_raises_where_a_graph_is_local_ends_the_job(script, wrong, code):
+def test_rank_that_raises_where_a_graph_is_local_ends_the_job(script):
     """The graph must not be freed on the way out: OneFlow 0.9.0 would wait for the other ranks, or abort."""
-    [job] = ended([Run(LAUNCH, "-n", 2, script(GRAPH_OF_A_FUNCTION.replace("WRONG", wrong), MET))])
-    assert job.code == code and f"rank 1 of 2 failed: exit code {code}" in job.err, job.err
+    [job] = ended([Run(LAUNCH, "-n", 2, script(GRAPH_OF_A_FUNCTION, MET))])
+    assert job.code == 1 and "rank 1 of 2 failed: exit code 1" in job.err, job.err
 
 
 def test_traceback_shows_the_users_lines_only(script):
@@ -201,10 +200,7 @@ def test_children_of_ranks_end_too(script, code):
     assert launch("-n", 2, path).code == code  # which waits until nothing is left
 
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL]
-
-
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_ending_the_launcher_ends_a_rank_that_waits_in_oneflow_and_one_that_is_stopped(script, number):
     stops = "os.kill(os.getpid(), signal.SIGSTOP) if rank else flow.comm.barrier()"
     job = Run(LAUNCH, "-n", 2, script(f"print('ready', flush=True)\n{stops}", MET)).until("ready", times=2)
@@ -361,10 +357,7 @@ def test_limit_that_is_too_low_is_refused(limit):
 
 # What the launcher, its ranks and argparse in them refuse -> the one line on standard error; see test_options.py too.
 REFUSED = {
-    "-n 0 recipes/data_parallel.py": "launch.sh: -n must be 1 or more, got 0",
     "--log-dir /dev/null recipes/data_parallel.py": "--log-dir /dev/null: File exists: choose a different folder",
-    "list data_parallel": "launch.sh: list takes no arguments, got data_parallel",
-    "docs --short": "launch.sh: docs takes no arguments, got --short",
     "recipes/data_parallel.py --graf": "data_parallel.py: error: unrecognized arguments: --graf",
 }
 
@@ -417,7 +410,7 @@ def test_reader_that_has_enough_ends_the_job(script):
     assert (re.sub(r"\[\d] ", "", job.out), job.err, job.code) == ("line\n", "", 141)
 
 
-@pytest.mark.parametrize("command", ["show -n 2 data_parallel", "bytes -n 2 data_parallel", "list", "plan --help"])
+@pytest.mark.parametrize("command", ["show -n 2 data_parallel", "list"])
 def test_command_whose_output_nobody_reads_ends_quietly(command):
     """As in `./launch.sh show ... | head`."""
     reading, writing = os.pipe()
@@ -441,8 +434,8 @@ def test_lines_of_many_ranks_do_not_mix(script):
 
 @pytest.mark.parametrize(
     "stream, more, begin, end",
-    [("stderr", (), "\\r", ""), ("stdout", (), "", "\\r"), ("stderr", ("--log-dir", "logs"), "\\r", "")],
-    ids=["return first", "return last", "logs"],
+    [("stdout", (), "", "\\r"), ("stderr", ("--log-dir", "logs"), "\\r", "")],
+    ids=["return last", "return first, logs"],
 )
 def test_progress_bar_is_shown_while_it_grows(script, tmp_path, stream, more, begin, end):
     """A line that has no end yet, only a carriage return before or behind each number."""

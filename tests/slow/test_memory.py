@@ -7,7 +7,7 @@ import pytest
 from harness.pool import Pool, PoolError
 from harness.start.recipe import HARNESS, path_of
 from tests.cases import ROOT
-from tests.cases.ladder import MAIN, OBSERVE, Checks
+from tests.cases.ladder import OBSERVE, Checks
 
 MEMORY = f"{HARNESS / 'measure' / 'rank_memory.py'}:memory"
 COMPILED = f"{ROOT / 'tests' / 'on_rank_memory.py'}:compiled"
@@ -116,54 +116,21 @@ def test_checkpointing_lowers_the_peak_of_eager_mode_and_raises_that_of_a_graph_
     Checks.that(0.5 < change / blocks < 1.5, "peak changes by", change, "and must by", blocks)
 
 
-@pytest.mark.parametrize("batch", [8, 512, 1024, 2048])
+@pytest.mark.parametrize("batch", [8, 1024])
 def test_auto_parallel_turns_from_tensor_to_data_parallel_as_the_batch_grows(pools, batch):
     job = pools(2).call(COMPILED, path=path("auto_parallel"), steps=1, batch=batch)[0]
     weights, moves = [job["ops"][f"model.{name}"][1]["out"] for name in ("w0", "w1")], job["boxings"]
-    if batch <= 512:
+    if batch == 8:
         Checks.equal(weights, ["S(1)", "S(0)"], "weights at batch", batch)
-        assert not [shape for _, _, shape in moves if shape in ((256, 1024), (1024, 256))]  # no weight, no gradient
+        # No weight and no gradient, as its docstring says.
+        wanted = [("P", "B", (8, 256)), ("S(0)", "B", (8, 256)), ("S(0)", "B", (8, 256))]
+        Checks.equal([move for move in moves if move[2]], wanted, "moves at batch", batch)
     else:
         Checks.equal(weights, ["B", "B"], "weights at batch", batch)
         Checks.equal(moves, [("P", "B", (256, 1024)), ("P", "B", (1024, 256))], "moves at batch", batch)
-    if batch == 8:  # as its docstring says
-        wanted = [("P", "B", (8, 256)), ("S(0)", "B", (8, 256)), ("S(0)", "B", (8, 256))]
-        Checks.equal([move for move in moves if move[2]], wanted, "moves at batch 8")
 
 
 def test_auto_parallel_aborts_if_it_chooses_to_gather_a_weight():
     sizes = {"batch": 2048, "in_features": 512, "out_features": 512}
     with Pool(2) as pool, pytest.raises(PoolError, match="register.cpp:75\\] Check failed"):
         pool.call(OBSERVE, path=path("auto_parallel"), **sizes)
-
-
-LINES = [  # beside those of the commands in recipes/README.md: recipe, options, lines that each rank prints
-    (
-        "fully_sharded",
-        ["--graph"],
-        [
-            f"{weight}: 50% of it, its gradient and Adam's state"
-            for weight in ("w0 (2, 8) of (4, 8)", "w1 (4, 4) of (8, 4)")
-        ],
-    ),
-    (
-        "zero_optimizer",
-        ["--shard-min-size", "1024"],
-        [f"{weight}: 100% of it and of Adam's state" for weight in ("w0 (4, 8) of (4, 8)", "w1 (8, 4) of (8, 4)")],
-    ),
-    (
-        "auto_parallel",
-        ["--batch", "1024"],
-        [
-            f"{weight}: OneFlow chose oneflow.sbp.broadcast"
-            for weight in ("w0 (256, 1024) of (256, 1024)", "w1 (1024, 256) of (1024, 256)")
-        ],
-    ),
-]
-
-
-@pytest.mark.parametrize("recipe, options, lines", LINES)
-def test_main_prints_what_the_recipe_teaches(pools, recipe, options, lines):
-    for code, out, _ in pools(2).call(MAIN, path=path(recipe), arguments=options):
-        Checks.equal(code, 0, "exit code")
-        Checks.equal([line for line in lines if line not in out.splitlines()], [], "missing lines in", out)

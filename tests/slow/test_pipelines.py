@@ -119,9 +119,9 @@ def peaks(n, name, **arguments):
     return [result["peak"] for result in results]
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_ranks_hold_the_micro_batches_of_the_formula(n):
+def test_ranks_hold_the_micro_batches_of_the_formula():
     """GPipe holds m micro-batches, 1F1B n-k on rank k, zero bubble n: what a rank saves by that shows in its peak."""
+    n = 4
     sizes = {"micro_batches": MICRO_BATCHES}
     gpipe, *others = (
         peaks(n, "pipeline_schedules", schedule=name, **sizes) for name in ("gpipe", "1f1b", "zero_bubble")
@@ -137,11 +137,10 @@ def test_ranks_hold_the_micro_batches_of_the_formula(n):
             Checks.that(less >= 0.75 * saved, name, "rank", k, "saves", less, "bytes and must save", saved)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_graph_holds_a_fixed_number_of_micro_batches(n):
+def test_a_graph_holds_a_fixed_number_of_micro_batches():
     """With four more of the same size, no rank's peak rises by what four outputs, or inputs, of hidden layers take."""
     few, many = (
-        peaks(n, "train_pipeline", graph=True, micro_batches=m, **{**LARGE, "batch": m * ROWS}) for m in (4, 8)
+        peaks(2, "train_pipeline", graph=True, micro_batches=m, **{**LARGE, "batch": m * ROWS}) for m in (4, 8)
     )
-    for k in range(n):
+    for k in range(2):
         Checks.that(many[k] - few[k] <= 0.75 * 4 * 4 * ROWS * HIDDEN, "rank", k, few[k], many[k])

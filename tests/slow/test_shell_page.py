@@ -6,11 +6,11 @@ import site
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
 from tests.cases import ROOT
+from tests.environments import programs
 from tests.jobs import CLEAN, LONG, MARK, marked, piped, wait_until
 from tests.markdown import blocks_of
 
@@ -73,16 +73,10 @@ def test_page_has_both_kinds_of_session():
 
 def notebook():
     """What the cells print, in an environment that has ipyparallel, and OneFlow from ours."""
+    python, mark = programs("notebook") / "python", f"notebook-{os.getpid()}"
+    [packages] = python.parents[1].glob("lib/python*/site-packages")
+    (packages / "oneflow.pth").write_text(site.getsitepackages()[0])
     with tempfile.TemporaryDirectory() as folder:
-        python, mark = Path(folder, "venv", "bin", "python"), f"notebook-{os.getpid()}"
-        pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        for command in (
-            [sys.executable, "-m", "venv", str(python.parents[1])],
-            [*pip, "-r", str(ROOT / "tests" / "requirements-notebook.txt")],
-        ):
-            subprocess.run(command, check=True, timeout=600)
-        [packages] = python.parents[1].glob("lib/python*/site-packages")
-        (packages / "oneflow.pth").write_text(site.getsitepackages()[0])
         environment = {**CLEAN, "HOME": folder, MARK: mark}
         environment["PATH"] = f"{python.parent}:{environment['PATH']}"
         done = subprocess.run(

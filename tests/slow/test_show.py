@@ -450,18 +450,14 @@ def named_like_ours(tmp_path):
         (tmp_path / f"{name}.py").touch()
 
 
-WHOLE_AND_FUNCTION = pytest.mark.parametrize("rows", ["rows", "rows=4"], ids=["whole", "function"])
-
-
-@WHOLE_AND_FUNCTION
-def test_modules_of_the_user_may_have_names_of_ours(show, named_like_ours, rows):
-    assert steps(show("show", "mine.py", script=NAMES.replace("ROWS", rows)).out)[-1] == "out S(0)"
+def test_modules_of_the_user_may_have_names_of_ours(show, named_like_ours):
+    """Here in a script of which a function is shown, below in one that is shown as a whole."""
+    assert steps(show("show", "mine.py", script=NAMES.replace("ROWS", "rows=4")).out)[-1] == "out S(0)"
     assert steps(show("show", "recipes/data_parallel.py").out)[-1] == "out S(0)"  # our modules are back
 
 
-@WHOLE_AND_FUNCTION
-def test_module_is_shown_with_its_package(named_like_ours, tmp_path, rows):
-    (tmp_path / "harness" / "train.py").write_text(f"from .model import NUMBER\n{NAMES.replace('ROWS', rows)}")
+def test_module_is_shown_with_its_package(named_like_ours, tmp_path):
+    (tmp_path / "harness" / "train.py").write_text(f"from .model import NUMBER\n{NAMES.replace('ROWS', 'rows')}")
     job = launch("show", "-m", "harness.train", cwd=tmp_path)
     assert job.out.startswith("harness/train.py on 2 ranks\n") and steps(job.out)[-1] == "out S(0)", job.out + job.err
 
