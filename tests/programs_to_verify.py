@@ -1,4 +1,4 @@
-"""Programs that `launch.sh verify` must find right, and with --wrong must find wrong, as test_verify.py checks.
+"""Programs that `launch.sh verify` must find right, and with --wrong must find wrong: tests of it run them.
 
     python -m oneflow.distributed.launch --nproc_per_node 2 tests/programs_to_verify.py divided_by_ranks [--wrong]
 

@@ -10,6 +10,7 @@ from harness.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import MAIN, Checks
 from tests.cases.reference_llama import shapes
+from tests.safetensors import read, write
 
 ON_RANK = str(ROOT / "tests" / "on_rank_llama.py")
 LLAMA = str(path_of("llama"))
@@ -47,27 +48,13 @@ def test_logits_and_tokens_are_those_of_transformers(pools, run):
 
 
 def arrays_of(folder):
-    """{name: array} of float32 files, read here and not by the recipe."""
-    arrays = {}
-    for path in folder.glob("*.safetensors"):
-        content = path.read_bytes()
-        length = int.from_bytes(content[:8], "little")
-        for name, entry in json.loads(content[8 : 8 + length]).items():
-            if name != "__metadata__":
-                begin, end = (8 + length + offset for offset in entry["data_offsets"])
-                arrays[name] = np.frombuffer(content[begin:end], np.float32).reshape(entry["shape"])
-    return arrays
+    """{name: array} of a checkpoint."""
+    return {name: array for path in folder.glob("*.safetensors") for name, array in read(path).items()}
 
 
-def write(folder, arrays, config, dtype="F32"):
-    """A checkpoint of a single file, written here and not by the recipe."""
-    header, data = {"__metadata__": {"format": "pt"}}, []
-    for name, array in arrays.items():
-        begin = sum(map(len, data))
-        data.append(array.tobytes())
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, begin + len(data[-1])]}
-    text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+def write_checkpoint(folder, arrays, config):
+    """A checkpoint of a single file."""
+    write(folder / "model.safetensors", arrays)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -82,7 +69,8 @@ def test_single_file_of_float16_and_a_config_of_transformers_4(pools, tmp_path):
     """Its rope_theta stands by itself. Rounded weights shift the logits a little; the tokens stay."""
     arrays = {name: array.astype(np.float16) for name, array in arrays_of(DATA / "grouped").items()}
     arrays["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float16)  # old checkpoints have it
-    folder = write(tmp_path, arrays, config_of("grouped", rope_parameters=None, rope_theta=50.0, head_dim=None), "F16")
+    config = config_of("grouped", rope_parameters=None, rope_theta=50.0, head_dim=None)
+    folder = write_checkpoint(tmp_path, arrays, config)
     call = {"folder": str(folder), "prompts": PROMPTS, "max_new_tokens": 4}
     for result in pools(2).call(f"{ON_RANK}:generated", path=LLAMA, **call):
         off = [np.abs(own - known).max() for own, known in zip(result["logits"], KNOWN["grouped"]["logits"])]
@@ -121,7 +109,7 @@ def test_rank_never_holds_a_whole_split_weight(pools, tmp_path):
     more = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
     config = config_of("grouped", **sizes, **more, tie_word_embeddings=True)
     largest = arrays["model.embed_tokens.weight"].nbytes
-    for grown in pools(4).call(f"{ON_RANK}:growth", path=LLAMA, folder=str(write(tmp_path, arrays, config))):
+    for grown in pools(4).call(f"{ON_RANK}:growth", path=LLAMA, folder=str(write_checkpoint(tmp_path, arrays, config))):
         Checks.that(largest / 4 <= grown < largest, "a rank gains", grown, "bytes; the weight has", largest)
 
 
@@ -186,7 +174,7 @@ def one_by_default(cases):
 def test_checkpoint_of_another_model_is_refused_in_one_line(pools, tmp_path, arrays, changes, error):
     arrays = {**arrays_of(DATA / "grouped"), **arrays}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    folder = str(write(tmp_path, arrays, config_of("grouped", **changes)))
+    folder = str(write_checkpoint(tmp_path, arrays, config_of("grouped", **changes)))
     check_refused(pools(2), error, "--checkpoint", folder)
 
 
@@ -207,7 +195,7 @@ def test_option_that_does_not_fit_is_refused_in_one_line(pools, arguments, error
 
 
 def test_more_stages_than_layers_are_refused_in_one_line(pools, tmp_path):
-    folder = str(write(tmp_path, arrays_of(DATA / "grouped"), config_of("grouped", num_hidden_layers=1)))
+    folder = str(write_checkpoint(tmp_path, arrays_of(DATA / "grouped"), config_of("grouped", num_hidden_layers=1)))
     check_refused(pools(2), ": error: 2 stages are more than the 1 layers", "--checkpoint", folder, "--tensor", "1")
 
 
@@ -222,7 +210,7 @@ DAMAGES = [  # a change of a file's content, the error
 
 @pytest.mark.parametrize("change, error", one_by_default(DAMAGES))
 def test_damaged_file_is_refused_in_one_line(pools, tmp_path, change, error):
-    folder = write(tmp_path, arrays_of(DATA / "grouped"), config_of("grouped"))
+    folder = write_checkpoint(tmp_path, arrays_of(DATA / "grouped"), config_of("grouped"))
     path = folder / "model.safetensors"
     path.write_bytes(change(path.read_bytes()))
     check_refused(pools(2), error, "--checkpoint", str(folder))

@@ -10,6 +10,7 @@ import pytest
 from harness.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import MAIN, Checks
+from tests.safetensors import DTYPES, header_of, read, write
 
 ON_RANK = str(ROOT / "tests" / "on_rank_your_model.py")
 DATA = ROOT / "tests" / "data"
@@ -19,37 +20,10 @@ WEIGHTS = str(path_of("pytorch_weights"))
 MODULES = ("tensor_parallel_module", "fully_sharded_module", "pipeline_module", "pytorch_weights")
 PATHS = {name: str(path_of(name)) for name in MODULES}
 KNOWN = json.loads((DATA / "pytorch.json").read_text())  # by benchmarks/pytorch_reference.py
-DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": "u2", "I64": "i8", "I32": "i4", "U8": "u1", "BOOL": "?"}
 
 
 def file_of(dtype):
     return str(DATA / f"pytorch_{dtype}.safetensors")
-
-
-def read(path):
-    """{name: (dtype, array)} of a .safetensors file, read here and not by the recipe."""
-    content = Path(path).read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
-    header.pop("__metadata__", None)
-    ends = sorted(entry["data_offsets"] for entry in header.values())
-    assert [begin for begin, _ in ends] == [0, *(end for _, end in ends[:-1])] and ends[-1][1] == len(data)
-    return {
-        name: np.frombuffer(data[slice(*entry["data_offsets"])], DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        for name, entry in header.items()
-    }
-
-
-def write(path, arrays):
-    """Write a .safetensors file, here and not by the recipe."""
-    header, data = {}, b""
-    for name, array in arrays.items():
-        dtype = next(key for key, kind in DTYPES.items() if array.dtype == kind)
-        ends = [len(data), len(data) + array.nbytes]
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": ends}
-        data += array.tobytes()
-    text = json.dumps(header).encode()
-    Path(path).write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 @pytest.mark.parametrize(
@@ -196,17 +170,16 @@ def test_each_rank_holds_its_slices_and_a_saved_file_has_them_all(pools, tmp_pat
         assert np.array_equal(saved[name], array.astype(saved[name].dtype)), name
 
 
-def test_saved_tensors_are_aligned(pools, tmp_path, arrays):
-    """Each begins at a multiple of its item size, although buffers have odd numbers of bytes."""
+def test_saved_file_is_in_the_format_of_safetensors(pools, tmp_path, arrays):
+    """It has PyTorch's metadata, and a tensor begins at a multiple of its item size, whatever is in front of it."""
     target = tmp_path / "model.safetensors"
     call = {"weights": arrays, "layout": "local", "target": str(target), "paths": PATHS}
     pools(2).call(f"{ON_RANK_WEIGHTS}:filled", **call)
-    content = target.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    assert length % 8 == 0
-    for entry in json.loads(content[8 : 8 + length]).values():
-        if "dtype" in entry:
-            assert entry["data_offsets"][0] % np.dtype(DTYPES[entry["dtype"]]).itemsize == 0, entry
+    length, header = header_of(target)
+    assert length % 8 == 0 and header.pop("__metadata__") == {"format": "pt"}
+    for entry in header.values():
+        assert sorted(entry) == ["data_offsets", "dtype", "shape"]
+        assert entry["data_offsets"][0] % np.dtype(DTYPES[entry["dtype"]]).itemsize == 0, entry
 
 
 OF_A_KIND = {  # what is wrong with the arrays -> (layout, what is changed in them, the error)

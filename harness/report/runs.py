@@ -19,11 +19,6 @@ def modes(path):
     return MODES if "graph" in entry(path) else ("only",)
 
 
-def measured_modes(path):
-    """The modes in which the run of a recipe is measured: only the first, if it trains."""
-    return modes(path)[:1] if "steps" in entry(path) else modes(path)
-
-
 def with_mode(keywords, mode):
     """These keywords, with `graph` for the mode."""
     return keywords if mode == "only" else {**keywords, "graph": mode == "graph"}

@@ -22,10 +22,9 @@ from tests.cases import (  # noqa: F401
 from tests.cases.recipe_case import CASES, GRAPH_ONLY, PROOFS, SIZES
 
 PROVEN = (1, 2, 3, 4)  # world sizes at which every recipe that accepts them is proven
-ONE_LAYER = [name for name in CASES if path_of(name).parent in (RECIPES, RECIPES / "layouts")]
 TRANSFORMERS = [name for name in CASES if path_of(name).parent == RECIPES / "transformer"]
 YOUR_MODEL = [name for name in CASES if path_of(name).parent == RECIPES / "your_model"]
-LONG = (*TRANSFORMERS, *YOUR_MODEL)  # they take long: one run of each mode in the default suite, and no main
+LONG = (*TRANSFORMERS, *YOUR_MODEL)  # they take long: on few ranks in the default suite, and no main
 WITHOUT_CASE = ("gpt", "training_run")  # whole models on any mesh: test_gpt.py, test_training_run.py
 TRAINED = [name for name in CASES if "steps" in entry(path_of(name))]
 
@@ -45,12 +44,21 @@ def modes(name):
 
 
 def sizes_of(name, n):
-    """name -> arguments: those with which a recipe is proven on n ranks."""
-    sizes = SIZES[name](n)
-    if PROOFS[name].every_size or name in (*ONE_LAYER, *YOUR_MODEL) or n == proven_on(name)[0]:
+    """name -> arguments: those with which a recipe is proven on n ranks.
+
+    All on its first world size. On the others the uneven ones (or the even ones, where there are no others), and those
+    that there are only on that many ranks.
+    """
+    sizes, first = SIZES[name](n), proven_on(name)[0]
+    if n == first:
         return sizes
-    uneven = list(sizes)[:2][-1]  # or the even ones, where there are no others
-    return {uneven: sizes[uneven]}
+    uneven, of_first = uneven_of(name, n), SIZES[name](first)
+    return {key: arguments for key, arguments in sizes.items() if key == uneven or key not in of_first}
+
+
+def uneven_of(name, n):
+    """The name of the uneven sizes on n ranks, or of the even ones where there are no others."""
+    return list(SIZES[name](n))[:2][-1]
 
 
 def runs():
@@ -64,13 +72,13 @@ def runs():
 
 
 def is_default(run):
-    """Whether a run is in the default suite: the uneven sizes on the first and the largest world size.
+    """Whether a run is in the default suite: the uneven sizes, in eager mode on most ranks, in a graph on the first.
 
-    main runs the even ones. Of a recipe in LONG only those on the first world size are.
+    main runs the even ones. A recipe in LONG runs on the first world size in eager mode, too.
     """
-    name, n, _, sizes = run
-    first, largest = proven_on(name)[0], max(proven_on(name))
-    return sizes == list(SIZES[name](n))[:2][-1] and n in ([first] if name in LONG else [first, largest])
+    name, n, graph, sizes = run
+    chosen = proven_on(name)[0] if graph or name in LONG else max(proven_on(name))
+    return (n, sizes) == (chosen, uneven_of(name, n))
 
 
 def run_id(run):

@@ -134,7 +134,6 @@ COLUMNS = {"columns": {"dim": 1}, "uneven columns": {**UNEVEN_NUMBERS, "dim": 1}
 
 @case_of_recipe(
     {"uneven": UNEVEN_NUMBERS, **COLUMNS},
-    every_size=True,
     whole_job=True,
     tests=["tests/slow/test_data.py"],
     main=Main(

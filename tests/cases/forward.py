@@ -102,8 +102,8 @@ def sbp_conversions(n, graph=False, ranks=None, **sizes):
 def placement_sizes(n):
     """Pairs of placements besides the two halves of the ranks."""
     others = {
-        2: {"growing": ([0], [0, 1]), "shrinking": ([0, 1], [0])},
-        3: {"overlapping": ([0, 1], [1, 2]), "two to one": ([0, 1], [2])},
+        2: {"one to two": ([0], [0, 1]), "two to one": ([0, 1], [0])},
+        3: {"one in common": ([0, 1], [1, 2]), "two to another": ([0, 1], [2])},
         4: {
             "growing": ([0, 1], [0, 1, 2, 3]),
             "shrinking": ([0, 1, 2, 3], [0, 1]),

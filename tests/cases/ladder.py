@@ -78,7 +78,6 @@ def check_recipe(pool, path, name, graph, sizes, **facts):
         scaled = pool.call(OBSERVE, path=str(path), names=names, matmul_scale=SCALE, **mode, **arguments)
         case.draw(scaled[0]["tensors"])
         check_tensors(case, scaled)
-    return seen
 
 
 def runs_of(arguments):

@@ -224,7 +224,6 @@ def lines_of_chunks(n, rank, facts, graph, report):
         "1f1b": {**UNEVEN, "micro_batches": 6},
         "few": {"micro_batches": 1},
     },
-    every_size=True,
     tests=["tests/slow/test_pipelines.py", "-k", "reader or measure"],
     equivalent={
         r"^flow\.comm\.barrier\(\) -> pass$": "a step is timed from the last rank that begins to the last that ends",

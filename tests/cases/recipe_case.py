@@ -50,8 +50,6 @@ class Main:
 class Proof:
     """How a recipe is tested, besides its case."""
 
-    # whether it runs with all its sizes on each number of ranks, and not only on the first
-    every_size: bool = False
     # arguments with which the bytes of a step are measured, in place of those of harness/report/runs.py
     measured_at: dict = field(default_factory=dict)
     # other arguments with which a step sends something else; measured on 4 ranks
@@ -126,7 +124,8 @@ def case_of_recipe(sizes=None, graph_only=False, **proof):
     """Register a function (n, graph, **arguments of the recipe's run) -> Case as the case of the recipe of its name.
 
     sizes: name -> the arguments with which the recipe runs, besides its defaults ("even"), or a function of n to them;
-    the first one is used on every world size. graph_only: whether the recipe has no eager mode. proof: see Proof.
+    the first one is used on every world size, the others on the first. graph_only: whether the recipe has no eager
+    mode. proof: see Proof.
     """
 
     def register(function):

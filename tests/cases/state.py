@@ -83,17 +83,16 @@ def moves_of_loading(w, graph):
     return moves + ([] if graph else [(first, first), (first, w), (w, w)])
 
 
-LOSSES = {
-    "each": {"loss": "each"},
-    "uneven each": {"loss": "each", **UNEVEN},
-    "other": {"loss": "other"},
-    "uneven other": {"loss": "other", **UNEVEN},
-}
+def losses_of(n):
+    """On 2 ranks each place of the loss, on more the one that leaves several workers without it."""
+    if n > 2:
+        return {"uneven": {**UNEVEN, "loss": "other"}}
+    places = {loss: {"loss": loss} for loss in ("each", "other")}
+    return {"uneven": UNEVEN, **places, **{f"uneven {loss}": {**UNEVEN, "loss": loss} for loss in places}}
 
 
 @case_of_recipe(
-    {"uneven": UNEVEN, **LOSSES},
-    every_size=True,
+    losses_of,
     variants=[{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
     main=Main(
         figures=figures.only_rank_0(

@@ -15,7 +15,8 @@ from tests.cases.ladder import Checks
 from tests.pools import step_call
 
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
-RUNS = [(name, mode) for name in CASES for mode in runs.measured_modes(path_of(name))]
+# What a step of training sends is measured as a whole, in test_training.py
+RUNS = [(name, mode) for name in CASES if name not in TRAINED for mode in runs.modes(path_of(name))]
 
 
 def background_calls(item):
@@ -38,8 +39,6 @@ def runs_of(name, mode):
     """(name, number of ranks, mode) of each run that is measured."""
     sizes = proven_on(name)
     if PROOFS[name].shares_moves or name == "matmul_signatures":  # the atlas measures these on each n
-        sizes = sizes[:1]
-    if name in TRAINED:  # what a step of it sends is measured as a whole, in test_training.py
         sizes = sizes[:1]
     return [(name, n, mode) for n in (sizes if mode == "eager" else sorted({sizes[0], sizes[-1]}))]
 
@@ -134,7 +133,7 @@ def test_bytes_of_every_recipe(measured, name, mode):
         in_graph = any(move.what.startswith("a call of") for move in moves)
         here = CASES[name](n).graph_calls > 0  # and not on ranks that the recipe starts
         Checks.equal(in_graph, here and (mode == "graph" or name in GRAPH_ONLY), name, "runs in a graph")
-        for move in moves if name not in TRAINED else []:
+        for move in moves:
             what = (name, n, move.what, move.change)
             if move.boxings is None:
                 Checks.equal(move.change.split(" -> ")[0], "local", *what)

@@ -1,6 +1,5 @@
-"""What recipes pick, write and end with, read by other means than their own: orders, checkpoints, files, exit codes."""
+"""What recipes pick, write and end with, read by other means than their own: orders, checkpoints, exit codes."""
 
-import json
 import signal
 import sys
 
@@ -105,39 +104,6 @@ def test_gpt_counts_the_tokens_since_it_resumed(pools, tmp_path):
     words = [line.split("  ") for line in lines]
     assert [(word[0], word[-1]) for word in words] == [(f"step {step}", f"{8 * 8} tokens/s") for step in (3, 4)]
     assert nothing == []
-
-
-def written(path, target):
-    """On a rank: save a model by pytorch_weights.py; its parameters as arrays."""
-    import oneflow as flow
-
-    from harness.start.recipe import load
-
-    module = load(path)
-    model, _, _ = module.train(flow.placement.all("cpu"), steps=1)
-    module.save_safetensors(model, target)
-    return {name: w.numpy() for name, w in model.named_parameters()}
-
-
-def test_file_of_pytorch_weights_is_in_the_format_of_safetensors(pools, tmp_path):
-    """Its header is parsed here: 8 bytes of length, JSON with the metadata that PyTorch wants, then numbers."""
-    target = tmp_path / "model.safetensors"
-    arrays, _ = pools(2).call(f"{__file__}:written", path=str(path_of("pytorch_weights")), target=str(target))
-    content = target.read_bytes()
-    begin = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:begin])
-    assert header.pop("__metadata__") == {"format": "pt"}
-    assert begin % 8 == 0 and content[8:9] == b"{" and list(header) == list(arrays)
-    end = 0
-    for name, array in arrays.items():
-        entry = header[name]
-        assert sorted(entry) == ["data_offsets", "dtype", "shape"]
-        assert (entry["dtype"], entry["shape"]) == ("F32", list(array.shape))
-        first, last = entry["data_offsets"]
-        assert (first, last) == (end, end + array.nbytes)
-        assert content[begin + first : begin + last] == array.astype("<f4").tobytes()
-        end = last
-    assert len(content) == begin + end
 
 
 def test_program_of_spawn_that_is_terminated_fails(tmp_path):

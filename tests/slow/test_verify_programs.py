@@ -31,12 +31,12 @@ OPTIONS = {"gpt": {3: ["--pipeline", "3", "--num-layers", "3"]}}
 
 
 def runs_of_recipes():
-    """(name, number of ranks, options) of each recipe in each mode: on 2, 3 or 4 ranks, as many as fall to it."""
+    """(name, number of ranks, options) of each recipe: on 2, 3 or 4 ranks and in eager mode or a graph, by turns."""
     for i, path in enumerate(all_paths()):
         ranks = [n for n in (2, 3, 4) if n in (world_sizes(path) or ()) and "n" not in entry(path)]
-        modes = [[], ["--graph"]] if re.search(r'"--graph"', path.read_text()) else [[]]
-        for k, mode in enumerate(modes if ranks else []):
-            n = ranks[(i + k) % len(ranks)]
+        mode = ["--graph"] * (i % 2 and '"--graph"' in path.read_text())
+        if ranks:
+            n = ranks[i % len(ranks)]
             yield path.stem, n, [*mode, *OPTIONS.get(path.stem, {}).get(n, [])]
 
 
@@ -46,8 +46,7 @@ def test_recipes(pools, name, n, options):
         words = refusal(pools, "-n", n, path_of(name), *options)
         Checks.that(CANNOT[name] in words, words)
     else:
-        steps = 3 if n == 2 else 2  # the second begins with updated weights
-        check_right(pools, "-n", n, "--steps", steps, path_of(name), *options)
+        check_right(pools, "-n", n, "--steps", 2, path_of(name), *options)  # the second begins with updated weights
 
 
 @pytest.mark.parametrize("program", MISTAKES)
