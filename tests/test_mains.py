@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.start.recipe import path_of
+from harness.start.recipe import path_of, world_sizes
 from tests.cases import mains
 
 QUICK = ("data_parallel", "train_pipeline")  # in the default suite: a forward pass, and training
@@ -27,3 +27,8 @@ def test_main_prints_correct_figures_on_other_ranks_and_with_other_options(pools
 )
 def test_every_refusal_is_reached(pools, name):
     mains.check_refusals(pools, path_of(name), name)
+
+
+@pytest.mark.parametrize("name", mains.WORLD_SIZES)
+def test_recipe_takes_the_numbers_of_ranks_that_its_sizes_allow(name):
+    assert tuple(world_sizes(path_of(name))) == tuple(mains.WORLD_SIZES[name])

@@ -6,7 +6,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from harness.start.recipe import entry, path_of
+from harness.start.recipe import entry, path_of, world_sizes
 from tests.cases import (  # noqa: F401  (gpt_meshes and whole_run add their Proofs)
     CASES,
     PROOFS,
@@ -232,17 +232,15 @@ def arguments_on(name, n):
     return [*main_of(name).arguments, *meshes.get(name, {}).get(n, [])]
 
 
-ON_8 = ("train_data_parallel", "ring_attention", "llama", "gpt")  # 8 ranks take long: not every recipe
-
-
 def other_runs(name):
-    """(number of ranks, arguments) besides the first: 3 ranks or the next number, in a graph; 8 for some recipes."""
+    """(number of ranks, arguments) besides the first: 3 ranks or the next number, in a graph; the largest up to 8."""
     first, *others = proven_on(name)
     following = 3 if 3 in others else (others or [first])[0]
+    largest = max(n for n in world_sizes(path_of(name)) if n <= 8)
     if following != first or len(modes(name)) == 2:
         yield following, ["--graph"] * (len(modes(name)) == 2)
-    if name in ON_8:
-        yield 8, []
+    if largest not in (first, following):
+        yield largest, []
     if main_of(name).other_options:
         yield following, main_of(name).other_options
 
@@ -270,6 +268,44 @@ def check_refusals(pools, path, name):
                 reached.update(where)
     missing = sorted(lines_that_refuse(name, Path(path).read_text()) - reached)
     Checks.that(not missing, f"no input reaches the refusal in line {missing}")
+
+
+# The numbers of ranks that the recipes take, by what limits them
+TAKEN = {
+    "as many as rows, columns, heads, sequences or experts of 8, in eights": (
+        range(2, 9),
+        "train_data_parallel train_model_parallel ddp ring_all_reduce parameter_server async_update batch_norm "
+        "random_numbers activation_checkpointing auto_parallel loss_placement replicate_scatter_gather all_gather_kv "
+        "ulysses ring_attention mixture_of_experts",
+    ),
+    "as many as micro-batches of 8, or of 3 for each rank of 24": (
+        range(2, 9),
+        "pipeline_schedules interleaved_pipeline",
+    ),
+    "as many as rows of 4": (
+        range(2, 5),
+        "data_parallel model_parallel row_parallel sbp_conversions matmul_signatures global_and_local fully_sharded "
+        "zero_optimizer",
+    ),
+    "each rank adds a stage or rows": (
+        range(2, 65),
+        "train_pipeline data_loading pipeline_parallel hello_ranks rendezvous",
+    ),
+    "a checkpoint has 64 rows": ((2, 1, *range(3, 65)), "checkpoint"),
+    "25 rows": (range(2, 26), "metrics"),
+    "8 rows, and one rank alone": ((2, 1, *range(3, 9)), "elastic_training fully_sharded_module"),
+    "the number divides the sizes": ((2, 4), "gradient_accumulation sequence_parallel"),
+    "two by two": ((4,), "train_data_tensor train_data_pipeline hybrid_parallel two_d_sbp"),
+    "a mesh with two ranks along its tensor axis": ((4, 2), "transformer_block vocab_parallel"),
+    "two halves": ((4, 2, 3), "cross_placement"),
+    "one process": ((1,), "single_device spawn"),
+    "a width that the number divides, or 3": ((2, 1, 3, 4, 8), "tensor_parallel_module pytorch_weights"),
+    "four parts": ((2, 1, 3, 4), "pipeline_module"),
+    "any mesh": ((2, 1, *range(3, 1025)), "gpt"),
+    "a number that divides the 12 rows of a micro-batch": ((2, 1, 3, 4, 6, 12), "training_run"),
+    "as many as heads of a model, which are powers of two, times stages": ((2, 1, 4, 8, 16, 32, 64), "llama"),
+}
+WORLD_SIZES = {name: sizes for sizes, names in TAKEN.values() for name in names.split()}
 
 
 NAMES = [*CASES, *WITHOUT_CASE]
