@@ -13,7 +13,7 @@ UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}
 
 @case_of_recipe(
     {"uneven": UNEVEN_SAMPLES, "few": {"samples": 5, "batch": 3, "seed": 4}},
-    tests=["tests/slow/test_data.py"],
+    tests=["tests/slow/test_data.py", "tests/slow/test_choices.py"],
     equivalent={
         r"flow\.tensor\(own, .*::-1\]\.copy\(\)": "the numbers of the samples are sorted afterwards",
         r"^of_all_ranks = .*: flow\.sbp\.split\(0\) -> flow\.sbp\.split\(1\)$": "they are sorted afterwards",

@@ -86,7 +86,7 @@ def spawn(n, graph=False, ranks=2, **sizes):
     whole_job=True,
     own_steps=True,
     refused={"--steps 0": "1 or more", "--save-every 0": "1 or more"},
-    tests=["tests/test_rare_failures.py", "tests/slow/test_starting.py"],
+    tests=["tests/test_rare_failures.py", "tests/slow/test_starting.py", "tests/slow/test_choices.py"],
     equivalent={r" - 1 -> True$": "the job ends when one rank dies, and when all do"},
     main=Main(
         alone={"checkpoint_dir": None, "save_every": 2, "steps": 4},
