@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from harness.pool import Pool
 from harness.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import MAIN, Checks
@@ -101,16 +102,19 @@ def test_formula_of_bytes_for_a_token_is_what_the_ranks_send(pools, n, tensor):
 
 
 @pytest.mark.slow
-def test_rank_never_holds_a_whole_split_weight(pools, tmp_path):
-    """While it loads, a rank gains less memory than the largest weight takes, its pages of the file included."""
+def test_rank_never_holds_a_whole_split_weight(tmp_path):
+    """While it loads, a new rank gains less memory than the largest weight takes, its pages of the file included."""
     sizes = {"vocab_size": 65536, "hidden_size": 512, "intermediate_size": 64}
     of = shapes(*sizes.values(), layers=1, heads=8, kv_heads=8, head_dim=8, tied=True)
     arrays = {name: np.ones(shape, np.float32) for name, shape in of.items()}
     more = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
     config = config_of("grouped", **sizes, **more, tie_word_embeddings=True)
     largest = arrays["model.embed_tokens.weight"].nbytes
-    for grown in pools(4).call(f"{ON_RANK}:growth", path=LLAMA, folder=str(write_checkpoint(tmp_path, arrays, config))):
-        Checks.that(largest / 4 <= grown < largest, "a rank gains", grown, "bytes; the weight has", largest)
+    folder = str(write_checkpoint(tmp_path, arrays, config))
+    with Pool(8) as pool:  # OneFlow gives no memory back, so older ranks may gain nothing
+        results = pool.call(f"{ON_RANK}:growth", path=LLAMA, folder=folder)
+    for grown in results:
+        Checks.that(largest / 8 <= grown < largest, "a rank gains", grown, "bytes; the weight has", largest)
 
 
 @pytest.mark.parametrize(
