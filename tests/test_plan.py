@@ -44,11 +44,13 @@ def test_layout_that_megatron_chose_is_first_or_second(row):
     assert row.mesh in [plan.layout.mesh for plan in first_layouts(row)[:2]]
 
 
+@pytest.mark.slow
 def test_times_of_megatron_are_as_near_as_the_page_says():
     off = [round(100 * (modelled(row).seconds / row.seconds - 1)) for row in ROWS]
     assert (off[0], off[-1]) == (min(off), max(off)) == (-18, 23)
 
 
+@pytest.mark.slow
 def test_rows_of_megatron_are_in_the_order_of_their_times_with_one_efficiency():
     """Within 2 %: two rows took 3.70 s."""
     times = [(modelled(row).seconds, row.seconds) for row in ROWS]

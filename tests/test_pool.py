@@ -88,6 +88,7 @@ def test_failure_of_one_rank_fails_the_call_and_the_next_one_works(pool, rank, h
     assert works(pool) and pool.starts == starts + 1, "ranks live on between calls"
 
 
+@pytest.mark.slow
 def test_hanging_rank_fails_the_call_and_shows_where_it_is():
     assert_hangs(f"{__file__}:fail", r'test_pool.py", line \d+ in fail', rank=1, how="hang")
 

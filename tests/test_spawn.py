@@ -30,7 +30,7 @@ def multiplied(path, x, w, graph):
 
 
 @MODES
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_spawned_ranks_multiply_in_data_parallel(pools, n, graph):
     values, ranks = reference.one_layer(batch=7), list(range(n))
     x, w, out = (values[name].exact for name in ("x", "w", "out"))
