@@ -145,6 +145,8 @@ def places_of(recipes, parser):
             parser.error(f"{recipe}: lines are given as {name}:70-151")
         first, last = map(int, of_lines.groups())
         places.append((name, range(first, last + 1)))
+        if not mutants_of(*places[-1]):
+            parser.error(f"{recipe}: there is nothing to break in these lines")
     return places
 
 

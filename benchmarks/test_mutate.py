@@ -188,6 +188,23 @@ def test_pipeline_without_identity_is_red_whatever_its_weights_are(pools, tmp_pa
         assert [rank["without_identity"] for rank in seen] == [wrong] * 2
 
 
+def test_lines_of_a_recipe_are_broken_alone(capsys):
+    lines = [mutant.line for mutant in mutants(path_of("row_parallel").read_text())]
+    first, last = min(lines), max(lines) - 1
+    assert mutate.main(["--count", f"row_parallel:{first}-{last}"]) == 0
+    counted = sum(line <= last for line in lines)
+    assert capsys.readouterr().out.split()[1] == f"{counted}," and 0 < counted < len(lines)
+
+
+@pytest.mark.parametrize(
+    "recipe, words", [("gpt:70", "as gpt:70-151"), ("gpt:2-1", "nothing to break"), ("gptt:1-2", "no such recipe")]
+)
+def test_lines_that_do_not_fit_are_refused(capsys, recipe, words):
+    with pytest.raises(SystemExit) as stop:
+        mutate.main([recipe])
+    assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
 def test_changed_recipe_is_seen_by_tests_of_its_own(tmp_path, monkeypatch):
     path = tmp_path / "single_device.py"
     path.write_text(path_of("single_device").read_text().replace("flow.matmul(x, self.w)", "flow.matmul(x, -self.w)"))

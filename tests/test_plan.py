@@ -471,3 +471,5 @@ def test_page_shows_what_its_commands_print(path, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert len(choosing_page.COMMAND.findall(text)) == text.count("\n./launch.sh plan ") == 3
     assert choosing_page.filled(text) == text, "python3 harness/plan/choosing_page.py makes it anew"
+    alone = choosing_page.printed("--config config.json --global-batch-size 128 --gpus-per-host 1 --device h100")
+    assert f"`{' '.join(alone.splitlines()[-2:])}`" in text

@@ -287,6 +287,34 @@ def test_block_on_ranks_of_a_pool(block, own_pools, tmp_path):
         assert not missing(block, plain(text, tmp_path)), text
 
 
+MESSAGES = {  # of the index, for which it has no entry: what raises it on 2 ranks, where `one_row` is in B
+    "Expected one of cpu, cuda device type at start of device string: cpu:0": 'flow.placement("cpu:0", [0, 1])',
+    'Can\'t construct placement with "cuda" type because there is no device!': 'flow.placement.all("cuda")',
+    "random source op only support broadcast or split": "flow.randn(4, placement=ranks, sbp=flow.sbp.partial_sum)",
+    "cannot be splitted by parallel_num: 2 at axis 0": "InAGraph()(one_row)",
+    "SyncBatchNorm expected input tensor to be on GPU": "flow.nn.SyncBatchNorm(2)(flow.ones(4, 2))",
+}
+BEFORE = """
+import oneflow as flow
+
+class InAGraph(flow.nn.Graph):
+    def build(self, x):
+        return x.to_global(sbp=flow.sbp.split(0))
+
+ranks = flow.placement.all("cpu")
+one_row = flow.ones(1, 4, placement=ranks, sbp=flow.sbp.broadcast)
+"""
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_message_of_the_index_without_an_entry(own_pools, tmp_path, message):
+    assert f"`{message}`" in INDEX.read_text()
+    for raised, text in own_pools(2).call(
+        f"{__file__}:run_on_ranks", code=BEFORE + MESSAGES[message], folder=str(tmp_path)
+    ):
+        assert raised and message in text, text
+
+
 def test_two_jobs_on_one_port_get_each_others_ranks(jobs):
     assert jobs["port"].result() == [["[1.0, 2.0]"] * 2, ["[2.0, 1.0]"] * 2]  # not [1.0, 1.0] and [2.0, 2.0]
 

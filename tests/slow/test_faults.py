@@ -204,6 +204,9 @@ def checkpoint(tmp_path_factory):
 DAMAGES = {  # file, its bytes after the damage (None: the file is removed), error
     "state cut short": ("pickled_data", lambda data: data[:100], "UnpicklingError: pickle data was truncated"),
     "meta removed": ("meta", None, "RuntimeError: This variable does not have meta info"),
+    "meta cut short": ("meta", lambda data: data[: data.index(b"_type")], 'has no field named "data"'),
+    "meta overwritten": ("meta", lambda data: b"\xff" * len(data), "'utf-8' codec can't decode byte 0xff"),
+    "weight cut short": ("out", lambda data: data[:-1], "assert os.path.getsize(data_path) == "),
     "64 numbers changed": ("out", lambda data: b"\x41" * 256 + data[256:], "Not equal to tolerance rtol=1e-05"),
 }
 
