@@ -6,12 +6,14 @@ Each SBP, placement, move, stage and matmul of a recipe is changed in every way 
 comparison, figure and default of its main; each cure of a trap, each refusal and each option that is handed on is left
 out. A changed lesson is checked on the proof ladder, by a run of its main, and by the tests that its
 case names. A changed main is judged as tests/test_mains.py does it: it must fail when a result is off, hand on its
-options, print what is so, and refuse what does not work.
+options, print what is so, and refuse what does not work. The unchanged recipe is checked first, which shows the lines
+that each check runs: a change is tried on those that run its line.
 Prints a line for each change and then the survivors; exit code 1 if one has no reason in `EQUIVALENT` or in its case.
 gpt:70-151 is lines 70 to 151 of gpt.py. With --count it only prints how many changes there are.
 """
 
 import argparse
+import ast
 import math
 import re
 import shutil
@@ -19,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Callable
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,6 +35,7 @@ from tests.cases import CASES, GRAPH_ONLY, PROOFS, PROVEN, ROOT, WITHOUT_CASE, m
 from tests.cases import gpt_meshes as gpt  # noqa: E402
 from tests.cases.ladder import check_recipe  # noqa: E402
 
+LINES = f"{ROOT / 'benchmarks' / 'on_rank_lines.py'}:call_and_lines"
 EVERY = {"sequence_parallel": True, "shard_weights": True, "micro_batches": 2, "clip_grad": 0.5}
 GPT = [  # what proves gpt.py: the runs of tests/test_gpt.py, and meshes on which each axis of a layout shows
     *gpt.RUNS,
@@ -61,8 +66,36 @@ EQUIVALENT = {
 }
 
 
+class LinePool(Pool):
+    """A pool that collects in `lines` which lines of a recipe's file its calls run, on any rank."""
+
+    def __init__(self, world_size, file, lines):
+        super().__init__(world_size, timeout=300, repeat=True)
+        self.file, self.lines = file, lines
+
+    def call(self, function, **arguments):
+        call = {"name": function, "arguments": arguments, "file": self.file}
+        answers, lines = zip(*super().call(LINES, **call))
+        self.lines.update(*lines)
+        return list(answers)
+
+
+class RedAsItStands(Exception):
+    """The tests already fail for the unchanged recipe."""
+
+
+@dataclass
+class Check:
+    """One check of a recipe: `call` takes pools, a function from a world size, and the path of the recipe."""
+
+    words: str
+    call: Callable
+    lines: set = None  # of the recipe, that it runs; None: not known
+    seconds: float = 0  # that it takes with the recipe as it stands
+
+
 def proofs(name):
-    """Yield (words, function of pools and a path) for each run that proves a recipe."""
+    """Yield the Check of each run that proves a recipe."""
     found = []
     for mesh, more in GPT if name == "gpt" else ():
         found.append((math.prod(mesh), more.get("graph", False), partial(gpt.prove, mesh=mesh, **more)))
@@ -71,34 +104,68 @@ def proofs(name):
     for _, n, graph, sizes in (run for run in runs() if run[0] == name):
         found.append((n, graph, partial(check_recipe, name=name, graph=graph, sizes=sizes)))
     for n, graph, proof in found:
-        yield f"{n} ranks, {'graph' if graph else 'eager'}", lambda pools, path, n=n, proof=proof: proof(pools(n), path)
+        call = lambda pools, path, n=n, proof=proof: proof(pools(n), path)  # noqa: E731
+        yield Check(f"{n} ranks, {'graph' if graph else 'eager'}", call)
 
 
 def proofs_of_main(name):
-    """Yield (words, function of pools and a path) for main: on its first ranks, on others, and with options."""
+    """Yield the Checks of main: on its first ranks, on others, and with options."""
     for graph in modes(name):
-        yield "main", partial(mains.check_main, name=name, graph=graph, options=graph == modes(name)[0])
-    yield "main", partial(mains.check_refusals, name=name)
+        yield Check("main", partial(mains.check_main, name=name, graph=graph, options=graph == modes(name)[0]))
+    yield Check("main", partial(mains.check_refusals, name=name))
     for n, arguments in mains.other_runs(name):
         if n in PROVEN:
             call = partial(mains.check_elsewhere, name=name, arguments=arguments)
-            yield "main", lambda pools, path, n=n, call=call: call(pools(n), path)
+            yield Check("main", lambda pools, path, n=n, call=call: call(pools(n), path))
 
 
-def first_red(pools, path, checks):
-    """What the first of `checks` that fails says, as a line, or None. That one is moved to the front of the list.
+def failure(pools, path, check):
+    """What a check of the recipe at `path` says if it fails, as a line, or None."""
+    try:
+        check.call(pools, path=path)
+        return None
+    except (AssertionError, PoolError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = lines if isinstance(error, AssertionError) else [lines[0].split(":")[-1], lines[-1]]
+        return f"{check.words}: {' '.join(' '.join(reason).split())}"
 
-    Changes of the same function mostly fail in the same check.
+
+def first_red(pools, path, checks, lines=None):
+    """What the first of `checks` that fails says, or None. That one is moved to the front of the list.
+
+    Changes of the same function mostly fail in the same check. lines: of the changed statement; checks that do not run
+    them are left out.
     """
-    for i, (words, check) in enumerate(checks):
-        try:
-            check(pools, path=path)
-        except (AssertionError, PoolError) as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            reason = lines if isinstance(error, AssertionError) else [lines[0].split(":")[-1], lines[-1]]
-            checks.insert(0, checks.pop(i))
-            return f"{words}: {' '.join(' '.join(reason).split())}"
+    running = [check for check in checks if not lines or check.lines is None or check.lines & lines]
+    for check in running:
+        red = failure(pools, path, check)
+        if red:
+            checks.remove(check)
+            checks.insert(0, check)
+            return red
     return None
+
+
+def find_lines(name, checks):
+    """Run the checks of a recipe as it stands, and note their lines and seconds. Returns what fails, or None."""
+    lines = set()
+    with pool_cache(partial(LinePool, file=str(path_of(name)), lines=lines)) as pools:
+        for check in checks:
+            begin = time.monotonic()
+            red = failure(pools, path_of(name), check)
+            if red:
+                return red
+            check.lines, check.seconds = set(lines), time.monotonic() - begin
+            lines.clear()
+    return None
+
+
+def statement_lines(tree, line):
+    """The lines of the innermost statement with this line; of a compound one, those before its body."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno]
+    node = max(found, key=lambda node: node.lineno)
+    last = node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno
+    return set(range(node.lineno, max(last, line) + 1))
 
 
 def red_test(path, name):
@@ -163,19 +230,36 @@ def count(places):
         print(f"{name:25} {len(in_main):4}, of them in main {sum(in_main):3}")
 
 
-def prove(name, lines, pools, folder):
+def prove(name, lines, pools, of_lesson, of_main):
     """Break a recipe in every way; yields (place and change, why it is red or None, why nothing changes or None)."""
-    source, of_lesson, of_main = path_of(name).read_text(), list(proofs(name)), list(proofs_of_main(name))
-    for mutant in mutants_of(name, lines):
+    source = path_of(name).read_text()
+    tree, text = ast.parse(source), source.splitlines()
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.py"
-        path.write_text(mutant.source)
-        reason = why_equal(name, mutant.change, source.splitlines()[mutant.line - 1])
-        red = None if mutant.in_main else first_red(pools, path, of_lesson)
-        if not (red or (reason and not mutant.in_main)):  # what only main calls is not on the ladder
-            red = first_red(pools, path, of_main)
-        if not (red or reason):
-            red = red_test(path, name)
-        yield f"{name}.py:{mutant.line}: {mutant.change}", red, reason
+        for mutant in mutants_of(name, lines):
+            path.write_text(mutant.source)
+            reason, red = why_equal(name, mutant.change, text[mutant.line - 1]), None
+            if not reason:
+                of_statement = statement_lines(tree, mutant.line)
+                if not any(check.lines & of_statement for check in (*of_lesson, *of_main)):
+                    of_statement = None  # a process that the recipe starts may run them
+                checks = of_main if mutant.in_main else of_lesson
+                red = first_red(pools, path, checks, of_statement)
+                red = red or (None if mutant.in_main else first_red(pools, path, of_main, of_statement))
+                red = red or red_test(path, name)
+            yield f"{name}.py:{mutant.line}: {mutant.change}", red, reason
+
+
+def judge(name, lines):
+    """Check a recipe as it stands, and then broken in every way, as `prove` yields it. Raises RedAsItStands."""
+    of_lesson, of_main = list(proofs(name)), list(proofs_of_main(name))
+    checks = [*of_lesson, *of_main]
+    red = find_lines(name, checks) or red_test(path_of(name), name)
+    if red:
+        raise RedAsItStands(f"{name}.py is red as it stands, so its mutants would say nothing\n    {red}")
+    timeout = max(20.0, 3 * max(check.seconds for check in checks))
+    with pool_cache(partial(Pool, timeout=timeout, repeat=True)) as pools:
+        yield from prove(name, lines, pools, of_lesson, of_main)
 
 
 def main(arguments=None):
@@ -188,19 +272,17 @@ def main(arguments=None):
         count(places)
         return 0
     survivors, equivalent, number, begin = [], [], 0, time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, pool_cache(partial(Pool, timeout=60, repeat=True)) as pools:
-        for name, lines in places:
-            checks = [*proofs(name), *proofs_of_main(name)]
-            red = first_red(pools, path_of(name), checks) or red_test(path_of(name), name)
-            if red:
-                print(f"{name}.py is red as it stands, so its mutants would say nothing\n    {red}")
-                return 1
-            for change, red, reason in prove(name, lines, pools, folder):
+    for name, lines in places:
+        try:
+            for change, red, reason in judge(name, lines):
                 number += 1
                 if red is None:
                     (equivalent if reason else survivors).append(change)
-                    red = f"survives: {reason}" if reason else "SURVIVES"
+                    red = f"changes nothing: {reason}" if reason else "SURVIVES"
                 print(f"{change}\n    {red[:160]}", flush=True)
+        except RedAsItStands as error:
+            print(error)
+            return 1
     print(f"\n{number} mutants, {len(survivors)} survivors, {len(equivalent)} that change nothing", end="")
     print(f"; {time.monotonic() - begin:.0f} s", *survivors, sep="\n")
     return 1 if survivors else 0

@@ -205,6 +205,28 @@ def test_lines_that_do_not_fit_are_refused(capsys, recipe, words):
     assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
+def test_change_is_tried_on_the_checks_that_run_its_line(pools):
+    lines = path_of("single_device").read_text().splitlines()
+    in_graph, in_main = (
+        next(i for i, line in enumerate(lines, 1) if words in line) for words in ("layer(x)", "args =")
+    )
+    of_lesson, of_main = list(mutate.proofs("single_device")), list(mutate.proofs_of_main("single_device"))
+    checks = [*of_lesson, *of_main]
+    assert mutate.find_lines("single_device", checks) is None
+    assert {check.words for check in of_lesson if in_graph in check.lines} == {"1 ranks, graph"}
+    assert {check.words for check in checks if in_main in check.lines} == {"main"}
+    tried = []
+    for check in checks:
+        check.call = lambda pools, path, words=check.words: tried.append(words)
+    assert mutate.first_red(pools, "", of_lesson, {in_graph}) is None
+    assert set(tried) == {"1 ranks, graph"}
+
+
+def test_lines_of_a_statement_are_all_its_own():
+    tree = ast.parse("for i in (\n    1,\n    2,\n):\n    f(\n        i,\n    )\n")
+    assert [mutate.statement_lines(tree, line) for line in (2, 6)] == [{1, 2, 3, 4}, {5, 6, 7}]
+
+
 def test_changed_recipe_is_seen_by_tests_of_its_own(tmp_path, monkeypatch):
     path = tmp_path / "single_device.py"
     path.write_text(path_of("single_device").read_text().replace("flow.matmul(x, self.w)", "flow.matmul(x, -self.w)"))
