@@ -1,5 +1,6 @@
 """Start whole jobs as a user does, read what they print, and look at the processes that they leave."""
 
+import atexit
 import contextlib
 import os
 import pty
@@ -21,6 +22,7 @@ LONG = 300  # seconds for what takes few: only what hangs, or is left behind, ta
 LIMIT = 2 * LONG  # of launch.sh, so that a job ends too when the process that waits for it has been killed
 NO_JOB = ("list", "show", "bytes", "verify", "shell", "plan", "test", "docs", "bench", "meshes", "mutate", "--help")
 MARK = "COOKBOOK_TEST_JOB"
+SESSION = f"{uuid.uuid4().hex}-"  # how the marks of all jobs of this process begin
 NO_LIBIBVERBS = "libibverbs not available, ibv_fork_init skipped"
 WAITS = re.compile(r"^launch\.sh: waiting for .*\n", flags=re.MULTILINE)
 FOR_TESTS = ("PYTEST_", "OMP_", "GLOG_", "SLURM_", "OMPI_")  # variables of pytest's own job; the jobs must not see them
@@ -70,6 +72,9 @@ def kill_marked(mark):
             break
 
 
+atexit.register(kill_marked, f"{MARK}={SESSION}")  # a test that fails leaves its jobs running
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -83,7 +88,7 @@ class Run:
     """
 
     def __init__(self, *command, cwd=ROOT, **variables):
-        mark = uuid.uuid4().hex
+        mark = SESSION + uuid.uuid4().hex
         self.mark, self.cwd = f"{MARK}={mark}", Path(cwd)
         environment = {**CLEAN, MARK: mark, **variables}
         self.read = {"stdout": b"", "stderr": b""}  # by until()
@@ -161,7 +166,7 @@ class Terminal:
     """./launch.sh with these arguments in a terminal of its own; a context manager that leaves nothing running."""
 
     def __init__(self, *arguments, **variables):
-        mark = uuid.uuid4().hex
+        mark = SESSION + uuid.uuid4().hex
         self.mark = f"{MARK}={mark}"
         environment = {**CLEAN, "TERM": "xterm", "COLUMNS": "120", **variables, MARK: mark}
         self.shown, self.code = "", None
@@ -237,7 +242,7 @@ class Terminal:
 
 def piped(text, *arguments, **variables):
     """Run launch.sh with this text as its input, to the end; nothing is left."""
-    mark = uuid.uuid4().hex
+    mark = SESSION + uuid.uuid4().hex
     command = [LAUNCH, *map(str, arguments)]
     environment = {**CLEAN, **variables, MARK: mark}
     done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, timeout=LONG)

@@ -13,7 +13,7 @@ import pytest
 from harness.start.cores import available
 from harness.start.ranks import cores_of
 from harness.start.recipe import RECIPES, path_of
-from tests.jobs import LAUNCH, MET, PLAIN, SLEEPS, Run, ended, free_port, launch, wait_until
+from tests.jobs import LAUNCH, MARK, MET, PLAIN, SLEEPS, Run, ended, free_port, launch, marked, wait_until
 from tests.markdown import GALLERY, sections
 
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.01)"  # the test makes the file
@@ -455,3 +455,22 @@ def test_progress_bar_is_shown_while_it_grows(script, tmp_path, stream, more, be
 def test_full_disk_ends_the_job_with_an_error(script):
     job = Run("bash", "-c", f"{LAUNCH} -n 1 {script('print(1)')} > /dev/full").wait()
     assert (job.code, job.err) == (1, "launch.sh: [Errno 28] No space left on device: every rank is ended\n")
+
+
+LEAVES = """
+import sys
+from tests.jobs import Run
+
+def test_that_fails():
+    Run(sys.executable, {script!r})
+    assert False
+"""
+
+
+def test_failing_test_leaves_no_job(tmp_path):
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time\ntime.sleep(1000)\n")
+    (tmp_path / "test_leaves.py").write_text(LEAVES.format(script=str(script)))
+    run = Run(LAUNCH, "test", tmp_path / "test_leaves.py").wait()
+    assert run.code == 1 and "1 failed" in run.out, run.out
+    assert not marked(MARK, str(script).encode())
