@@ -83,5 +83,5 @@ def pytest_unconfigure(config):
     """The last line, after pytest's own."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if Checks.runs and reporter:
-        numbers = f"{len(Checks.recipes)} recipes, {Checks.runs} runs against numpy"
+        numbers = f"recipes: {len(Checks.recipes)}, runs against numpy: {Checks.runs},"
         reporter.write_line(f"{numbers} in {time.monotonic() - BEGIN:.0f} s")

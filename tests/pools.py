@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.pool import Pool, PoolError
 from harness.report import runs
+from harness.start.cores import available
 from tests.cases import PROOFS
 
 TIMEOUT = 60  # seconds for a call on a recipe: of 800, on two cores with 20 processes that wanted them, none took 20
@@ -45,14 +46,23 @@ class RecipePool(Pool):
             if error.hung:
                 self.hung[source] = f"{Path(function).name} on {self.world_size} ranks"
                 self._end_other_calls(source)
+                error.args = (f"{error}\n{self._perhaps(arguments)}",)
             raise
         finally:
             del self.calling[self]
 
     def _raise_if_hung(self, path, source):
         if source in self.hung:
-            message = f"{path.name} hung in {self.hung[source]}, so it is not called again"
+            message = f"{path.name} did not answer {self.hung[source]} in time, so it is not called again"
             raise PoolError(0, message, hung=True) from None
+
+    def _perhaps(self, arguments):
+        """What else than a hang it may be."""
+        sizes = {name: value for name, value in arguments.items() if name not in ("path", "names")}
+        return (
+            f"It was called with {sizes}. The load average is {os.getloadavg()[0]:.0f} on {len(available())} cores.\n"
+            "If it only takes long at these sizes, give its case smaller ones, in `measured_at` or `sizes`."
+        )
 
     def _end_other_calls(self, source):
         """End the calls of this recipe that other threads wait for."""

@@ -29,6 +29,11 @@ def test_every_refusal_is_reached(pools, name):
     mains.check_refusals(pools, path_of(name), name)
 
 
-@pytest.mark.parametrize("name", mains.WORLD_SIZES)
+@pytest.mark.parametrize("name", mains.NAMES)
 def test_recipe_takes_the_numbers_of_ranks_that_its_sizes_allow(name):
-    assert tuple(world_sizes(path_of(name))) == tuple(mains.WORLD_SIZES[name])
+    taken = tuple(world_sizes(path_of(name)))
+    if name in mains.WORLD_SIZES:
+        assert taken == tuple(mains.WORLD_SIZES[name])
+    else:
+        words = f"{name} takes {taken} ranks, and not 2, 3 and 4: say why in TAKEN of tests/cases/mains.py"
+        assert {2, 3, 4} <= set(taken), words

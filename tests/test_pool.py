@@ -131,9 +131,13 @@ def test_recipe_that_hung_is_not_called_again_nor_is_a_copy_of_it(tmp_path):
     recipe.write_text(SLEEPS)
     copy.write_text(SLEEPS)
     with RecipePool(1, timeout=2) as pool:
-        with pytest.raises(PoolError, match="gave no answer in 2 s"):
+        with pytest.raises(
+            PoolError, match="(?s)gave no answer in 2 s.*called with {'seconds': 1000}. The load average"
+        ):
             pool.call(f"{recipe}:run", path=str(recipe), seconds=1000)
-        with pytest.raises(PoolError, match="copy.py hung in recipe.py:run on 1 ranks, so it is not called again"):
+        with pytest.raises(
+            PoolError, match="copy.py did not answer recipe.py:run on 1 ranks in time, so it is not called again"
+        ):
             pool.call(f"{copy}:run", path=str(copy), seconds=0)
         copy.write_text(f"{SLEEPS}# changed\n")
         assert pool.call(f"{copy}:run", path=str(copy), seconds=0) == [None]
@@ -150,5 +154,5 @@ def test_recipe_that_hangs_ends_its_calls_in_other_threads(tmp_path):
         wait_until(lambda: patient in RecipePool.calling, "the call of the other thread")
         with pytest.raises(PoolError, match="gave no answer in 2 s"):
             pool.call(**call, seconds=1000)
-        with pytest.raises(PoolError, match="recipe.py hung in recipe.py:run on 1 ranks"):
+        with pytest.raises(PoolError, match="recipe.py did not answer recipe.py:run on 1 ranks"):
             waiting.result(LONG)

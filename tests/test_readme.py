@@ -61,15 +61,20 @@ def test_official_command_is_the_one_that_is_tested():
     assert ".venv/bin/python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_parallel.py" in COMMANDS
 
 
-def test_gallery_has_a_section_for_each_recipe_that_begins_with_the_docstring():
-    assert sorted(section.path for section in sections(GALLERY)) == sorted(all_paths())
-    for section in sections(GALLERY):
-        name, words = ast.get_docstring(ast.parse(section.path.read_text())).split("\n")[0].split(": ", 1)
-        first_paragraph = section.text.strip().split("\n\n")[0].replace("\n", " ")
-        assert section.title == name
-        assert first_paragraph.startswith((f"{words} ", f"{words[0].upper()}{words[1:]} ")), first_paragraph
-        assert section.command.startswith("./launch.sh ") and f" {section.recipe}" in section.command
-        assert section.output and section.moves
+@pytest.mark.parametrize("path", all_paths(), ids=lambda path: path.stem)
+def test_guide_has_a_section_for_each_recipe_that_begins_with_the_docstring(path):
+    for page in (GALLERY, CHINESE_GALLERY):
+        found = [section for section in sections(page) if section.path == path]
+        assert len(found) == 1, f"{page.relative_to(ROOT)} has {len(found)} sections on {path.stem}"
+    [section] = [section for section in sections(GALLERY) if section.path == path]
+    name, words = ast.get_docstring(ast.parse(path.read_text())).split("\n")[0].split(": ", 1)
+    first_paragraph = section.text.strip().split("\n\n")[0].replace("\n", " ")
+    words = f"{words[0].upper()}{words[1:]}"
+    begins = f"{first_paragraph[0].upper()}{first_paragraph[1:]} ".startswith(f"{words} ")
+    assert section.title == name, f"the heading must be the docstring's first words, {name}"
+    assert begins, f"recipes/README.md: the section on {path.stem} must begin with its docstring's first line: {words}"
+    assert section.command.startswith("./launch.sh ") and f" {section.recipe}" in section.command
+    assert section.output and section.moves
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in EVERY_PAIR])

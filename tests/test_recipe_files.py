@@ -87,8 +87,8 @@ def test_drawing_in_the_docstring_is_the_layout(name):
                     np.testing.assert_allclose(eval(cell, factors), part.exact)
         else:
             wanted = [block(shape, sbp, ranks, rank) for rank in range(n)]
-        assert [in_words_of_block(cell, sbp) for cell in cells] == wanted
-        assert len(cells) == n
+        where = f"{name}.py, the row of {tensor}, on {n} ranks, the first of WORLD_SIZES"
+        assert [in_words_of_block(cell, sbp) for cell in cells] == wanted, f"{where}: it must say {wanted}"
 
 
 def lookup(name):
