@@ -67,15 +67,16 @@ EQUIVALENT = {
 
 
 class LinePool(Pool):
-    """A pool that collects in `lines` which lines of a recipe's file its calls run, on any rank."""
+    """A pool that collects which lines of a recipe its calls run, on any rank, and how many seconds each takes."""
 
-    def __init__(self, world_size, file, lines):
-        super().__init__(world_size, timeout=300, repeat=True)
-        self.file, self.lines = file, lines
+    def __init__(self, world_size, file, lines, seconds):
+        super().__init__(world_size, repeat=True)
+        self.file, self.lines, self.seconds = file, lines, seconds
 
     def call(self, function, **arguments):
-        call = {"name": function, "arguments": arguments, "file": self.file}
+        call, begin = {"name": function, "arguments": arguments, "file": self.file}, time.monotonic()
         answers, lines = zip(*super().call(LINES, **call))
+        self.seconds.append(time.monotonic() - begin)
         self.lines.update(*lines)
         return list(answers)
 
@@ -91,7 +92,7 @@ class Check:
     words: str
     call: Callable
     lines: set = None  # of the recipe, that it runs; None: not known
-    seconds: float = 0  # that it takes with the recipe as it stands
+    timeout: float = 300  # seconds after which a call hangs
 
 
 def proofs(name):
@@ -121,8 +122,14 @@ def proofs_of_main(name):
 
 def failure(pools, path, check):
     """What a check of the recipe at `path` says if it fails, as a line, or None."""
+
+    def with_timeout(world_size):
+        pool = pools(world_size)
+        pool.timeout = check.timeout
+        return pool
+
     try:
-        check.call(pools, path=path)
+        check.call(with_timeout, path=path)
         return None
     except (AssertionError, PoolError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -147,16 +154,16 @@ def first_red(pools, path, checks, lines=None):
 
 
 def find_lines(name, checks):
-    """Run the checks of a recipe as it stands, and note their lines and seconds. Returns what fails, or None."""
-    lines = set()
-    with pool_cache(partial(LinePool, file=str(path_of(name)), lines=lines)) as pools:
+    """Run the checks of a recipe as it stands, and note their lines and timeouts. Returns what fails, or None."""
+    lines, seconds = set(), [0.0]
+    with pool_cache(partial(LinePool, file=str(path_of(name)), lines=lines, seconds=seconds)) as pools:
         for check in checks:
-            begin = time.monotonic()
             red = failure(pools, path_of(name), check)
             if red:
                 return red
-            check.lines, check.seconds = set(lines), time.monotonic() - begin
+            check.lines, check.timeout = set(lines), max(20.0, 5 * max(seconds))
             lines.clear()
+            seconds[1:] = []
     return None
 
 
@@ -257,8 +264,7 @@ def judge(name, lines):
     red = find_lines(name, checks) or red_test(path_of(name), name)
     if red:
         raise RedAsItStands(f"{name}.py is red as it stands, so its mutants would say nothing\n    {red}")
-    timeout = max(20.0, 3 * max(check.seconds for check in checks))
-    with pool_cache(partial(Pool, timeout=timeout, repeat=True)) as pools:
+    with pool_cache(partial(Pool, repeat=True)) as pools:
         yield from prove(name, lines, pools, of_lesson, of_main)
 
 
