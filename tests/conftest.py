@@ -1,6 +1,9 @@
+import inspect
 import os
+import re
 import signal
 import time
+from functools import lru_cache
 
 import pytest
 
@@ -61,6 +64,24 @@ def early(request, tmp_path_factory):
         if hasattr(module, "early_jobs"):
             jobs_by_name.update(module.early_jobs(tmp_path_factory))
     return jobs_by_name
+
+
+RECIPE = re.compile(r"""\b(?:path_of|path)\(["'](\w+)["']\)""")
+
+
+@lru_cache(maxsize=None)
+def recipes_of(function):
+    """The names of the recipes whose path a test function takes, itself or by constants of its module."""
+    text, module = inspect.getsource(function), inspect.getsource(inspect.getmodule(function))
+    constants = re.findall(r"^([A-Z_, ]+) = (.*)$", module, flags=re.MULTILINE)
+    used = [value for names, value in constants if re.search(rf"\b({names.replace(', ', '|')})\b", text)]
+    return RECIPE.findall("\n".join([text, *used]))
+
+
+def pytest_itemcollected(item):
+    """`-k NAME` also selects tests of a recipe without its name in theirs."""
+    if item.config.option.keyword:
+        item.extra_keyword_matches.update(recipes_of(item.function))
 
 
 def pytest_collection_modifyitems(items):

@@ -173,3 +173,17 @@ def test_tests_of_a_folder(tmp_path, arguments, tests):
     (tmp_path / "inner" / "test_in.py").write_text("def test_inner(): pass\n")
     job = Run(LAUNCH, "test", *arguments.split(), cwd=tmp_path).wait()
     assert job.code == 0 and f"{tests} passed" in job.out, job.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe, test",
+    [
+        ("ring_all_reduce", "slow/test_byhand.py::test_bytes_of_the_ring"),
+        ("pytorch_weights", "test_your_model.py::test_saved_file_is_the_trained_model"),  # by a constant
+    ],
+)
+def test_name_of_a_recipe_selects_its_tests(recipe, test):
+    file = f"tests/{test.partition('::')[0]}"
+    job = Run(LAUNCH, "test", file, "-k", recipe, "--collect-only", "-q", cwd=ROOT).wait()
+    assert test in job.out, job.out

@@ -30,9 +30,10 @@ def trained(trait, layout, recipe):
 
 
 def with_traits(layout):
-    """The tests of models with one unusual trait under a layout, of buffers and of parameters that a subclass adds."""
-    words = f"buffer or subclass or trait and {layout}"
-    return ["tests/test_your_model.py", "tests/slow/test_traits.py", "-k", words]
+    """The tests of models with one unusual trait under a layout, of dropout, buffers and what a subclass adds."""
+    words = f"buffer or subclass or (trait or dropout) and {layout}"
+    files = ("test_your_model.py", "slow/test_traits.py", "slow/test_your_model_bytes.py")
+    return [*(f"tests/{file}" for file in files), "-k", words]
 
 
 def lost_in_a_graph(layout, recipe):

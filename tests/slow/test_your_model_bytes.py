@@ -13,7 +13,7 @@ ON_RANK = str(ROOT / "tests" / "on_rank_your_model.py")
 TENSOR_PARALLEL, WEIGHTS = str(path_of("tensor_parallel_module")), str(path_of("pytorch_weights"))
 
 
-def test_split_weights_alone_send_ten_times_as_much(pools, tmp_path):
+def test_tensor_parallel_module_sends_a_tenth_of_what_split_weights_alone_send(pools, tmp_path):
     """Without Column and Row, every layer stays an nn.Linear."""
     classes = "kind if original is nn.Linear else type(original.__name__, (original, kind), attributes)"
     weights_alone = str(changed(TENSOR_PARALLEL, tmp_path, (classes, "original")))
@@ -23,14 +23,14 @@ def test_split_weights_alone_send_ten_times_as_much(pools, tmp_path):
 
 
 @pytest.mark.parametrize("data, equal", [(1, True), (2, False)])
-def test_dropout_differs_where_the_batch_is_split(pools, data, equal):
+def test_dropout_of_tensor_parallel_module_differs_where_the_batch_is_split(pools, data, equal):
     """Else all ranks draw the mask that a single rank draws."""
     for losses, alone in pools(2).call(f"{ON_RANK}:losses_of", path=TENSOR_PARALLEL, data=data, dropout=0.1, steps=3):
         assert (abs(losses - alone).max() <= 2e-6) == equal
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_to_load_nothing_is_sent_and_to_save_an_all_gather_of_what_is_split(pools, tmp_path, n):
+def test_pytorch_weights_sends_nothing_to_load_and_to_save_an_all_gather_of_what_is_split(pools, tmp_path, n):
     arguments = {"path": WEIGHTS, "hidden_size": 512, "target": str(tmp_path / "model.safetensors")}
     seen = pools(n).call(f"{ON_RANK}:bytes_to_load_and_save", **arguments)
     loading, saving = (sum(counts[i] for counts in seen) for i in (1, 2))
@@ -40,7 +40,7 @@ def test_to_load_nothing_is_sent_and_to_save_an_all_gather_of_what_is_split(pool
     Checks.that(abs(saving - gathered) <= 0.02 * gathered, "saving sends", saving, "and must", gathered)
 
 
-def test_at_most_one_block_is_whole_while_shards_are_made():
+def test_fully_sharded_module_has_at_most_one_whole_block_while_shards_are_made():
     layers, hidden_size = 8, 1024
     block = 4 * (8 * hidden_size**2 + 8 * hidden_size)  # bytes
     most = {}
