@@ -127,7 +127,8 @@ def test_elastic_training_loses_no_checkpoint_by_a_death_after_a_step_that_is_sa
 
 def test_elastic_training_resumes_on_fewer_ranks_and_on_more(tmp_path):
     """The recipe compares the losses with those on one rank: on other numbers of ranks, sums round differently."""
-    train(tmp_path / "saved", "--die", 3, "--graph", n=3, code=137)
+    died = train(tmp_path / "saved", "--die", 3, "--graph", n=3, code=137).err
+    assert "rank 2 of 3 failed: killed by signal 9" in died, died
     assert "resumes after step 2, from its" in train(tmp_path / "saved", "--steps", 6, "--graph", n=1).out
     assert "resumes after step 6, from its" in train(tmp_path / "saved", "--steps", 8, "--graph", n=2).out
 
