@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from tests.cases import ROOT
@@ -77,11 +78,12 @@ class Section:
         return block.splitlines()
 
 
+@lru_cache(maxsize=None)
 def sections(page):
     """The recipes of a page, in order."""
     pattern = r"^### \[([^\n]+)]\((\S+)\)\n(.*?)(?=^##|\Z)"
     matches = re.findall(pattern, page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return [Section(title, (page.parent / link).resolve(), text) for title, link, text in matches]
+    return tuple(Section(title, (page.parent / link).resolve(), text) for title, link, text in matches)
 
 
 COMMANDS = [line for block in blocks(ENGLISH, "bash") for line in commands_of(block)]
