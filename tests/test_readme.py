@@ -64,8 +64,8 @@ def test_official_command_is_the_one_that_is_tested():
 @pytest.mark.parametrize("path", all_paths(), ids=lambda path: path.stem)
 def test_guide_has_a_section_for_each_recipe_that_begins_with_the_docstring(path):
     for page in (GALLERY, CHINESE_GALLERY):
-        found = [section for section in sections(page) if section.path == path]
-        assert len(found) == 1, f"{page.relative_to(ROOT)} has {len(found)} sections on {path.stem}"
+        number = sum(section.path == path for section in sections(page))
+        assert number == 1, f"{page.relative_to(ROOT)} has {number} sections on {path.stem}"
     [section] = [section for section in sections(GALLERY) if section.path == path]
     name, words = ast.get_docstring(ast.parse(path.read_text())).split("\n")[0].split(": ", 1)
     first_paragraph = section.text.strip().split("\n\n")[0].replace("\n", " ")

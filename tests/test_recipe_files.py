@@ -89,6 +89,7 @@ def test_drawing_in_the_docstring_is_the_layout(name):
             wanted = [block(shape, sbp, ranks, rank) for rank in range(n)]
         where = f"{name}.py, the row of {tensor}, on {n} ranks, the first of WORLD_SIZES"
         assert [in_words_of_block(cell, sbp) for cell in cells] == wanted, f"{where}: it must say {wanted}"
+        assert len(cells) == n, f"{where}: a cell for each rank"
 
 
 def lookup(name):

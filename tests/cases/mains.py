@@ -23,9 +23,6 @@ from tests.cases.ladder import Checks
 ON_RANK = str(ROOT / "tests" / "on_rank_main.py")
 
 
-NOT_COMPARED = "main still passes when {part}, returned by its call {number} of train or run, is off: compare it"
-
-
 def main_of(name):
     return PROOFS[name].main
 
@@ -64,7 +61,8 @@ def check_comparisons(name, n, report, graph):
     for number, part, how in report["unnoticed"]:
         known = {part.split(".")[0], f"{number} {part.split('.')[0]}"} & set(reasons)
         is_noticed_otherwise = name == "random_numbers" and how == "zeros"
-        Checks.that(known and not is_noticed_otherwise, NOT_COMPARED.format(part=part, number=number))
+        result = f"{part}, returned by its call {number} of train or run,"
+        Checks.that(known and not is_noticed_otherwise, f"main still passes when {result} is off: compare it")
     calls = figures.computing(report)
     Checks.that(calls, "main does not compute")
     for number, call in enumerate(calls):
