@@ -6,6 +6,7 @@ import oneflow as flow
 from harness.measure.graph import FunctionGraph
 from harness.measure.sbp import label, sbp_of
 from harness.measure.sent import sent_by
+from harness.start import recipe
 
 
 class Numbers(flow.utils.data.Dataset):
@@ -31,6 +32,16 @@ def orders(seed, set_epoch, samples=24):
             sampler.set_epoch(epoch)
         epochs.append(list(sampler))
     return epochs
+
+
+def kept_by_dropout(path):
+    """The part of ones that the recipe's Dropout leaves, in training and in eval mode."""
+    ones = flow.ones(100, 100, placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
+    dropout = recipe.load(path).Dropout()
+    return {
+        "training": float((dropout(ones).numpy() != 0).mean()),
+        "eval": float((dropout.eval()(ones).numpy() == 1).mean()),
+    }
 
 
 def batch_sizes(samples, batch, drop_last):

@@ -1,5 +1,7 @@
 """What the tests of training_run.py call on the ranks of a pool."""
 
+from functools import partial
+
 import numpy as np
 import oneflow as flow
 
@@ -7,6 +9,7 @@ from harness.measure.entry import call_entry
 from harness.measure.frames import optimizer_state
 from harness.measure.observe import RECORDED, observed
 from harness.measure.recorder import Recorder
+from harness.measure.sent import sent_by
 from harness.measure.tensors import snapshot
 from harness.start import recipe
 
@@ -54,6 +57,59 @@ def refused(path, samples=None, **arguments):
     except (ValueError, FloatingPointError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def with_wrong_gradient(path, **arguments):
+    """The error of a run whose loss is finite and whose gradient is not, and (before, after) of each weight."""
+    module, weights = recipe.load(path), []
+    forward, optimizer = module.Model.forward, flow.optim.AdamW
+
+    def wrong(self, ids):
+        return forward(self, ids) + flow.sqrt(0 * self.positions.sum())
+
+    def adam(groups, **options):
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        with flow.no_grad():  # else OneFlow's autograd.grad fails
+            weights.extend((parameter, parameter.numpy().copy()) for parameter in parameters)
+        return optimizer(groups, **options)
+
+    module.Model.forward, flow.optim.AdamW = wrong, adam
+    try:
+        call_entry(module, arguments)
+        error = "no error"
+    except FloatingPointError as raised:
+        error = f"FloatingPointError: {raised}"
+    finally:
+        flow.optim.AdamW = optimizer
+    return error, [(before, parameter.numpy()) for parameter, before in weights]
+
+
+def modes_of_calls(path, **arguments):
+    """[whether the model is in training mode, whether gradients are recorded] of each forward pass."""
+    module, modes = recipe.load(path), []
+    forward = module.Model.forward
+
+    def recording(self, ids):
+        modes.append([self.training, flow.is_grad_enabled()])
+        return forward(self, ids)
+
+    module.Model.forward = recording
+    call_entry(module, arguments)
+    return modes
+
+
+def bytes_of_a_step(path, graph, micro_batches):
+    """(bytes that this rank sends in a step, bytes of all weights), all ranks along the data axis."""
+    module = recipe.load(path)
+    config = module.Config(micro_batches=micro_batches, num_layers=1, hidden_size=256)
+    mesh = module.placements("cpu", flow.env.get_world_size())
+    model, batches = module.Model(config, mesh, 0), module.Batches(config, mesh, 0)
+    optimizer = flow.optim.AdamW(model.parameters())
+    gradients_of = module.GradientGraph(model) if graph else partial(module.sums_and_gradients, model)
+    for step in (1, 2):  # the first builds the graph
+        arguments = (step, model, optimizer, gradients_of, batches.next(), config)
+        _, sent = sent_by(lambda arguments=arguments: module.train_step(*arguments))
+    return sent, 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
 def loaded(folder):

@@ -33,6 +33,21 @@ def loaded(path, weights, ranks=None):
     }
 
 
+def held_of_a_global_model(path):
+    """How many elements of each parameter this rank holds, of a model that was local, or in B, when it was laid out."""
+    module, n, held = recipe.load(path), flow.env.get_world_size(), {}
+    for name in ("as_local", "as_global"):
+        model = module.Classifier()
+        if name == "as_global":
+            model.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
+        if hasattr(module, "shard"):
+            module.shard(model, flow.placement.all("cpu"))
+        else:
+            module.assign_stages(model, module.parts_of(model), module.placements("cpu", n))
+        held[name] = {key: parameter.to_local().numel() for key, parameter in model.named_parameters()}
+    return held
+
+
 def bytes_to_load_and_save(path, hidden_size, target):
     """The bytes of the parameters by SBP, and those that this rank sends to load a split model and to save it."""
     module = recipe.load(path)

@@ -151,6 +151,15 @@ def test_train_refuses_sizes_that_do_not_divide(pools):
         pools(2).call(TRAINED, path=GPT, **{**SMALL, "batch_size": 9})
 
 
+def test_checkpoint_of_another_model_is_refused(pools, tmp_path):
+    """The number of heads shows in no shape."""
+    arguments = {"path": GPT, "checkpoint_dir": str(tmp_path), **SMALL}
+    pools(1).call(TRAINED, **arguments, steps=1)
+    words = f"ValueError: {tmp_path}/1 is from a model with .*'num_heads': 4.*, and this one has .*'num_heads': 2"
+    with pytest.raises(PoolError, match=words):
+        pools(1).call(TRAINED, **{**arguments, "num_heads": 2}, steps=2)
+
+
 @pytest.mark.slow
 def test_sizes_that_do_not_divide_but_fit_train_as_numpy(pools):
     """An odd sequence whose residual is not split, and a vocabulary that is padded."""

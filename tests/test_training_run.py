@@ -130,10 +130,18 @@ def test_each_rank_reads_its_own_rows(pools, n, tensor):
         for step in range(1, steps + 1):
             parts = np.split(reference_run.indices_of(step, SIZES, 0), micro_batches)
             wanted += [np.split(part, data)[rank // tensor] for part in parts]
-            if step % SIZES.eval_every == 0:  # the last ones are beyond the data: padding
+            if step % SIZES.eval_every == 0:
                 parts = np.split(SIZES.train_samples + np.arange(SIZES.batch_size), micro_batches)
                 wanted += [np.split(part, data)[rank // tensor] for part in parts]
-        assert read == np.concatenate(wanted).tolist()
+        within = [index for index in np.concatenate(wanted) if index < SIZES.train_samples + SIZES.test_samples]
+        assert len(within) < len(np.concatenate(wanted))  # beyond the data is padding, which nobody reads
+        assert read == within
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_gradients_of_all_micro_batches_are_reduced_once(pools, graph):
+    for sent, weights in pools(2).call(f"{HERE}:bytes_of_a_step", path=RUN, graph=graph, micro_batches=2):
+        Checks.that(weights < sent < 1.05 * weights, "a rank sends", sent, "bytes, with weights of", weights)
 
 
 def test_a_mean_of_means_would_be_another_loss():
@@ -168,6 +176,20 @@ def test_run_refuses_a_checkpoint_of_another_configuration(pools, tmp_path):
 def test_run_refuses_numbers_that_it_would_compute_with_as_zeros(pools, ids, targets, error):
     [seen] = pools(1).call(f"{HERE}:refused", path=RUN, samples=(ids, targets), steps=1, **SMALL)
     assert re.match(error, seen)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_run_ends_before_a_gradient_that_is_no_number_is_used(pools, graph):
+    """The loss may be finite: the square root of 0 is, and its gradient is not."""
+    [(error, weights)] = pools(1).call(f"{HERE}:with_wrong_gradient", path=RUN, graph=graph, steps=2, **SMALL)
+    assert re.match(r"FloatingPointError: step 1: the norm of the gradients is (nan|inf); nothing was updated", error)
+    Checks.that(weights and all(np.array_equal(*weight) for weight in weights), "a weight was updated")
+
+
+def test_run_evaluates_without_dropout(pools):
+    [modes] = pools(1).call(f"{HERE}:modes_of_calls", path=RUN, steps=4, micro_batches=1, **SMALL)
+    step, evaluation = [True, True], [False, False]
+    assert modes == [step, step, evaluation] * 2  # one batch has all held-out sequences
 
 
 def test_run_ends_before_a_loss_that_is_no_number_is_used_or_saved(pools, tmp_path):

@@ -52,6 +52,13 @@ def check_loaded(pool, weights, dtype, ranks=None):
             Checks.equal(result["read"], result["held"], f"{dtype}: rank {rank} reads its own numbers, which")
 
 
+@pytest.mark.parametrize("name", ["fully_sharded_module", "pipeline_module"])
+def test_model_that_is_global_already_gets_the_layout_too(pools, name):
+    """One that was data parallel before: its parameters are in B on all ranks."""
+    for rank, held in enumerate(pools(2).call(f"{ON_RANK}:held_of_a_global_model", path=PATHS[name])):
+        Checks.equal(held["as_global"], held["as_local"], name, f"rank {rank}", "elements of each parameter")
+
+
 def test_saved_file_is_the_trained_model(pools, tmp_path):
     target = tmp_path / "model.safetensors"
     [trained, _] = pools(2).call(f"{ON_RANK}:saved", path=WEIGHTS, weights=file_of("float32"), target=str(target))

@@ -5,11 +5,12 @@
     y                   (64, 64)    rows 0-31    rows 32-63    S(0)
     w                   (64, 64)    rows 0-31    rows 32-63    S(0)
 
-Rank 0 alone writes and reads the files, which hold whole tensors: w and its momentum load into any layout. Here half of
-the ranks train with a whole w and save; then all ranks load, with w split as in the table, and train on.
+Rank 0 alone writes and reads the files, which hold whole tensors: w and its momentum load into any layout. To load, it
+needs memory for all of them at once. Here half of the ranks train with a whole w and save; then all ranks load, with w
+split as in the table, and train on.
 
-Moves: to save, (n-1)/n of each split tensor to rank 0; to load, n-1 times each tensor, from all ranks together.
-       S(1) adds an all-to-all to both.
+Moves: to save, an all-gather of each split tensor, (n-1)/n of it from each of n ranks; to load, n-1 times each tensor,
+       from all ranks together. S(1) adds an all-to-all to both.
 Run:   ./launch.sh recipes/data_and_state/checkpoint.py [--graph] [--weights columns] [--checkpoint-dir DIRECTORY]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_and_state/checkpoint.py [--graph]
 Use it in every run that must outlive its job: with --checkpoint-dir and more --steps the next job resumes from there.

@@ -7,13 +7,13 @@
     w1         (8, 4)                         nothing     nothing     whole       whole       B
 
 Each stage is train_data_parallel.py on its own two ranks. Its output keeps its SBP on the way to the next stage, so
-rank 0 sends its rows to rank 2, and rank 1 to rank 3. train_pipeline.py adds micro-batches, which overlap the stages.
+rank 0 sends its rows to rank 2, and rank 1 to rank 3. One stage works at a time; train_pipeline.py overlaps them.
 
 Moves: within a stage an all-reduce of its weight's gradient: each rank sends w0 or w1. Between the stages half of
        relu(x @ w0) from each of ranks 0 and 1, and backward half of its gradient from each of ranks 2 and 3.
 Run:   ./launch.sh recipes/pipelines/train_data_pipeline.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 4 recipes/pipelines/train_data_pipeline.py [--graph]
-Use it when the batch alone cannot feed all ranks and links are slow: put each stage inside a host.
+Use it when each layer fits on one device and the model does not; put each stage inside a host.
 Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
 """
 
@@ -43,6 +43,7 @@ class TrainingGraph(flow.nn.Graph):
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
+        # for micro-batches, first read each weight through flow._C.identity, as gradient_accumulation.py does
 
     def build(self, x, y):
         loss = flow.nn.functional.mse_loss(self.model(x), y)

@@ -14,7 +14,7 @@ number of them. pipeline_schedules.py has other orders, such as 1F1B.
 Moves: forward each stage's output, backward its gradient, (batch, hidden) between neighbours, for any m.
 Run:   ./launch.sh recipes/pipelines/train_pipeline.py [--graph] [--micro-batches 4]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/pipelines/train_pipeline.py [--graph]
-Use it when there are many layers, or links are slow: it moves the least. Choose m several times n.
+Use it when there are many layers, or links are slow: it usually moves the least. Choose m several times n.
 Source: Y. Huang et al., "GPipe", arXiv:1811.06965.
 """
 
@@ -61,6 +61,8 @@ def placements(device, n):
 
 def train(stages, graph=False, steps=3, micro_batches=2, batch=8, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on a placement for each stage; returns the model and the loss of each step."""
+    if batch % micro_batches:  # parts of different sizes would count the same
+        raise ValueError(f"{micro_batches} micro-batches must divide the {batch} rows of a batch")
     features = [in_features, *[hidden_size] * (len(stages) - 1), out_features]
     rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)

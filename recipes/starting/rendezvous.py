@@ -32,6 +32,10 @@ def arguments():
     args = parser.parse_args()
     if not args.init_method.startswith(("env://", "tcp://", "file://")):
         parser.error(f"--init-method {args.init_method}: it begins with env://, tcp:// or file://")
+    needed = ["WORLD_SIZE", "RANK"] + ["MASTER_ADDR", "MASTER_PORT"] * args.init_method.startswith("env://")
+    missing = [name for name in needed if name not in os.environ]
+    if missing:  # OneFlow would start a job of one rank in each process
+        parser.error(f"--init-method {args.init_method}: set {', '.join(missing)}, or use a launcher")
     return args
 
 
@@ -66,6 +70,7 @@ def free_address():
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("no_grpc_proxy", ",")  # else the ranks connect through http_proxy, if it is set
     scheme, place = arguments().init_method.split("://")
     {"env": init_by_env, "tcp": init_by_tcp, "file": init_by_file}[scheme](place)
 

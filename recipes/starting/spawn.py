@@ -71,7 +71,7 @@ def rank_main(pipe):
 def start_rank(rank, n, address, port):
     """Returns the process of a new rank, and our end of its pipe."""
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), WORLD_SIZE=str(n), RANK=str(rank))
-    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ.update(LOCAL_RANK=str(rank), no_grpc_proxy=",")  # else they would connect through http_proxy
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=rank_main, args=(theirs,), daemon=True)
@@ -112,7 +112,7 @@ def reserve_port():
 
 
 def on_ranks(n, *arguments):
-    """Start n ranks, let each multiply, and return what they return."""
+    """Start n ranks, let each multiply, and return what they return. One call at a time: it changes os.environ."""
     processes, pipes, environment = [], [], dict(os.environ)
     with reserve_port() as reserved:
         address, port = reserved.getsockname()

@@ -74,8 +74,9 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--batch", type=int, default=8, help="rows of all ranks together")
     args = parser.parse_args()
-    if args.batch < 1:
-        parser.error(f"--batch {args.batch}: 1 or more")
+    n = flow.env.get_world_size()
+    if args.batch < n:
+        parser.error(f"--batch {args.batch}: {n} or more, a row for each rank")
 
     model, losses = train(args.device, batch=args.batch)
     for name, w in model.named_parameters():

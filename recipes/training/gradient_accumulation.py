@@ -66,6 +66,9 @@ def accumulate(model, x, y, micro_batches):
 
 def train(ranks, graph=False, steps=3, micro_batches=2, batch=16, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on a placement; returns the model and the loss of each step."""
+    n = ranks.ranks.size
+    if batch % (n * micro_batches):  # parts of different sizes would count the same
+        raise ValueError(f"{n} ranks x {micro_batches} micro-batches must divide the {batch} rows of a batch")
     rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)

@@ -41,6 +41,7 @@ class TrainingGraph(flow.nn.Graph):
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
+        # for micro-batches, first read each weight through flow._C.identity, as gradient_accumulation.py does
 
     def build(self, x, y):
         loss = flow.nn.functional.mse_loss(self.model(x), y)
@@ -55,7 +56,8 @@ def placements(device, n):
 
 def train(mesh, graph=False, steps=3, batch=8, in_features=4, hidden_size=8, out_features=4):
     """Train in float32 on a mesh; returns the model and the loss of each step."""
-    # on a mesh a graph of OneFlow 0.9.0 hangs or aborts if the number of ranks does not divide each size
+    if graph and any(size % mesh.ranks.size for size in (batch, in_features, hidden_size, out_features)):
+        raise ValueError("the number of ranks must divide each size, or a graph of OneFlow 0.9.0 hangs or aborts")
     rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, in_features), dtype=np.float32)
     y = rng.standard_normal((batch, out_features), dtype=np.float32)

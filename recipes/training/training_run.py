@@ -12,8 +12,8 @@ are added, over ranks and micro-batches, and divided once, by their number. With
 and the update stays eager: a graph clips each parameter group by its own norm, and LambdaLR has no form for a graph.
 
 Moves: along data one all-reduce of the gradients in a step; along tensor, in each block and micro-batch, 2 all-reduces
-       of the activations forward and 2 backward. To save, the split weights to rank 0.
-Run:   ./launch.sh recipes/training/training_run.py [--graph] [--tensor 2] [--checkpoint-dir DIR --steps 200]
+       of the activations forward and 2 backward. To save, an all-gather of each split weight and of its two moments.
+Run:   ./launch.sh recipes/training/training_run.py [--graph] [--tensor 2] [--checkpoint-dir DIR --steps 40]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/training/training_run.py [--graph]
 Use it to begin a run that must be right and may be stopped. Pipeline stages: gpt.py; dropout: random_numbers.py.
 Source: PyTorch documentation, "Saving and loading a general checkpoint"; I. Loshchilov and F. Hutter, arXiv:1711.05101.
@@ -160,12 +160,13 @@ class GradientGraph(flow.nn.Graph):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        # a graph refuses backward without an optimizer; this one changes nothing
-        self.add_optimizer(flow.optim.SGD(model.parameters(), lr=0.0))
+        # a graph refuses backward without an optimizer: this one updates a weight that nothing uses
+        self.unused = flow.nn.Linear(1, 1, bias=False).to_global(next(model.parameters()).placement, REPLICATED)
+        self.add_optimizer(flow.optim.SGD(self.unused.parameters(), lr=0.0))
 
     def build(self, ids, targets):
         loss, count = sum_of_losses(self.model, ids, targets)
-        loss.backward()
+        (loss + 0 * self.unused.weight.sum()).backward()
         parameters = [parameter.to(flow.Tensor) for parameter in self.model.parameters()]
         return (loss, count, *[parameter.grad for parameter in parameters])
 
@@ -179,24 +180,29 @@ class EvaluationGraph(flow.nn.Graph):
         return sum_of_losses(self.model, ids, targets)
 
 
+def padding(config):
+    """The ids and targets of a sequence without a token."""
+    return np.zeros(config.seq_len, np.int64), np.full(config.seq_len, IGNORE, np.int64)
+
+
 def sample(index, config):
     """The ids and targets of a sequence, padded. Replace it with one that reads your files."""
-    ids = np.zeros(config.seq_len, np.int64)
-    targets = np.full(config.seq_len, IGNORE, np.int64)
-    if index < config.train_samples + config.test_samples:  # else nothing but padding
-        rng = np.random.RandomState(index)
-        start, stride = rng.randint(config.vocab_size), rng.randint(1, 8)
-        length = rng.randint(2, config.seq_len + 1)
-        tokens = (start + stride * np.arange(length + 1)) % config.vocab_size
-        ids[:length], targets[:length] = tokens[:-1], tokens[1:]
+    ids, targets = padding(config)
+    rng = np.random.RandomState(index)
+    start, stride = rng.randint(config.vocab_size), rng.randint(1, 8)
+    length = rng.randint(2, config.seq_len + 1)
+    tokens = (start + stride * np.arange(length + 1)) % config.vocab_size
+    ids[:length], targets[:length] = tokens[:-1], tokens[1:]
     return ids, targets
 
 
 def load_rows(indices, config, mesh):
-    """The global ids and targets of these samples; each rank reads only its own rows."""
+    """The global ids and targets of these samples, padding beyond the last; each rank reads only its own rows."""
     place = np.argwhere(mesh.ranks == flow.env.get_rank())  # along data and tensor; none outside the mesh
     rows = np.split(indices, mesh.ranks.shape[0])[place[0][0]] if len(place) else indices[:0]
-    padded = np.array([sample(index, config) for index in rows], np.int64).reshape(-1, 2, config.seq_len)
+    end = config.train_samples + config.test_samples
+    padded = [sample(index, config) if index < end else padding(config) for index in rows]
+    padded = np.array(padded, np.int64).reshape(-1, 2, config.seq_len)
     wrong = (padded < 0) | (padded >= config.vocab_size)  # OneFlow would compute with zeros, or abort
     wrong[:, 1] &= padded[:, 1] != IGNORE
     if wrong.any():
@@ -252,12 +258,17 @@ def learning_rate(step, config):
 
 
 def clip_gradients(parameters, max_norm):
-    """Scale all gradients by one factor, so that the norm of all groups and shards together is at most max_norm."""
+    """Scale all gradients by one factor, so that the norm of all groups and shards together is at most max_norm.
+
+    Returns the norm before.
+    """
     # linalg.norm of a split tensor is wrong, and clip_grad_norm_ gathers each gradient
     squares = [(p.grad * p.grad).sum().to_global(sbp=REPLICATED) for p in parameters]
-    factor = (max_norm / (flow.sqrt(sum(squares)) + 1e-6)).clamp(max=1.0)
+    norm = flow.sqrt(sum(squares))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for p in parameters:
         p.grad = p.grad * factor
+    return norm.item()  # collective: all ranks call it
 
 
 def train_step(step, model, optimizer, gradients_of, micro_batches, config):
@@ -274,7 +285,9 @@ def train_step(step, model, optimizer, gradients_of, micro_batches, config):
     parameters = list(model.parameters())
     for p, gradient in zip(parameters, gradients):
         p.grad = gradient.to_global(sbp=p.sbp) / count  # the all-reduce along data, once for all micro-batches
-    clip_gradients(parameters, config.clip_grad)
+    norm = clip_gradients(parameters, config.clip_grad)
+    if not math.isfinite(norm):  # the loss may be finite all the same
+        raise FloatingPointError(f"step {step}: the norm of the gradients is {norm}; nothing was updated")
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, config)
     optimizer.step()
@@ -347,6 +360,7 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, 
         optimizer.load_state_dict(state["optimizer"])
         batches.load_state_dict(state["batches"])
         losses, held_out = state["losses"], state["held_out"]
+        del state  # rank 0 has each tensor whole in it
         if log and flow.env.get_rank() == 0:
             print(
                 f"resumes after step {done}, from {checkpoint_dir}/{done}" + ("; all is done" if done >= steps else "")
@@ -355,7 +369,9 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, 
     for step in range(done + 1, steps + 1):
         losses.append(train_step(step, model, optimizer, gradients_of, batches.next(), config))
         if step % config.eval_every == 0:
+            model.eval()  # without dropout, if you add it
             held_out.append(evaluate(sums_of, config, mesh))
+            model.train()
             if log and flow.env.get_rank() == 0:
                 print(f"step {step}  loss {losses[-1]:.4f}  held-out {held_out[-1]:.4f}", flush=True)
         if checkpoint_dir and (step % save_every == 0 or step == steps):

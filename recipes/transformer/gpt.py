@@ -104,6 +104,10 @@ class Config:
             if self.context_parallel:
                 raise ValueError("--experts gives out its slots by whole sequences; leave out --context-parallel")
 
+    def fixed(self):
+        """What a checkpoint and the job that resumes from it must share: num_heads, say, shows in no shape."""
+        return {name: getattr(self, name) for name in ("seq_len", "num_layers", "hidden_size", "num_heads", "experts")}
+
 
 def check_divides(option, parts, size, what):
     if size % parts:
@@ -486,7 +490,11 @@ def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir=None
     done = newest_checkpoint(checkpoint_dir)
     if done:
         state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)
+        saved, own = state["config"], config.fixed()
+        if saved != own:
+            raise ValueError(f"{checkpoint_dir}/{done} is from a model with {saved}, and this one has {own}")
         load_training_state(state, model, optimizer, training)
+        del state  # on rank 0 it has each tensor whole in it
 
     losses, begin = [], time.monotonic()
     for step in range(done + 1, steps + 1):
@@ -500,7 +508,8 @@ def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir=None
             rate = ids.size * (step - done) / (time.monotonic() - begin)
             print(f"step {step}  loss {losses[-1]:.3f}  {rate:.0f} tokens/s", flush=True)
         if checkpoint_dir and (step % save_every == 0 or step == steps):
-            save(training_state(step, model, optimizer, training), checkpoint_dir, step)
+            state = training_state(step, model, optimizer, training)
+            save({**state, "config": config.fixed()}, checkpoint_dir, step)
     return model, losses
 
 

@@ -65,7 +65,9 @@ class Block(flow.nn.Module):
 
 
 def ring(q, k, v, mask):
-    """k and v go from rank to rank; q[r], k[r], v[r] and mask[r] are on rank r, and so is block r of the result.
+    """Causal attention: k and v go from rank to rank, and to none with earlier queries.
+
+    q[r], k[r], v[r] and mask[r] are on rank r, and so is block r of the result.
 
     The block of k and v that each of 3 ranks attends to:
 

@@ -12,11 +12,11 @@
     out          (8, 16)             rows 0-3         rows 4-7         S(0)
 
 A row is a token, ordered sequence before batch, so that the sequence is S(0): eager mode sends more to gather S(1).
-Moves: forward an all-gather into attention and MLP each and a reduce-scatter out of them; backward both again. Each is
-       half an all-reduce of tensor parallel. And an all-reduce of the gradients of the norms' weights.
+Moves: forward and backward 2 all-gathers and 2 reduce-scatters, each half an all-reduce; and the norms' gradients.
 Run:   ./launch.sh recipes/transformer/sequence_parallel.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/sequence_parallel.py [--graph]
-Use it wherever you use tensor parallel and activations fill the memory.
+Use it wherever you use tensor parallel and activations fill the memory. attention_in and mlp_in stay whole until
+backward; Megatron-LM keeps a shard of each and gathers it again.
 Source: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
 """
 
@@ -76,6 +76,7 @@ class TrainingGraph(flow.nn.Graph):
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
+        # for micro-batches, first read each weight through flow._C.identity, as gradient_accumulation.py does
 
     def build(self, x, y):
         out = self.model(x)

@@ -75,6 +75,7 @@ class TrainingGraph(flow.nn.Graph):
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
+        # for micro-batches, first read each weight through flow._C.identity, as gradient_accumulation.py does
 
     def build(self, x, y):
         loss = flow.nn.functional.mse_loss(self.model(x), y)

@@ -12,7 +12,7 @@ Moves: forward an all-to-all of q, k, v and of the result, backward of their gra
        ranks. The more ranks, the less that is; an all-gather of k and v does not shrink.
 Run:   ./launch.sh recipes/transformer/ulysses.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/ulysses.py [--graph]
-Use it when a sequence is too long for one device and there are n heads or more.
+Use it when a sequence is too long for one device and there are n heads or more, also of keys and values.
 Source: S. Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 """
 
@@ -68,6 +68,8 @@ class TrainingGraph(flow.nn.Graph):
 
 def train(ranks, graph=False, seed=0, steps=3, seq_len=8, num_heads=8, head_size=4):
     """Train q, k and v to bring out closer to y; returns the model and the loss, sum((out - y)^2), of each step."""
+    if num_heads < ranks.ranks.size:
+        raise ValueError(f"{num_heads} heads are too few for {ranks.ranks.size} ranks: a rank would have none")
     rng = np.random.default_rng(seed)
     q, k, v, y = rng.standard_normal((4, seq_len, num_heads, head_size), dtype=np.float32)
 

@@ -45,7 +45,8 @@ class LanguageModel(flow.nn.Module):
         x = flow._C.gather(self.table, ids, axis=0)
         x = x.to_global(sbp=ids.sbp, grad_sbp=ids.sbp)
         logits = flow.matmul(x, self.head)
-        # nn.CrossEntropyLoss would gather the logits
+        # nn.CrossEntropyLoss would gather the logits. This one has no ignore_index: give padding the target 0, multiply
+        # its loss by 0, and divide the sum by the number of other targets
         return flow._C.sparse_softmax_cross_entropy(logits + self.unused, targets).mean()
 
 
@@ -54,6 +55,7 @@ class TrainingGraph(flow.nn.Graph):
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
+        # for micro-batches, first read each weight through flow._C.identity, as gradient_accumulation.py does
 
     def build(self, ids, targets):
         loss = self.model(ids, targets)

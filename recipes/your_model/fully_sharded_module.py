@@ -11,7 +11,7 @@ stay whole. model.to_global(sbp=S(0)) alone is not this: it splits activations b
 The model need not fit on one rank: each block is created, sharded and freed before the next one is created. But what
 backward needs of the gathered weights stays until backward: at the peak of a step a rank holds all of them. In eager
 mode, `shard(model, ranks, reshard_after_forward=True)` drops them after the forward of their layer, and gathers them
-again in backward: then a rank holds the gathered weights of one layer at a time.
+again in backward: then a rank holds the gathered weights of one layer at a time, and sends half as much again.
 
 Moves: an all-gather of each parameter, a reduce-scatter of its gradient: each (n-1)/n x their bytes from each rank.
 Run:   ./launch.sh recipes/your_model/fully_sharded_module.py [--graph] [--reshard-after-forward]
@@ -66,7 +66,7 @@ def shard(module, ranks, reshard_after_forward=False):
     """
     rows, whole = flow.sbp.split(0), flow.sbp.broadcast
     for parameter in module.parameters():
-        if not parameter.is_global:  # a block of it may have been sharded before
+        if not parameter.is_global or parameter.sbp != (rows,):  # a block of it may have been sharded before
             has_enough_rows = parameter.ndim > 0 and parameter.shape[0] >= ranks.ranks.size
             replicated = parameter.detach().to_global(placement=ranks, sbp=whole)
             parameter.data = replicated.to_global(sbp=rows if has_enough_rows else whole)

@@ -70,7 +70,7 @@ def assign_stages(model, parts, stages):
     laid_out = {}  # (buffer, stage) -> its global tensor: a buffer that two modules of a stage share stays one
     for part, k in zip(parts, stage_of):
         for parameter in part.parameters():
-            if not parameter.is_global:  # a tied one may be there already
+            if not parameter.is_global or parameter.placement != stages[k]:  # a tied one may be there already
                 parameter.data = parameter.detach().to_global(placement=stages[k], sbp=flow.sbp.broadcast)
         for layer in part.modules():
             for name, buffer in layer._buffers.items():
@@ -248,6 +248,8 @@ def placements(device, n):
 
 def train(stages, graph=False, seed=0, steps=20, optimizer="momentum", micro_batches=2, batch=8, hidden_size=8):
     """Train in float32 on a placement for each stage; returns the model and the loss of each step."""
+    if batch % micro_batches:  # parts of different sizes would count the same
+        raise ValueError(f"{micro_batches} micro-batches must divide the {batch} rows of a batch")
     flow.manual_seed(seed)
     model = Classifier(hidden_size=hidden_size)
     stage_of = assign_stages(model, parts_of(model), stages)

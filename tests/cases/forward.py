@@ -175,7 +175,14 @@ def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_featur
     )
 
 
-@case_of_recipe({"other": {"batch": 8, "in_features": 12, "out_features": 20, "seed": 1}})
+@case_of_recipe(
+    {"other": {"batch": 8, "in_features": 12, "out_features": 20, "seed": 1}},
+    main=Main(
+        refused_expressions=[
+            f"run(placements('cpu', 4), graph=True, {size}=6)" for size in ("batch", "in_features", "out_features")
+        ]
+    ),
+)
 def two_d_sbp(n, graph=False, matmul_scale=1.0, **sizes):
     mesh = [[0, 1], [2, 3]]
     values = reference.one_layer(matmul_scale=matmul_scale, **{"in_features": 4, **sizes})

@@ -92,6 +92,7 @@ PROOFS["gpt"] = Proof(
             *("--experts 1", "--experts 2 --context-parallel", "--checkpoint-dir /proc/checkpoints"),
         ],
         refused_expressions=["placements('cpu', 2, data=1)"],
+        refused_elsewhere=("is from a model with",),
     ),
 )
 known = lru_cache(maxsize=None)(reference_gpt.trained)

@@ -14,7 +14,11 @@ from tests.cases.train import MICRO, UNEVEN
 @case_of_recipe(
     {"other": MICRO, "many": {"batch": 9, "micro_batches": 9}},
     variants=[{"micro_batches": 8}],
-    main=Main(figures=figures.of_pipeline, other_options=["--micro-batches", "4"]),
+    main=Main(
+        figures=figures.of_pipeline,
+        other_options=["--micro-batches", "4"],
+        refused_expressions=["train(placements('cpu', 2), batch=7)"],
+    ),
 )
 def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
     values = reference.trained(steps=steps, matmul_scale=matmul_scale, layers=n, weights_divided_by=2, **sizes)

@@ -42,6 +42,7 @@ def hello_ranks(n, graph=False, nodes=1):
             lambda n, *_: [f"the sum over ranks is {n * (n - 1) // 2}, as in numpy: {' '.join(map(str, range(n)))}"]
         ),
         refused=["--init-method here"],
+        refused_elsewhere=("or use a launcher",),
     ),
 )
 def rendezvous(n, graph=False):

@@ -66,6 +66,7 @@ def train_model_parallel(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
         alone={"micro_batches": 1},
         figures=figures.only_rank_0(figures.all_reduces),
         other_options=["--micro-batches", "4"],
+        refused_expressions=["train(flow.placement.all('cpu'), batch=6)"],
     ),
 )
 def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
@@ -96,6 +97,12 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
 @case_of_recipe(
     {"other": {**UNEVEN, "batch": 16, "in_features": 12, "hidden_size": 20, "out_features": 8}},
     variants=[{"hidden_size": 8}],  # little weight: what is left runs along axis 1
+    main=Main(
+        refused_expressions=[
+            f"train(placements('cpu', 4), graph=True, {size}=6)"
+            for size in ("batch", "in_features", "hidden_size", "out_features")
+        ]
+    ),
 )
 def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     momentum = reference.Optimizer("momentum")
@@ -119,7 +126,7 @@ def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
 
 @case_of_recipe(
     {"uneven": {**UNEVEN, "steps": 2, "seed": 1}},
-    refused={"--batch 0": "1 or more"},
+    refused={"--batch 1": "2 or more, a row for each rank"},
     main=Main(alone={"distributed": False}, other_options=["--batch", "9"]),
 )
 def ddp(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0, **sizes):

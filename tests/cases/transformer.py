@@ -185,7 +185,8 @@ def all_gather_kv(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, 
             lambda n, *_: [
                 f"rank 0 computes the scores of {figures.share(8, n, 0)} of 8 heads, with all 8 queries and keys"
             ]
-        )
+        ),
+        refused_expressions=["train(flow.placement.all('cpu'), num_heads=1)"],
     ),
 )
 def ulysses(n, graph=False, steps=3, seq_len=8, num_heads=8, head_size=4, matmul_scale=1.0, seed=0):

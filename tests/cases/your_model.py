@@ -182,6 +182,7 @@ def tensor_parallel_module(
         figures=figures.parts_held,
         other_options=["--optimizer", "adam", "--micro-batches", "4"],
         refused_expressions=[
+            "train(placements('cpu', 2), batch=7)",
             "(lambda model: assign_stages(model, [model], placements('cpu', 2)))(Classifier())",
             "assign_stages(Classifier(), [Classifier(), Classifier()], placements('cpu', 2))",
             *(

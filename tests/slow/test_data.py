@@ -40,6 +40,11 @@ def test_last_batch_is_smaller_unless_it_is_dropped(pools):
     assert pools(2).call(f"{ON_RANK}:batch_sizes", samples=25, batch=4, drop_last=True) == [[4, 4, 4]] * 2
 
 
+def test_dropout_of_random_numbers_keeps_all_in_eval_mode(pools):
+    [kept] = pools(1).call(f"{ON_RANK}:kept_by_dropout", path=str(path_of("random_numbers")))
+    assert 0.4 < kept["training"] < 0.6 and kept["eval"] == 1
+
+
 @pytest.mark.parametrize("rows, wanted", [((2, 2, 2), 6), ((3, 2, 2), 7), ((2, 3, 2), None), ((4, 2, 2), None)])
 def test_blocks_that_are_not_an_even_split_are_refused(pools, rows, wanted):
     for total in pools(3).call(f"{ON_RANK}:joined", rows_by_rank=rows):

@@ -76,7 +76,7 @@ KINDS_OF_TITLE = {  # if the heading is not the name of the layer
     "Linear as Column, Row": ["Linear"],
     "BatchNorm1d, BatchNorm2d": ["BatchNorm1d", "BatchNorm2d"],
     "LSTM, h0 S(1)": ["LSTM"],
-    "clip_grad_norm_": ["Linear"],
+    "clip_grad_norm_, in a graph clip_grad_max_norm": ["Linear"],
 }
 
 

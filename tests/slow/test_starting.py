@@ -51,6 +51,24 @@ def test_rendezvous_in_vain_is_said_by_the_rank_that_waits(hosts, tmp_path):
     assert (run.code, run.err) == (1, f"rank 1 waited 60 seconds for rank 0 to write {tmp_path}/job\n")
 
 
+def test_rendezvous_without_a_launcher_is_refused():
+    done = Run(sys.executable, RENDEZVOUS, **BARE).wait()
+    words = "--init-method env://: set WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT, or use a launcher"
+    assert done.code == 2 and words in done.err and "Traceback" not in done.err
+
+
+def test_ranks_that_are_started_by_hand_meet_behind_a_proxy():
+    proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "no_grpc_proxy": None}
+    address = f"tcp://127.0.0.1:{free_port()}"
+    runs = [
+        Run(sys.executable, RENDEZVOUS, "--init-method", address, **{**BARE, **proxy, "WORLD_SIZE": "2", "RANK": rank})
+        for rank in "01"
+    ]
+    runs.append(Run(sys.executable, SPAWN, **{**BARE, **proxy}))
+    for run in ended(runs):
+        assert run.code == 0, run.err
+
+
 @pytest.mark.parametrize("where", [(0, 1, 0, 1), (1, 0, 0, 1)], ids=["in turns", "inside out"])
 def test_hello_ranks_tells_hosts_apart(hosts, where):
     """Hosts are numbered by their first rank, and local ranks as in OneFlow."""

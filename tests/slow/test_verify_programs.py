@@ -102,8 +102,8 @@ def test_page(tmp_path):
     """The outputs that the page shows are those of its script, with the mistake and without."""
     [script], (wrong, right) = (blocks_of(PAGE.read_text(), language) for language in ("python", "text"))
     for source, shown in ((script, wrong), (script.replace(" / flow.env.get_world_size()", ""), right)):
-        (tmp_path / "train.py").write_text(source)
-        Checks.equal(launched("-n", 2, tmp_path / "train.py").stdout, shown, "the output")
+        (tmp_path / "mistake.py").write_text(source)
+        Checks.equal(launched("-n", 2, tmp_path / "mistake.py").stdout, shown, "the output")
 
 
 SINGLE = """
