@@ -83,7 +83,7 @@ def test_mesh_trains_as_numpy_with_all_options(pools, mesh, graph):
     Two ranks also train with micro-batches alone: in a pipeline, and in tensor parallelism, where there is a trap.
     """
     sizes = {**SMALL, "num_layers": mesh[2] + 1}  # a pipeline has stages of unequal size
-    runs = [{**FEW, **ALL_OPTIONS, "sums": 9, "micro_batches": 2 if graph else 4}]
+    runs = [{**ALL_OPTIONS, "steps": 2, "sums": 9, "micro_batches": 2 if graph else 4}]
     if mesh in ((1, 2, 1), (1, 1, 2)):
         runs.append({**FEW, "micro_batches": 4})
     for options in runs:

@@ -58,6 +58,14 @@ def printed_by(*command, folder):
     return job.out
 
 
+def shown_of_three_steps(command, folder):
+    """What show or bytes print of a script that trains three steps, where the page's trains 20."""
+    script = (folder / "train.py").read_text()
+    assert script.count("batches(20)") == 1
+    (folder / "train.py").write_text(script.replace("batches(20)", "batches(3)"))
+    return printed_by(command, "-n", 2, "train.py", folder=folder).replace("(3 times each)", "(20 times each)")
+
+
 def losses(folder, n):
     job = Run(LAUNCH, "-n", n, "train.py", cwd=folder).wait()
     assert job.code == 0 and not job.err, job.err
@@ -101,7 +109,7 @@ def test_layout_trains_as_one_device_and_shows_what_the_page_says(tmp_path, alon
     write(tmp_path, files_of(sections))
     check_losses(losses(tmp_path, n), alone, name)
     if "./launch.sh show -n 2 train.py\n" in SECTIONS[name]:
-        assert_shows(printed_by("show", "-n", 2, "train.py", folder=tmp_path), blocks_of(SECTIONS[name], "text")[0])
+        assert_shows(shown_of_three_steps("show", tmp_path), blocks_of(SECTIONS[name], "text")[0])
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +136,7 @@ def test_attention_trains_as_on_one_device(with_attention, mesh, n):
     folder, values = with_attention(mesh, n)
     check_losses(values, with_attention(None, 1)[1], "attention on", mesh)
     if n == 2:
-        shown = printed_by("show", "-n", 2, "train.py", folder=folder)
+        shown = printed_by("show", "-n", 2, "train.py", folder=folder)  # of all steps
         assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[2])
         rows = re.findall(r"backward of blocks\.0-1\.(\S+): about (\d+) kB from a rank each", shown)
         all_reduces = [(name, round(int(kB) / 263)) for name, kB in rows]  # 263 kB: one of x's gradient
@@ -143,7 +151,7 @@ def test_bytes_shows_a_layer_that_the_plan_forgets(tmp_path, with_attention):
     assert forgotten != script
     write(tmp_path, {"train.py": forgotten})
     check_losses(losses(tmp_path, 2), values, "with a layer less")
-    shown = printed_by("bytes", "-n", 2, "train.py", folder=tmp_path)
+    shown = shown_of_three_steps("bytes", tmp_path)
     assert "inside blocks.0" in shown or "not known" in shown, shown
     assert re.search(r"OneFlow inserts \d+ more \(blocks\.0", shown.splitlines()[-1]), shown
 
@@ -198,7 +206,7 @@ def without_classes(recipe):
 def test_bytes_shows_that_split_weights_alone_are_too_little(tmp_path):
     files = files_of(["Tensor parallel"])
     write(tmp_path, {**files, "tensor_parallel_module.py": without_classes(files["tensor_parallel_module.py"])})
-    shown = printed_by("bytes", "-n", 2, "train.py", folder=tmp_path)
+    shown = shown_of_three_steps("bytes", tmp_path)
     assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[1])
 
 
