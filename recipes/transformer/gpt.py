@@ -12,8 +12,8 @@
 
 --sequence-parallel: the residual is S(0) along tensor. Stage k of a pipeline has the k-th part of ranks and layers.
 Moves: data: all-reduce of gradients; context: also all-gather of keys and values, reduce-scatter of their gradients;
-       sharded: all-gather and reduce-scatter of weights; experts: 4 all-to-alls a layer. Tensor: 4 all-reduces a layer,
-       or all-gathers and reduce-scatters of the sequence. Pipeline: the residual.
+       sharded: all-gather and reduce-scatter of weights (in eager mode all these in each micro-batch); experts: 4
+       all-to-alls a layer. Tensor: 4 all-reduces a layer, or as many pairs for the sequence. Pipeline: the residual.
 Run:   ./launch.sh recipes/transformer/gpt.py [--graph] [--tensor 2] [--steps 1000] [--checkpoint-dir DIR] [--check]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/gpt.py [--graph]
 Use it where the layout may change from run to run: a checkpoint of either mode loads on any mesh, in either mode.
@@ -33,8 +33,8 @@ import oneflow as flow
 
 WORLD_SIZES = (2, 1, *range(3, 1025))  # numbers of ranks; launch.sh refuses others
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
-# S(i): each rank holds a slice of dimension i. B: each holds the whole tensor. P, which no entry names: what the ranks
-# hold adds up to the tensor, as after a matmul with a split row weight. Ranks communicate where to_global changes the
+# S(i): each rank holds a slice of dimension i. B: each holds the whole tensor. P, which is in no line below: what the
+# ranks hold adds up to the tensor, as after a matmul with a row weight. Ranks communicate where to_global changes the
 # SBP: P -> B is an all-reduce, P -> S a reduce-scatter, S -> B an all-gather; the input's gradient gets grad_sbp.
 LAYOUT = {  # kind of tensor -> its SBPs along the data and the tensor axis of a mesh
     "ids": (S(0), B),
