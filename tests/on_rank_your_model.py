@@ -34,17 +34,21 @@ def loaded(path, weights, ranks=None):
 
 
 def held_of_a_global_model(path):
-    """How many elements of each parameter this rank holds, of a model that was local, or in B, when it was laid out."""
+    """How many elements of each parameter and buffer this rank holds, by what the model was when it was laid out."""
     module, n, held = recipe.load(path), flow.env.get_world_size(), {}
-    for name in ("as_local", "as_global"):
+    everywhere, rank_0 = flow.placement.all("cpu"), flow.placement("cpu", [0])
+    layouts = {"local": None, "B": (everywhere, flow.sbp.broadcast), "S(0) on rank 0": (rank_0, flow.sbp.split(0))}
+    for name, layout in layouts.items():
         model = module.Classifier()
-        if name == "as_global":
-            model.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
+        model.head.register_buffer("scale", flow.ones(8))
+        if layout:
+            model.to_global(*layout)
         if hasattr(module, "shard"):
             module.shard(model, flow.placement.all("cpu"))
         else:
             module.assign_stages(model, module.parts_of(model), module.placements("cpu", n))
-        held[name] = {key: parameter.to_local().numel() for key, parameter in model.named_parameters()}
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        held[name] = {key: tensor.to_local().numel() for key, tensor in tensors}
     return held
 
 

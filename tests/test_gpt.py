@@ -155,9 +155,9 @@ def test_checkpoint_of_another_model_is_refused(pools, tmp_path):
     """The number of heads shows in no shape."""
     arguments = {"path": GPT, "checkpoint_dir": str(tmp_path), **SMALL}
     pools(1).call(TRAINED, **arguments, steps=1)
-    words = f"ValueError: {tmp_path}/1 is from a model with .*'num_heads': 4.*, and this one has .*'num_heads': 2"
+    words = f"ValueError: {tmp_path}/1 is from a model with .*'num_heads': 4.*, and this one has .*'num_heads': 8"
     with pytest.raises(PoolError, match=words):
-        pools(1).call(TRAINED, **{**arguments, "num_heads": 2}, steps=2)
+        pools(1).call(TRAINED, **{**arguments, "num_heads": 8}, steps=2)
 
 
 @pytest.mark.slow

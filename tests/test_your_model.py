@@ -54,9 +54,10 @@ def check_loaded(pool, weights, dtype, ranks=None):
 
 @pytest.mark.parametrize("name", ["fully_sharded_module", "pipeline_module"])
 def test_model_that_is_global_already_gets_the_layout_too(pools, name):
-    """One that was data parallel before: its parameters are in B on all ranks."""
+    """One that was data parallel before, or sharded on other ranks."""
     for rank, held in enumerate(pools(2).call(f"{ON_RANK}:held_of_a_global_model", path=PATHS[name])):
-        Checks.equal(held["as_global"], held["as_local"], name, f"rank {rank}", "elements of each parameter")
+        for layout in ("B", "S(0) on rank 0"):
+            Checks.equal(held[layout], held["local"], name, f"rank {rank}", layout, "elements of each tensor")
 
 
 def test_saved_file_is_the_trained_model(pools, tmp_path):

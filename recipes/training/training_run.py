@@ -161,12 +161,13 @@ class GradientGraph(flow.nn.Graph):
         super().__init__()
         self.model = model
         # a graph refuses backward without an optimizer: this one updates a weight that nothing uses
-        self.unused = flow.nn.Linear(1, 1, bias=False).to_global(next(model.parameters()).placement, REPLICATED)
-        self.add_optimizer(flow.optim.SGD(self.unused.parameters(), lr=0.0))
+        unused = flow.zeros(1, placement=next(model.parameters()).placement, sbp=REPLICATED)
+        self.unused = flow.nn.ParameterList([flow.nn.Parameter(unused)])
+        self.add_optimizer(flow.optim.SGD(self.unused.parameters()))
 
     def build(self, ids, targets):
         loss, count = sum_of_losses(self.model, ids, targets)
-        (loss + 0 * self.unused.weight.sum()).backward()
+        (loss + 0 * self.unused[0].sum()).backward()
         parameters = [parameter.to(flow.Tensor) for parameter in self.model.parameters()]
         return (loss, count, *[parameter.grad for parameter in parameters])
 

@@ -11,9 +11,9 @@
     norms, positions     (hidden), (seq_len, hidden)  B             B
 
 --sequence-parallel: the residual is S(0) along tensor. Stage k of a pipeline has the k-th part of ranks and layers.
-Moves: data: all-reduce of gradients; context: also all-gather of keys and values, reduce-scatter of their gradients;
-       sharded: all-gather and reduce-scatter of weights (in eager mode all these in each micro-batch); experts: 4
-       all-to-alls a layer. Tensor: 4 all-reduces a layer, or as many pairs for the sequence. Pipeline: the residual.
+Moves: data: all-reduce of gradients (in eager mode in each micro-batch); context: also all-gather of keys and values,
+       reduce-scatter of their gradients; sharded: all-gather and reduce-scatter of weights in each micro-batch;
+       experts: 4 all-to-alls a layer. Tensor: 4 all-reduces a layer, or as many pairs. Pipeline: the residual.
 Run:   ./launch.sh recipes/transformer/gpt.py [--graph] [--tensor 2] [--steps 1000] [--checkpoint-dir DIR] [--check]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/gpt.py [--graph]
 Use it where the layout may change from run to run: a checkpoint of either mode loads on any mesh, in either mode.
@@ -105,7 +105,7 @@ class Config:
                 raise ValueError("--experts gives out its slots by whole sequences; leave out --context-parallel")
 
     def fixed(self):
-        """What a checkpoint and the job that resumes from it must share: num_heads, say, shows in no shape."""
+        """What a checkpoint and the job that resumes from it must share: 4 heads or 8, say, show in no shape."""
         return {name: getattr(self, name) for name in ("seq_len", "num_layers", "hidden_size", "num_heads", "experts")}
 
 

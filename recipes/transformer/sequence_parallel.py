@@ -12,7 +12,7 @@
     out          (8, 16)             rows 0-3         rows 4-7         S(0)
 
 A row is a token, ordered sequence before batch, so that the sequence is S(0): eager mode sends more to gather S(1).
-Moves: forward and backward 2 all-gathers and 2 reduce-scatters, each half an all-reduce; and the norms' gradients.
+Moves: forward 2 all-gathers and 2 reduce-scatters, backward the same, and an all-reduce of the norms' gradients.
 Run:   ./launch.sh recipes/transformer/sequence_parallel.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/sequence_parallel.py [--graph]
 Use it wherever you use tensor parallel and activations fill the memory. attention_in and mlp_in stay whole until
@@ -76,7 +76,7 @@ class TrainingGraph(flow.nn.Graph):
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
-        # for micro-batches, first read each weight through flow._C.identity, as gradient_accumulation.py does
+        # no micro-batches here: they would cut the sequence, which is the first dimension of x; gpt.py has them
 
     def build(self, x, y):
         out = self.model(x)

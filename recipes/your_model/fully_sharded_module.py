@@ -66,14 +66,15 @@ def shard(module, ranks, reshard_after_forward=False):
     """
     rows, whole = flow.sbp.split(0), flow.sbp.broadcast
     for parameter in module.parameters():
-        if not parameter.is_global or parameter.sbp != (rows,):  # a block of it may have been sharded before
+        sharded = parameter.is_global and (parameter.placement, parameter.sbp) == (ranks, (rows,))
+        if not sharded:  # a block of it may have been sharded before
             has_enough_rows = parameter.ndim > 0 and parameter.shape[0] >= ranks.ranks.size
             replicated = parameter.detach().to_global(placement=ranks, sbp=whole)
             parameter.data = replicated.to_global(sbp=rows if has_enough_rows else whole)
     laid_out = {}  # buffer -> its global tensor: a buffer that two modules share stays one
     for layer in module.modules():
         for name, buffer in layer._buffers.items():
-            if buffer is not None and not buffer.is_global:
+            if buffer is not None and (not buffer.is_global or buffer.placement != ranks):
                 if buffer not in laid_out:
                     laid_out[buffer] = buffer.to_global(placement=ranks, sbp=whole)
                 layer._buffers[name] = laid_out[buffer]

@@ -74,7 +74,7 @@ def assign_stages(model, parts, stages):
                 parameter.data = parameter.detach().to_global(placement=stages[k], sbp=flow.sbp.broadcast)
         for layer in part.modules():
             for name, buffer in layer._buffers.items():
-                if buffer is not None and not buffer.is_global:
+                if buffer is not None and (not buffer.is_global or buffer.placement != stages[k]):
                     if (buffer, k) not in laid_out:
                         laid_out[buffer, k] = buffer.to_global(placement=stages[k], sbp=flow.sbp.broadcast)
                     layer._buffers[name] = laid_out[buffer, k]

@@ -104,7 +104,6 @@ def case_of(mesh, graph, steps, more):
         values,
         operations(graph, steps, sizes, passes, forward_matmuls(mesh, sizes), [], []),
         layouts_of_parameters(exact["initial"], mesh)
-        + [(("local", []), ("B, B", mesh))] * graph  # the weight that the graph's optimizer updates
         + operations(graph, steps, sizes, passes, forward_moves(mesh, sizes), loading(mesh), reducing(layout, mesh)),
         reads=operations(
             True, steps, sizes, passes, [], [], [("P, B", mesh), *[("B, B", mesh)] * 2], [("P, B", mesh)] * 2

@@ -58,7 +58,8 @@ def test_rendezvous_without_a_launcher_is_refused():
 
 
 def test_ranks_that_are_started_by_hand_meet_behind_a_proxy():
-    proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "no_grpc_proxy": None}
+    proxy = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    proxy.update(dict.fromkeys(("no_grpc_proxy", "no_proxy", "NO_PROXY")))
     address = f"tcp://127.0.0.1:{free_port()}"
     runs = [
         Run(sys.executable, RENDEZVOUS, "--init-method", address, **{**BARE, **proxy, "WORLD_SIZE": "2", "RANK": rank})
