@@ -91,7 +91,7 @@ def placements(device, n, tensor=2):
 def train(mesh, graph=False, seed=0, steps=3, batch=4, seq_len=4, num_heads=4, head_size=4):
     """Train in float32 on a mesh of two axes; returns the model and the loss of each step."""
     data, tensor = mesh.ranks.shape
-    if graph and (batch % data or num_heads % tensor):  # OneFlow 0.9.0 would hang or abort
+    if batch % data or num_heads % tensor:  # a graph of OneFlow 0.9.0 would hang or abort
         raise ValueError(f"a mesh of {data} x {tensor} must divide the {batch} sequences x {num_heads} heads")
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch * seq_len, num_heads * head_size), dtype=np.float32)

@@ -179,7 +179,7 @@ def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_featur
     {"other": {"batch": 8, "in_features": 12, "out_features": 20, "seed": 1}},
     main=Main(
         refused_expressions=[
-            f"run(placements('cpu', 4), graph=True, {size}=6)" for size in ("batch", "in_features", "out_features")
+            f"run(placements('cpu', 4), {size}=6)" for size in ("batch", "in_features", "out_features")
         ]
     ),
 )

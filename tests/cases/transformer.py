@@ -35,7 +35,7 @@ MEASURED_BLOCK = {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16}
         figures=figures.only_rank_0(
             lambda n, *_: ["each rank computes the attention of 2 of 4 heads, and sends no scores"]
         ),
-        refused_expressions=[f"train(placements('cpu', 4), graph=True, {size}=3)" for size in ("batch", "num_heads")],
+        refused_expressions=[f"train(placements('cpu', 4), {size}=3)" for size in ("batch", "num_heads")],
     ),
 )
 def transformer_block(
