@@ -71,7 +71,7 @@ def rank_main(pipe):
 def start_rank(rank, n, address, port):
     """Returns the process of a new rank, and our end of its pipe."""
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), WORLD_SIZE=str(n), RANK=str(rank))
-    os.environ.update(LOCAL_RANK=str(rank))
+    os.environ["LOCAL_RANK"] = str(rank)
     os.environ.update(no_grpc_proxy=",")  # else the ranks connect through http_proxy, if it is set
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
