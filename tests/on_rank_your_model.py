@@ -1,16 +1,33 @@
 """What the tests of the chapter on your own model call on the ranks of a pool."""
 
+import contextlib
+import io
 import os
 import pathlib
+import sys
 
 import numpy as np
 import oneflow as flow
 
 from harness.measure.calls import replaced
 from harness.measure.rank_memory import memory_size
+from harness.measure.script import run_script
 from harness.measure.sent import sent_by
 from harness.measure.tensors import layout_of
 from harness.start import recipe
+
+
+def printed(path):
+    """What a script prints that is run from its folder; the next one imports modules of its own folder."""
+    out, before, folder = io.StringIO(), os.getcwd(), os.path.dirname(path)
+    os.chdir(folder)
+    with contextlib.redirect_stdout(out):
+        run_script(path)
+    os.chdir(before)
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
+            del sys.modules[name]
+    return out.getvalue()
 
 
 def loaded(path, weights, ranks=None):

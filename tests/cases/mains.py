@@ -226,24 +226,27 @@ def check_elsewhere(pool, path, name, arguments=()):
 
 def arguments_on(name, n):
     """The arguments with which main runs on n ranks."""
-    meshes = {
+    more = {
         "gpt": {3: ["--pipeline", "3", "--num-layers", "3"], 8: ["--tensor", "2", "--pipeline", "2"]},
         "llama": {8: ["--tensor", "4"]},
+        "training_run": dict.fromkeys((3, 6), ["--steps", "4", "--save-every", "2"]),  # its default takes long
     }
-    return [*main_of(name).arguments, *meshes.get(name, {}).get(n, [])]
+    return [*main_of(name).arguments, *more.get(name, {}).get(n, [])]
 
 
 def other_runs(name):
-    """(number of ranks, arguments) besides the first: 3 ranks or the next number, in a graph; the largest up to 8."""
+    """(number of ranks, arguments) besides the first: 3 ranks or the next number, in a graph; the largest up to 8.
+
+    Other options are tried on the largest.
+    """
     first, *others = proven_on(name)
     following = 3 if 3 in others else (others or [first])[0]
     largest = max(n for n in world_sizes(path_of(name)) if n <= 8)
     if following != first or len(modes(name)) == 2:
         yield following, ["--graph"] * (len(modes(name)) == 2)
-    if largest not in (first, following):
-        yield largest, []
-    if main_of(name).other_options:
-        yield following, main_of(name).other_options
+    options = main_of(name).other_options
+    if largest not in (first, following) or options:
+        yield largest, options
 
 
 def lines_that_refuse(name, source):

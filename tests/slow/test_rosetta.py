@@ -5,16 +5,17 @@ They need an environment of their own, .venv-peers: see environments.py.
 
 import json
 import re
-import subprocess
 
 import numpy as np
 import pytest
 
 from harness.report.runs import training_run
+from harness.start.recipe import path_of
 from tests.cases import CASES, ROOT, reference_module
-from tests.cases.ladder import shard_of
+from tests.cases.ladder import MAIN, shard_of
 from tests.cases.reference import Value, split
 from tests.environments import peers
+from tests.forked import LIMIT, Forked
 from tests.jobs import CLEAN, LAUNCH, Run
 from tests.markdown import MATMULS, tables
 
@@ -23,7 +24,11 @@ RANKS = {"train_data_tensor": 4}  # of a twin's main; the others have 2
 STRATEGIES = ("train_data_parallel", "train_model_parallel", "train_data_tensor", "train_pipeline", "fully_sharded")
 ON = [(name, n) for name in STRATEGIES for n in (2, 4) if n == 4 or name not in RANKS]
 WEIGHTS = 2 * 384 * 768 * 4  # bytes of w0 and w1 at the sizes of the SBP atlas
-LIMIT = 600  # seconds; on two cores that 20 others wanted PyTorch's ranks took 60 to start and import
+VARIABLES = {**CLEAN, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+IMPORTED = [  # by the programs
+    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"),
+    *("torch.distributed.checkpoint", "torch.distributed.tensor.debug", "torch.nn.parallel", "torch._dynamo"),
+]
 
 
 @pytest.fixture(scope="session")
@@ -35,18 +40,18 @@ def programs():
     return folder
 
 
-def torchrun(programs, n, *words):
-    command = [programs / "torchrun", "--standalone", "--nproc_per_node", n, *words]
-    return run(command, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+@pytest.fixture(scope="session")
+def pytorch(programs):
+    """A function that runs a program of PyTorch on n ranks, as torchrun does."""
+    with Forked(programs / "python", IMPORTED, ROOT, **VARIABLES) as process:
+        yield process.run
 
 
-def run(command, **variables):
-    """The output of a command that must succeed."""
-    command = [str(word) for word in command]
-    options = {"env": {**CLEAN, **variables}, "text": True, "timeout": LIMIT, "cwd": ROOT, "start_new_session": True}
-    done = subprocess.run(command, capture_output=True, **options)
-    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr[-9000:]}"
-    return done.stdout
+@pytest.fixture(scope="session")
+def jax(programs):
+    """A function that runs a program of JAX, in one process; the first argument is 1."""
+    with Forked(programs / "python", ["jax", "jax.numpy"], ROOT, **VARIABLES) as process:
+        yield process.run
 
 
 PLAN = '{"blocks.*.up": ColwiseParallel(), "blocks.*.down"'
@@ -72,34 +77,34 @@ PLANTED = [  # file, a line or a part of it, a layout that trains as well
 
 
 @pytest.mark.parametrize("file, line, changed", PLANTED, ids=[f"{file}: {changed}" for file, _, changed in PLANTED])
-def test_twin_fails_in_a_different_layout(programs, tmp_path, file, line, changed):
+def test_twin_fails_in_a_different_layout(pytorch, jax, tmp_path, file, line, changed):
     path, text = tmp_path / "twin.py", (ROSETTA / file).read_text()
     assert text.count(line) == 1
     path.write_text(text.replace(line, changed))
     with pytest.raises(AssertionError, match="AssertionError|no attribute '(placements|to_local)'"):
         if file.startswith("jax"):
-            run([programs / "python", path])
+            jax(1, path)
         else:
-            torchrun(programs, RANKS.get((ROSETTA / file).stem, 2), path)
+            pytorch(RANKS.get((ROSETTA / file).stem, 2), path)
 
 
 @pytest.fixture(scope="session")
-def torch_results(programs, tmp_path_factory):
+def torch_results(pytorch, tmp_path_factory):
     """{n: results of rosetta_torch.py by rank}."""
     results = {}
     for n in (2, 4):
         folder = tmp_path_factory.mktemp(f"torch{n}")
         names = [name for name, ranks in ON if ranks == n] + ["tensor_parallel_module"] * (n == 2)
-        torchrun(programs, n, ROOT / "tests" / "rosetta_torch.py", folder, *names)
+        pytorch(n, ROOT / "tests" / "rosetta_torch.py", folder, *names)
         results[n] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(n)]
     return results
 
 
 @pytest.fixture(scope="session")
-def jax_results(programs, tmp_path_factory):
+def jax_results(jax, tmp_path_factory):
     """Results of rosetta_jax.py."""
     file = tmp_path_factory.mktemp("jax") / "results.json"
-    run([programs / "python", ROOT / "tests" / "rosetta_jax.py", file])
+    jax(1, ROOT / "tests" / "rosetta_jax.py", file)
     return json.loads(file.read_text())
 
 
@@ -275,43 +280,45 @@ def test_jax_all_reduces_all_gradients_and_the_loss_at_once(jax_results):
     assert only == ("all-reduce", WEIGHTS, 2, 0, 1)
 
 
-def lines_of(path, programs, name):
-    """What the main of a twin prints, sorted by rank."""
-    if path.parent.name == "pytorch":
-        out = torchrun(programs, RANKS.get(name, 2), path)
-    else:
-        out = run([programs / "python", path])
+def lines_of(out):
+    """What the ranks print, sorted by rank."""
     return sorted(re.findall(r"\[\d] (?:(?!\[\d] ).)+", out))  # ranks write at once, so that two lines may be one
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_recipe_and_twins_print_the_same(programs, name):
-    lines = sorted(Run(LAUNCH, name).wait().out.splitlines())
+def lines_of_recipe(pools, name):
+    outcomes = pools(RANKS.get(name, 2)).call(MAIN, path=str(path_of(name)), arguments=[])
+    lines = sorted(f"[{rank}] {line}" for rank, (_, out, _) in enumerate(outcomes) for line in out.splitlines())
     assert lines
-    pytorch, jax = (lines_of(ROSETTA / framework / f"{name}.py", programs, name) for framework in ("pytorch", "jax"))
+    return lines
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_recipe_and_twins_print_the_same(pools, pytorch, jax, name):
+    lines = lines_of_recipe(pools, name)
+    jax_lines = lines_of(jax(1, ROSETTA / "jax" / f"{name}.py"))
     if name == "train_pipeline":
-        stages = [line for line in jax if "filled up" in line]
+        stages = [line for line in jax_lines if "filled up" in line]
         assert len(stages) == 2
-        jax = sorted({*jax} - {*stages} | {line for line in lines if "nothing of other stages" in line})
-    assert pytorch == lines
-    assert jax == lines
+        jax_lines = sorted({*jax_lines} - {*stages} | {line for line in lines if "nothing of other stages" in line})
+    assert lines_of(pytorch(RANKS.get(name, 2), ROSETTA / "pytorch" / f"{name}.py")) == lines
+    assert jax_lines == lines
 
 
-def test_module_prints_what_the_recipe_prints(programs):
-    lines = Run(LAUNCH, "tensor_parallel_module").wait().out.splitlines()
-    out = lines_of(ROSETTA / "pytorch" / "tensor_parallel_module.py", programs, "tensor_parallel_module")
-    assert sorted(line for line in lines if "loss" not in line) == [line for line in out if "loss" not in line]
+def test_module_prints_what_the_recipe_prints(pools, pytorch):
+    lines = lines_of_recipe(pools, "tensor_parallel_module")
+    out = lines_of(pytorch(2, ROSETTA / "pytorch" / "tensor_parallel_module.py"))
+    assert [line for line in lines if "loss" not in line] == [line for line in out if "loss" not in line]
     assert len(out) == len(lines)
 
 
-def test_matmuls_print_the_blocks_of_the_readme(programs):
+def test_matmuls_print_the_blocks_of_the_readme(pytorch, jax):
     """The same shards in the same order; JAX fills w up with a column of zeros."""
 
     def shards(text):
         return sorted((line[:3], json.loads(line[line.index("[[") :])) for line in text)
 
     expected = shards(MATMULS.splitlines())
-    assert shards(lines_of(ROSETTA / "pytorch" / "matmul_layouts.py", programs, "")) == expected
+    assert shards(lines_of(pytorch(2, ROSETTA / "pytorch" / "matmul_layouts.py"))) == expected
     x, w = Value([[1, 2], [3, 1]]), Value([[2, 0, 1, 0], [1, 3, 2, 0]])
     out = (x @ w).exact
     filled = []
@@ -319,7 +326,7 @@ def test_matmuls_print_the_blocks_of_the_readme(programs):
         partial = x.exact[:, [rank]] @ w.exact[[rank]]
         whole = [out[split((2, 4), dim, rank, 2)] for dim in (0, 1)]
         filled += [(f"[{rank}]", array.tolist()) for array in (*whole, partial, out)]
-    assert shards(lines_of(ROSETTA / "jax" / "matmul_layouts.py", programs, "")) == sorted(filled)
+    assert shards(lines_of(jax(1, ROSETTA / "jax" / "matmul_layouts.py"))) == sorted(filled)
 
 
 SHAPES = {  # plan of rosetta_plans.py -> rank 0's shards of the weights of the embedding, blocks.0.up and blocks.0.down
@@ -333,8 +340,8 @@ SHAPES = {  # plan of rosetta_plans.py -> rank 0's shards of the weights of the 
 }
 
 
-def test_plans_of_your_own_model_train_as_a_single_device_does(programs, tmp_path):
-    torchrun(programs, 4, ROOT / "tests" / "rosetta_plans.py", tmp_path / "results.json")
+def test_plans_of_your_own_model_train_as_a_single_device_does(pytorch, tmp_path):
+    pytorch(4, ROOT / "tests" / "rosetta_plans.py", tmp_path / "results.json")
     results = json.loads((tmp_path / "results.json").read_text())
     shapes = {plan: tuple(result["shapes"].values()) for plan, result in results.items() if "shapes" in result}
     assert shapes == SHAPES
@@ -348,11 +355,12 @@ def test_plans_of_your_own_model_train_as_a_single_device_does(programs, tmp_pat
 
 @pytest.mark.parametrize("framework", ["oneflow", "pytorch", "jax"])
 def test_differences_print_what_is_next_to_them(programs, framework):
+    """By the commands in the first lines of each program."""
     path = ROSETTA / "differences" / f"differences_{framework}.py"
-    if framework == "oneflow":
-        out = Run(LAUNCH, "-n", 2, path).wait().out
-    elif framework == "pytorch":
-        out = torchrun(programs, 2, path)
-    else:
-        out = run([programs / "python", path])
-    assert out == path.with_suffix(".txt").read_text()
+    command = {
+        "oneflow": [LAUNCH, "-n", 2, path],
+        "pytorch": [programs / "torchrun", "--nproc_per_node", 2, path],
+        "jax": [programs / "python", path],
+    }[framework]
+    job = Run(*command, **VARIABLES).wait(LIMIT)
+    assert (job.code, job.out) == (0, path.with_suffix(".txt").read_text()), job.err

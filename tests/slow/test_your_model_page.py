@@ -24,6 +24,7 @@ LAYOUTS = {  # heading -> the sections whose diffs are applied, in order; how ma
     "Fully sharded": (["Fully sharded"], 2),
     "Pipeline": (["Pipeline"], 2),
 }
+PRINTED = f"{ROOT / 'tests' / 'on_rank_your_model.py'}:printed"
 COPIED = ("tensor_parallel_module", "fully_sharded_module", "pipeline_module", "pytorch_weights")
 [SCRIPT] = blocks_of(SECTIONS["The script"], "python")
 
@@ -62,15 +63,20 @@ def shown_of_three_steps(command, folder):
     """What show or bytes print of a script that trains three steps, where the page's trains 20."""
     script = (folder / "train.py").read_text()
     assert script.count("batches(20)") == 1
-    (folder / "train.py").write_text(script.replace("batches(20)", "batches(3)"))
-    return printed_by(command, "-n", 2, "train.py", folder=folder).replace("(3 times each)", "(20 times each)")
+    (folder / "short.py").write_text(script.replace("batches(20)", "batches(3)"))
+    return printed_by(command, "-n", 2, "short.py", folder=folder).replace("(3 times each)", "(20 times each)")
 
 
-def losses(folder, n):
-    job = Run(LAUNCH, "-n", n, "train.py", cwd=folder).wait()
-    assert job.code == 0 and not job.err, job.err
-    steps = re.findall(r"step (\d+)  loss (\S+)", job.out)
-    assert [int(step) for step, _ in steps] == [5, 10, 15, 20], job.out  # by rank 0 alone
+def losses(pool, folder):
+    """The losses that train.py prints on the ranks of a pool: it starts faster than a job."""
+    first, *others = pool.call(PRINTED, path=str(folder / "train.py"))
+    assert not any(others)
+    return losses_in(first)
+
+
+def losses_in(printed):
+    steps = re.findall(r"step (\d+)  loss (\S+)", printed)
+    assert [int(step) for step, _ in steps] == [5, 10, 15, 20], printed
     return np.array([float(loss) for _, loss in steps])
 
 
@@ -82,21 +88,21 @@ def assert_shows(printed, shown):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(pools, tmp_path_factory):
     """The losses of the script on one device, which the page shows."""
     folder = tmp_path_factory.mktemp("alone")
     write(folder, {"train.py": SCRIPT})
-    values = losses(folder, 1)
+    values = losses(pools(1), folder)
     shown = blocks_of(PAGE.read_text(), "text")[0]
     assert [f"{loss:.4f}" for loss in values] == re.findall(r"loss (\S+)", shown)
     return values
 
 
-def test_script_runs_with_the_name_torch(tmp_path, alone):
+def test_script_runs_with_the_name_torch(pools, tmp_path, alone):
     script = SCRIPT.replace("import oneflow as flow", "import oneflow as torch").replace("flow.", "torch.")
     assert "flow." not in script.replace("oneflow", "")
     write(tmp_path, {"train.py": script})
-    check_losses(losses(tmp_path, 1), alone, "with the name torch")
+    check_losses(losses(pools(1), tmp_path), alone, "with the name torch")
 
 
 def check_losses(values, alone, *what):
@@ -104,16 +110,18 @@ def check_losses(values, alone, *what):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_trains_as_one_device_and_shows_what_the_page_says(tmp_path, alone, name):
+def test_layout_trains_as_one_device_and_shows_what_the_page_says(pools, tmp_path, alone, name):
     sections, n = LAYOUTS[name]
     write(tmp_path, files_of(sections))
-    check_losses(losses(tmp_path, n), alone, name)
+    check_losses(losses(pools(n), tmp_path), alone, name)
+    if name == "Data parallel":  # also by the page's command
+        check_losses(losses_in(printed_by("-n", n, "train.py", folder=tmp_path)), alone, name)
     if "./launch.sh show -n 2 train.py\n" in SECTIONS[name]:
         assert_shows(shown_of_three_steps("show", tmp_path), blocks_of(SECTIONS[name], "text")[0])
 
 
 @pytest.fixture(scope="module")
-def with_attention(tmp_path_factory):
+def with_attention(pools, tmp_path_factory):
     """A function of (mesh or None for one device, number of ranks) to a folder and the losses of the model there."""
     _, add, split = blocks_of(SECTIONS["Tensor parallel"], "diff")
     [attention] = blocks_of(SECTIONS["Tensor parallel"], "python")
@@ -125,7 +133,7 @@ def with_attention(tmp_path_factory):
         files["train.py"] = applied(script, split).replace("[[0, 1]]", mesh) if mesh else script
         folder = tmp_path_factory.mktemp("attention")
         write(folder, {**files, "attention.py": attention})
-        return folder, losses(folder, n)
+        return folder, losses(pools(n), folder)
 
     return train
 
@@ -136,21 +144,21 @@ def test_attention_trains_as_on_one_device(with_attention, mesh, n):
     folder, values = with_attention(mesh, n)
     check_losses(values, with_attention(None, 1)[1], "attention on", mesh)
     if n == 2:
-        shown = printed_by("show", "-n", 2, "train.py", folder=folder)  # of all steps
+        shown = shown_of_three_steps("show", folder)
         assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[2])
         rows = re.findall(r"backward of blocks\.0-1\.(\S+): about (\d+) kB from a rank each", shown)
         all_reduces = [(name, round(int(kB) / 263)) for name, kB in rows]  # 263 kB: one of x's gradient
         assert all_reduces == [("up", 1), ("attention.value", 1), ("attention.key", 2)]
 
 
-def test_bytes_shows_a_layer_that_the_plan_forgets(tmp_path, with_attention):
+def test_bytes_shows_a_layer_that_the_plan_forgets(pools, tmp_path, with_attention):
     folder, values = with_attention("[[0, 1]]", 2)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     script = (folder / "train.py").read_text()
     forgotten = re.sub(r".*attention\\\.output.*\n", "", script)
     assert forgotten != script
     write(tmp_path, {"train.py": forgotten})
-    check_losses(losses(tmp_path, 2), values, "with a layer less")
+    check_losses(losses(pools(2), tmp_path), values, "with a layer less")
     shown = shown_of_three_steps("bytes", tmp_path)
     assert "inside blocks.0" in shown or "not known" in shown, shown
     assert re.search(r"OneFlow inserts \d+ more \(blocks\.0", shown.splitlines()[-1]), shown
@@ -191,10 +199,10 @@ def test_memory_by_kind_is_that_of_the_shards(tmp_path, pools, layout, mode):
 
 
 @pytest.mark.parametrize("name", ["Tensor parallel", "Fully sharded"])
-def test_layout_in_a_graph(tmp_path, alone, name):
+def test_layout_in_a_graph(pools, tmp_path, alone, name):
     sections, n = LAYOUTS[name]
     write(tmp_path, files_of([*sections, "In a graph"]))
-    check_losses(losses(tmp_path, n), alone, name, "in a graph")
+    check_losses(losses(pools(n), tmp_path), alone, name, "in a graph")
 
 
 def without_classes(recipe):
@@ -228,14 +236,14 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["Tensor parallel", "Fully sharded", "Pipeline"])
-def test_pytorch_checkpoint_under_each_layout(tmp_path, checkpoint, alone, name):
+def test_pytorch_checkpoint_under_each_layout(pools, tmp_path, checkpoint, alone, name):
     """The losses are the same, although the script draws other weights before it loads these."""
     sections, n = LAYOUTS[name]
     files = files_of([*sections, "From a PyTorch checkpoint"])
     files["train.py"] = files["train.py"].replace("flow.manual_seed(0)", "flow.manual_seed(1)")
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     write(tmp_path, files)
-    check_losses(losses(tmp_path, n), alone, name, "from a checkpoint")
+    check_losses(losses(pools(n), tmp_path), alone, name, "from a checkpoint")
 
 
 def test_page_copies_each_recipe_that_its_scripts_import():
