@@ -108,12 +108,16 @@ class Pool:
         self.port = reserve_port()
         pipes = [connection.fileno() for connection in theirs]
         assignment = self.place(self.world_size, self.port.getsockname()[1])
-        self.ranks = RankProcesses(
-            [WORKER], assignment, self.logs, self.logs, pipes, name="HARNESS_POOL", variables=self.variables
-        )
+        self.ranks = self._processes(assignment, pipes)
         for connection in theirs:
             connection.close()
         self.starts += 1
+
+    def _processes(self, assignment, pipes):
+        variables = self.variables
+        return RankProcesses(
+            [WORKER], assignment, self.logs, self.logs, pipes, name="HARNESS_POOL", variables=variables
+        )
 
     def _answers(self, what, timeout, request=None):
         """The answers to a request by rank; without a request, wait until the ranks are connected. Raises PoolError."""
