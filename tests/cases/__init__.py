@@ -62,13 +62,10 @@ def uneven_of(name, n):
 
 
 def runs():
-    """Every (recipe, world size, graph or not, name of the sizes) that must hold.
-
-    On 3 ranks in eager mode, if there are both: there main runs in a graph, and compares (see mains.py).
-    """
+    """Every (recipe, world size, graph or not, name of the sizes) that must hold."""
     for name in CASES:
         for n in proven_on(name):
-            for graph in modes(name)[: 1 if n == 3 else 2]:
+            for graph in modes(name):
                 for sizes, arguments in sizes_of(name, n).items():
                     if not (graph and PROOFS[name].eager_only in arguments):
                         yield name, n, graph, sizes
