@@ -16,7 +16,7 @@ means would be wrong, as some have fewer rows.
 Moves: an all-reduce of two numbers, or of three by hand; never the samples.
 Run:   ./launch.sh recipes/data_and_state/metrics.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_and_state/metrics.py [--graph]
-Use it whenever a rank reports a loss or an accuracy. Over several batches, add up sums and rows, and divide once.
+Use it whenever a rank reports a loss or an accuracy. Over batches, add up the sums and the row counts, and divide once.
 Source: OneFlow documentation, "Global Tensor"; OneFlow API reference, oneflow.comm.all_reduce.
 """
 

@@ -9,7 +9,7 @@
     w_down1    (8, 4)                       whole       whole       B
 
 A block is relu(x @ w_up) @ w_down. On CPU it raises a graph's peak memory: OneFlow 0.9.0 reuses memory on GPUs only.
-In eager mode a block may not have dropout: backward would draw another mask. Draw it outside, and pass it in.
+In eager mode a block must not contain dropout: backward would draw another mask. Draw the mask outside, and pass it in.
 
 Moves: an all-reduce of each weight's gradient every step: 2 (n-1)/n x the bytes of the weights from each of n ranks.
 Run:   ./launch.sh recipes/memory/activation_checkpointing.py [--graph]

@@ -14,7 +14,7 @@ reshard_after_forward=False: the unsharded weights stay in memory after forward,
 Moves: an all-gather of each weight, a reduce-scatter of its gradient: each (n-1)/n x the weights from each of n ranks.
 Run:   ./launch.sh recipes/memory/fully_sharded.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/memory/fully_sharded.py [--graph]
-Use it when weights, gradients and optimizer state do not fit together, but the weights, whole in a step, do.
+Use it when the weights alone fit on a device, but not with gradients and optimizer state: a step gathers all weights.
 Source: Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277.
 """
 

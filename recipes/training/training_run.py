@@ -261,7 +261,7 @@ def learning_rate(step, config):
 def clip_gradients(parameters, max_norm):
     """Scale all gradients by one factor, so that the norm of all groups and shards together is at most max_norm.
 
-    Returns the norm before.
+    Returns the norm before scaling.
     """
     # linalg.norm of a split tensor is wrong, and clip_grad_norm_ gathers each gradient
     squares = [(p.grad * p.grad).sum().to_global(sbp=REPLICATED) for p in parameters]
@@ -361,7 +361,7 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, 
         optimizer.load_state_dict(state["optimizer"])
         batches.load_state_dict(state["batches"])
         losses, held_out = state["losses"], state["held_out"]
-        del state  # rank 0 has each tensor whole in it
+        del state  # on rank 0 it holds each whole tensor
         if log and flow.env.get_rank() == 0:
             print(
                 f"resumes after step {done}, from {checkpoint_dir}/{done}" + ("; all is done" if done >= steps else "")

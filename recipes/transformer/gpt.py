@@ -13,7 +13,7 @@
 --sequence-parallel: the residual is S(0) along tensor. Stage k of a pipeline has the k-th part of ranks and layers.
 Moves: data: all-reduce of gradients (in eager mode in each micro-batch); context: also all-gather of keys and values,
        reduce-scatter of their gradients; sharded: all-gather and reduce-scatter of weights in each micro-batch;
-       experts: 4 all-to-alls a layer. Tensor: 4 all-reduces a layer, or as many pairs. Pipeline: the residual.
+       experts: 4 all-to-alls, tensor: 4 all-reduces (or all-gathers + reduce-scatters) a layer; pipeline: the residual.
 Run:   ./launch.sh recipes/transformer/gpt.py [--graph] [--tensor 2] [--steps 1000] [--checkpoint-dir DIR] [--check]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/gpt.py [--graph]
 Use it where the layout may change from run to run: a checkpoint of either mode loads on any mesh, in either mode.
@@ -33,7 +33,7 @@ import oneflow as flow
 
 WORLD_SIZES = (2, 1, *range(3, 1025))  # numbers of ranks; launch.sh refuses others
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
-# S(i): each rank holds a slice of dimension i. B: each holds the whole tensor. P, which is in no line below: what the
+# S(i): each rank holds a slice of dimension i. B: each holds the whole tensor. P, which LAYOUT does not use: what the
 # ranks hold adds up to the tensor, as after a matmul with a row weight. Ranks communicate where to_global changes the
 # SBP: P -> B is an all-reduce, P -> S a reduce-scatter, S -> B an all-gather; the input's gradient gets grad_sbp.
 LAYOUT = {  # kind of tensor -> its SBPs along the data and the tensor axis of a mesh
@@ -105,7 +105,7 @@ class Config:
                 raise ValueError("--experts gives out its slots by whole sequences; leave out --context-parallel")
 
     def fixed(self):
-        """What a checkpoint and the job that resumes from it must share: 4 heads or 8, say, show in no shape."""
+        """What a checkpoint must share with a job that resumes from it. The number of heads, say, shows in no shape."""
         return {name: getattr(self, name) for name in ("seq_len", "num_layers", "hidden_size", "num_heads", "experts")}
 
 
@@ -494,7 +494,7 @@ def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir=None
         if saved != own:
             raise ValueError(f"{checkpoint_dir}/{done} is from a model with {saved}, and this one has {own}")
         load_training_state(state, model, optimizer, training)
-        del state  # on rank 0 it has each tensor whole in it
+        del state  # on rank 0 it holds each whole tensor
 
     losses, begin = [], time.monotonic()
     for step in range(done + 1, steps + 1):

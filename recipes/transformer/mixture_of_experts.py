@@ -16,7 +16,7 @@ Moves: slots to the experts and back, and their gradients: 4 all-to-alls, each (
        an all-reduce of the gradients of router and norm.
 Run:   ./launch.sh recipes/transformer/mixture_of_experts.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/mixture_of_experts.py [--graph]
-Use it for more weights at experts x capacity / seq_len = 3 MLPs a token. Left out: z-loss, noise, shared experts.
+Use it for more weights: a token costs experts x capacity / seq_len = 3 MLPs. Left out: z-loss, noise, shared experts.
 Source: W. Fedus et al., "Switch Transformers", arXiv:2101.03961; D. Lepikhin et al., "GShard", arXiv:2006.16668.
 """
 
@@ -135,7 +135,7 @@ class TrainingGraph(flow.nn.Graph):
         self.model = model
         self.aux_loss_coef = model.config.aux_loss_coef
         self.add_optimizer(optimizer)
-        # for micro-batches, first call prepare_for_graph of recipes/your_model: weights, also of norms, need identity
+        # micro-batches: call prepare_for_graph of recipes/your_model, which reads all weights through flow._C.identity
 
     def build(self, x, y):
         out, balance_loss, load, num_dropped = self.model(x)

@@ -75,7 +75,7 @@ class TrainingGraph(flow.nn.Graph):
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
-        # for micro-batches, first call prepare_for_graph of recipes/your_model: weights, also of norms, need identity
+        # micro-batches: call prepare_for_graph of recipes/your_model, which reads all weights through flow._C.identity
 
     def build(self, x, y):
         loss = flow.nn.functional.mse_loss(self.model(x), y)
@@ -92,7 +92,7 @@ def train(mesh, graph=False, seed=0, steps=3, batch=4, seq_len=4, num_heads=4, h
     """Train in float32 on a mesh of two axes; returns the model and the loss of each step."""
     data, tensor = mesh.ranks.shape
     if batch % data or num_heads % tensor:  # a graph of OneFlow 0.9.0 would hang or abort
-        raise ValueError(f"a mesh of {data} x {tensor} must divide the {batch} sequences x {num_heads} heads")
+        raise ValueError(f"{data} data ranks must divide {batch} sequences; {tensor} tensor ranks, {num_heads} heads")
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((batch * seq_len, num_heads * head_size), dtype=np.float32)
     y = rng.standard_normal((batch * seq_len, num_heads * head_size), dtype=np.float32)

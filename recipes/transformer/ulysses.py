@@ -12,7 +12,7 @@ Moves: forward an all-to-all of q, k, v and of the result, backward of their gra
        ranks. The more ranks, the less that is; an all-gather of k and v does not shrink.
 Run:   ./launch.sh recipes/transformer/ulysses.py [--graph]
        python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/ulysses.py [--graph]
-Use it when a sequence is too long for one device and there are n heads or more, also of keys and values.
+Use it when a sequence is too long for one device, and queries, keys and values each have n heads or more.
 Source: S. Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 """
 
