@@ -2,7 +2,6 @@
 
 import os
 import re
-import uuid
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from functools import partial
 from pathlib import Path
@@ -10,25 +9,11 @@ from pathlib import Path
 from harness.pool import Pool, PoolError
 from harness.report import runs
 from harness.start.cores import available
-from harness.start.ranks import RankAssignment, RankProcesses
 from tests.cases import PROOFS
-from tests.forked_ranks import POSSIBLE, fork_server
 
 TIMEOUT = 60  # seconds for a call on a recipe: of 800, on two cores with 20 processes that wanted them, none took 20
 LONGER = {"gpt": 300, "llama": 180, "training_run": 300, "spawn": 180}  # graphs compile slowly; spawn.py starts ranks
 OTHER_CALLS = 300  # for a call on no recipe, such as the measurements of the SBP atlas
-
-
-class ForkedRanks(RankProcesses):
-    """The processes of a pool, forked: see forked_ranks.py."""
-
-    def __init__(self, assignment, pipes, logs):
-        self.processes, self.job = [], uuid.uuid4().hex
-        for rank in range(assignment.nproc_per_node):
-            environment = {**assignment.environment(rank), "HARNESS_JOB": self.job}
-            del environment["HARNESS_PARENT"]
-            process = fork_server().start(environment, assignment.cores[rank], pipes[rank], logs[rank])
-            self.processes.append(process)
 
 
 class RecipePool(Pool):
@@ -42,14 +27,8 @@ class RecipePool(Pool):
     repeated = []  # calls that were repeated because OneFlow died of SIGSEGV
 
     def __init__(self, world_size, timeout=TIMEOUT, repeat=True, **options):
-        super().__init__(world_size, timeout, repeat, **options)
+        super().__init__(world_size, timeout, repeat, forked=True, **options)
         self.recipe_timeout, self.repeated = timeout, RecipePool.repeated
-
-    def _processes(self, assignment, pipes):
-        has_threads = max(map(len, assignment.cores)) > 1  # then it must not fork
-        if has_threads or self.variables or self.place is not RankAssignment or not POSSIBLE:
-            return super()._processes(assignment, pipes)
-        return ForkedRanks(assignment, pipes, self.logs)
 
     def call(self, function, **arguments):
         path = Path(arguments.get("path", ""))

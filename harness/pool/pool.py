@@ -10,11 +10,13 @@ import os
 import signal
 import tempfile
 import time
+import uuid
 from functools import lru_cache
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from harness.pool.forked import POSSIBLE, fork_server
 from harness.start.ranks import RankAssignment, RankProcesses, is_consequence, reserve_port
 
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -25,6 +27,17 @@ START_TIMEOUT = 300  # seconds until new ranks are connected; on a busy machine 
 def resident(pid):
     """The bytes of resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class ForkedRanks(RankProcesses):
+    """The processes of a pool, forked."""
+
+    def __init__(self, assignment, pipes, logs):
+        self.processes, self.job = [], uuid.uuid4().hex
+        for rank in range(assignment.nproc_per_node):
+            environment = {**assignment.environment(rank), "HARNESS_JOB": self.job}
+            del environment["HARNESS_PARENT"]
+            self.processes.append(fork_server().start(environment, assignment.cores[rank], pipes[rank], logs[rank]))
 
 
 class PoolError(Exception):
@@ -47,16 +60,18 @@ class TimeOver(Exception):
 class Pool:
     """Ranks 0 to world_size - 1. Close it, or use it as a context manager."""
 
-    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, place=RankAssignment):
+    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, place=RankAssignment, forked=False):
         """timeout: seconds after which a call counts as hung; the start of the ranks is not counted.
 
         repeat: whether calls may run twice and on different processes: a call runs again if a rank died of SIGSEGV,
         which OneFlow 0.9.0 rarely causes, and the ranks are replaced when a rank uses more memory than LARGE.
         variables: more environment variables of the ranks.
         place: a function from world_size and a port to a RankAssignment; by default all ranks run on this host.
+        forked: whether ranks that have a core each are forked from a process that has imported OneFlow; see forked.py.
         """
         self.world_size, self.timeout, self.repeat = world_size, timeout, repeat
         self.variables, self.place = variables, place
+        self.forked = forked and POSSIBLE and not variables and place is RankAssignment
         self.repeated = []  # the functions of repeated calls
         self.starts = 0  # how often ranks were started
         self.ranks = None
@@ -108,16 +123,15 @@ class Pool:
         self.port = reserve_port()
         pipes = [connection.fileno() for connection in theirs]
         assignment = self.place(self.world_size, self.port.getsockname()[1])
-        self.ranks = self._processes(assignment, pipes)
+        if self.forked and all(len(cores) == 1 for cores in assignment.cores):  # with more, OpenBLAS has threads
+            self.ranks = ForkedRanks(assignment, pipes, self.logs)
+        else:
+            self.ranks = RankProcesses(
+                [WORKER], assignment, self.logs, self.logs, pipes, name="HARNESS_POOL", variables=self.variables
+            )
         for connection in theirs:
             connection.close()
         self.starts += 1
-
-    def _processes(self, assignment, pipes):
-        variables = self.variables
-        return RankProcesses(
-            [WORKER], assignment, self.logs, self.logs, pipes, name="HARNESS_POOL", variables=variables
-        )
 
     def _answers(self, what, timeout, request=None):
         """The answers to a request by rank; without a request, wait until the ranks are connected. Raises PoolError."""

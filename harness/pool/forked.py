@@ -21,7 +21,8 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
-START = Path(__file__).resolve().parents[1] / "harness" / "start"
+HERE = Path(__file__).resolve().parent
+RANK = HERE.parent / "start" / "rank.py"
 CONTROL = "FORKED_RANKS"  # the variable with the file descriptor of the server's socket
 LARGEST = 2**20  # bytes of a message: the environment of a rank
 POSSIBLE = hasattr(ctypes.CDLL(None), "_Fork")  # glibc 2.34 and newer
@@ -70,8 +71,6 @@ def ended():
 
 def become_rank(place, pipe, log, environment, cores, nice):
     """What a new process of a rank has: its session, environment, cores, output, and its own random numbers."""
-    import numpy as np
-
     rank.die_with_parent()
     os.setsid()
     os.sched_setaffinity(0, cores)
@@ -81,7 +80,7 @@ def become_rank(place, pipe, log, environment, cores, nice):
     os.environ.clear()
     os.environ.update(environment)
     random.seed()
-    np.random.seed()
+    sys.modules["numpy"].random.seed()
 
 
 class Fork:
@@ -107,7 +106,7 @@ class ForkServer:
         pipe = os.open(os.devnull, os.O_RDWR)
         numbers = {CONTROL: str(theirs.fileno()), "FORKED_PIPE": str(pipe), "HARNESS_POOL": str(pipe)}
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(START.parent / "pool" / "worker.py")],
+            [sys.executable, __file__, str(HERE / "worker.py")],
             env={**environment, **numbers},
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno(), pipe],
@@ -164,7 +163,7 @@ class ForkedProcess:
 
 @lru_cache(maxsize=None)
 def fork_server():
-    """The only one of this process; it dies with it."""
+    """That of this process; it dies with it."""
     from harness.start.ranks import RankAssignment
 
     return ForkServer({**RankAssignment(1, 0).environment(0), "OMP_NUM_THREADS": "1"})
@@ -172,7 +171,7 @@ def fork_server():
 
 if __name__ == "__main__":
     sys.meta_path.insert(0, Fork())
-    spec = importlib.util.spec_from_file_location("rank", START / "rank.py")
+    spec = importlib.util.spec_from_file_location("rank", RANK)
     rank = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(rank)
     rank.main()
