@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -35,12 +36,13 @@ class Forked:
         self.process.communicate()
 
     def run(self, n, *arguments):
-        """What a program prints on n ranks, which find the variables that torchrun sets. AssertionError if it fails."""
+        """What a program prints on n ranks, which find their number as under torchrun. AssertionError if it fails."""
         words = [str(word) for word in arguments]
         self.process.stdin.write(json.dumps([n, words]) + "\n")
         self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        assert answer, "the process that forks has died"
+        ready = select.select([self.process.stdout], [], [], 2 * LIMIT)[0]
+        answer = self.process.stdout.readline() if ready else ""
+        assert answer, "the process that forks has died, or does not answer"
         codes, out, err = json.loads(answer)
         assert not any(codes), f"{' '.join(words)} on {n} ranks: {codes}\n{out}{err[-9000:]}"
         return out
@@ -58,19 +60,21 @@ def serve(modules):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
             probe.close()
-            pids = [forked(rank, n, port, arguments, out, err) for rank in range(n)]
+            sys.stdout.flush()
+            pids = [forked(rank, n, port, arguments, out, err, answers) for rank in range(n)]
             codes = codes_of(pids)
             for file in (out, err):
                 file.seek(0)
             print(json.dumps([codes, out.read(), err.read()]), file=answers, flush=True)
 
 
-def forked(rank, n, port, arguments, out, err):
+def forked(rank, n, port, arguments, out, err, answers):
     """The id of a process that runs a program as one of n ranks."""
     pid = os.fork()
     if pid:
         return pid
     signal.alarm(LIMIT)
+    os.close(answers.fileno())
     for number, descriptor in enumerate([os.open(os.devnull, os.O_RDONLY), out.fileno(), err.fileno()]):
         os.dup2(descriptor, number)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
@@ -78,6 +82,8 @@ def forked(rank, n, port, arguments, out, err):
     sys.argv, sys.path[0], code = arguments, os.path.dirname(os.path.abspath(arguments[0])), 0
     try:
         runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -91,6 +97,8 @@ def codes_of(pids):
     codes = {}
     while len(codes) < len(pids):
         pid, status = os.wait()
+        if pid not in pids:  # of an imported module
+            continue
         codes[pid] = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
         if codes[pid]:
             for other in set(pids) - set(codes):

@@ -18,10 +18,10 @@ from harness.start import recipe
 
 
 def printed(path):
-    """What a script prints that is run from its folder; the next one imports modules of its own folder."""
+    """What a script prints, also as errors, run from its folder; the next one imports modules of its own folder."""
     out, before, folder = io.StringIO(), os.getcwd(), os.path.dirname(path)
     os.chdir(folder)
-    with contextlib.redirect_stdout(out):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         run_script(path)
     os.chdir(before)
     for name, module in list(sys.modules.items()):

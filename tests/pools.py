@@ -26,8 +26,8 @@ class RecipePool(Pool):
     calling = {}  # pool -> source of the recipe that it calls now
     repeated = []  # calls that were repeated because OneFlow died of SIGSEGV
 
-    def __init__(self, world_size, timeout=TIMEOUT, repeat=True, **options):
-        super().__init__(world_size, timeout, repeat, forked=True, **options)
+    def __init__(self, world_size, timeout=TIMEOUT, repeat=True, forked=True, **options):
+        super().__init__(world_size, timeout, repeat, forked=forked, **options)
         self.recipe_timeout, self.repeated = timeout, RecipePool.repeated
 
     def call(self, function, **arguments):
@@ -81,7 +81,7 @@ class Background:
     def __init__(self, calls):
         self.pool = None
         self.thread = ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,))  # for this thread and its ranks
-        by_ranks = sorted(calls, key=lambda key: calls[key][0])
+        by_ranks = sorted(calls, key=lambda key: calls[key][0] or float("inf"))
         self.futures = {key: self.thread.submit(self._call, *calls[key]) for key in by_ranks}
         self.thread.submit(self._close_pool)
 
@@ -90,7 +90,8 @@ class Background:
             return function(None)
         if self.pool is None or self.pool.world_size != n:
             self._close_pool()
-            self.pool = RecipePool(n, timeout=2 * TIMEOUT)  # other tests have most of the cores
+            # Other tests have most of the cores. These ranks start as those of a user.
+            self.pool = RecipePool(n, timeout=2 * TIMEOUT, forked=False)
         return function(self.pool)
 
     def _close_pool(self):

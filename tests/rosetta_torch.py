@@ -1,4 +1,4 @@
-"""Runs PyTorch's twins of recipes on this rank; started by torchrun, in the environment of the peers.
+"""Runs PyTorch's twins of recipes on this rank, in the environment of the peers; forked.py starts it, or torchrun.
 
     torchrun ... tests/rosetta_torch.py FOLDER NAME ...
 

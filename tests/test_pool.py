@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.pool import Pool, PoolError
+from harness.pool.forked import SERVERS
+from harness.pool.pool import ForkedRanks
 from tests.jobs import LONG, wait_until
 from tests.pools import RecipePool, assert_hangs
 
@@ -65,9 +67,9 @@ def keeps_a_called_graph():
     return reference() is not None
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(2) as pool:
+@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["", "forked"])
+def pool(request):
+    with Pool(2, forked=request.param) as pool:
         yield pool
 
 
@@ -86,6 +88,15 @@ def test_failure_of_one_rank_fails_the_call_and_the_next_one_works(pool, rank, h
     assert caught.value.rank == rank
     assert works(pool) and pool.starts == starts + 1
     assert works(pool) and pool.starts == starts + 1, "ranks live on between calls"
+
+
+def test_call_works_again_after_the_death_of_the_process_that_forks(pool):
+    assert works(pool)
+    if isinstance(pool.ranks, ForkedRanks):  # and not on a machine with more cores than ranks
+        SERVERS[-1].process.kill()
+        with pytest.raises(PoolError, match="died .SIGKILL"):
+            pool.call(f"{__file__}:fail", rank=0, how="hang")
+        assert works(pool)
 
 
 @pytest.mark.slow

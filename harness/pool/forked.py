@@ -1,13 +1,15 @@
-"""Ranks of a pool that are forked from a process that has imported most of OneFlow: that takes a rank 1 s of a core.
+"""Ranks of a pool that are forked from a process that has imported most of OneFlow, which costs 1 s of a core.
 
-As a script it is that process: it runs rank.py and worker.py until OneFlow is about to connect, and forks there, by
+As a script this is that process: it runs rank.py and worker.py until OneFlow is about to connect, and forks there, by
 glibc's _Fork(). That calls no handlers: after fork(), OneFlow takes a process for a worker of a DataLoader, and a graph
-dies in its second call.
+dies in its second call. Forked ranks have one hash seed: what depends on the order of a set is the same on all of them.
 """
 
 import array
+import contextlib
 import ctypes
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -18,67 +20,85 @@ import subprocess
 import sys
 import threading
 import time
-from functools import lru_cache
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RANK = HERE.parent / "start" / "rank.py"
-CONTROL = "FORKED_RANKS"  # the variable with the file descriptor of the server's socket
-LARGEST = 2**20  # bytes of a message: the environment of a rank
+CONTROL, PIPE = "FORKED_CONTROL", "FORKED_PIPE"  # variables with file descriptors of the server
+ENVIRONMENT = dict(os.environ)  # before OneFlow is imported, which adds to it
+LARGEST = 2**18  # bytes of a message: the environment of a rank
+START_TIMEOUT = 300  # seconds until the server has imported OneFlow
 POSSIBLE = hasattr(ctypes.CDLL(None), "_Fork")  # glibc 2.34 and newer
 
 
-def serve(control, pipe):
-    """Fork a rank for each message, and report its exit code; returns in the ranks. pipe: the place of their own."""
+def serve(control, place):
+    """Fork a rank for each message, and report its exit code; returns in the ranks. place: where a rank has its pipe.
+
+    The messages have the number of the rank: {"number", "environment", "cores", "folder", "nice"} is answered by
+    {"number", "pid"} or {"number", "error"}, and {"number", "code"} follows when it has ended.
+    """
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
+    ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG is sent when a thread ends; this process ends with its socket
+    numbers = {}  # process id -> number of the rank
     while True:
         ready, _, _ = select.select([control, awake], [], [])
         if awake in ready:
             os.read(awake, LARGEST)
             for pid, code in ended():
-                control.send(json.dumps([pid, code]).encode())
-        if control in ready:
-            message, ancillary, _, _ = control.recvmsg(LARGEST, socket.CMSG_SPACE(8))
-            if not message:
-                os._exit(0)
-            descriptors = array.array("i", ancillary[0][2])
-            pid = ctypes.PyDLL(None)._Fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                control.close()
-                become_rank(pipe, *descriptors, **json.loads(message))
-                return
-            for descriptor in descriptors:
+                control.send(json.dumps({"number": numbers.pop(pid), "code": code}).encode())
+        if control not in ready:
+            continue
+        message, ancillary, _, _ = control.recvmsg(LARGEST, socket.CMSG_SPACE(8))
+        if not message:
+            os._exit(0)
+        descriptors, request = array.array("i", ancillary[0][2]), json.loads(message)
+        number, threads = request.pop("number"), len(os.listdir("/proc/self/task"))
+        pid = ctypes.PyDLL(None)._Fork() if threads == 1 else -1
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for descriptor in (awake, wake):
                 os.close(descriptor)
-            control.send(json.dumps([pid, None]).encode())
+            control.close()
+            become_rank(place, *descriptors, **request)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if pid > 0:
+            numbers[pid] = number
+            answer = {"pid": pid}
+        else:
+            answer = {"error": f"no rank could be forked from a process with {threads} threads"}
+        control.send(json.dumps({"number": number, **answer}).encode())
 
 
 def ended():
     """Yield the id and the exit code of each process that has ended; -N: killed by signal N."""
-    try:
+    with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
             yield pid, os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
-    except ChildProcessError:
-        return
 
 
-def become_rank(place, pipe, log, environment, cores, nice):
-    """What a new process of a rank has: its session, environment, cores, output, and its own random numbers."""
+def become_rank(place, pipe, log, environment, cores, folder, nice):
+    """Take what a new process of a rank has: output, session, environment, cores, its own random numbers."""
+    for old, new in ((log, 1), (log, 2), (pipe, place)):
+        os.dup2(old, new)
+    for descriptor in (pipe, log):
+        os.close(descriptor)
     rank.die_with_parent()
     os.setsid()
     os.sched_setaffinity(0, cores)
     os.nice(nice)
-    for old, new in ((pipe, place), (log, 1), (log, 2)):
-        os.dup2(old, new)
+    os.chdir(folder)
+    added = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({**added, **environment})
     random.seed()
     sys.modules["numpy"].random.seed()
 
@@ -89,9 +109,9 @@ class Fork:
     def find_spec(self, name, path=None, target=None):
         if name == "oneflow.framework.env_util":
             sys.meta_path.remove(self)
-            serve(socket.socket(fileno=int(os.environ.pop(CONTROL))), int(os.environ.pop("FORKED_PIPE")))
-            for finder in list(sys.meta_path):  # that of rank.py, which waits for rank 0
-                if type(finder).__name__ == "WaitForRank0":
+            serve(socket.socket(fileno=int(os.environ.pop(CONTROL))), int(os.environ.pop(PIPE)))
+            for finder in list(sys.meta_path):
+                if isinstance(finder, rank.WaitForRank0):
                     finder.find_spec(name)
         return None
 
@@ -100,57 +120,72 @@ class ForkServer:
     """The process from which ranks are forked, and what it has said of them."""
 
     def __init__(self, environment):
-        """environment: of a rank 0, with OMP_NUM_THREADS 1."""
+        """environment: of a rank 0."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.lock, self.codes = threading.Lock(), {}
-        pipe = os.open(os.devnull, os.O_RDWR)
-        numbers = {CONTROL: str(theirs.fileno()), "FORKED_PIPE": str(pipe), "HARNESS_POOL": str(pipe)}
+        self.control.settimeout(START_TIMEOUT)
+        self.lock, self.numbers, self.answers, self.codes = threading.Lock(), itertools.count(), {}, {}
+        place = os.open(os.devnull, os.O_RDWR)
+        variables = {CONTROL: str(theirs.fileno()), PIPE: str(place), "HARNESS_POOL": str(place)}
+        variables.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(HERE / "worker.py")],
-            env={**environment, **numbers},
+            env={**environment, **variables},
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno(), pipe],
+            pass_fds=[theirs.fileno(), place],
             start_new_session=True,
         )
         theirs.close()
-        os.close(pipe)
+        os.close(place)
+
+    def is_alive(self):
+        return self.process.poll() is None
 
     def start(self, environment, cores, pipe, log):
-        """The process of a new rank."""
-        message = {"environment": environment, "cores": cores, "nice": os.getpriority(os.PRIO_PROCESS, 0)}
-        message["nice"] -= os.getpriority(os.PRIO_PROCESS, self.process.pid)
-        descriptors = array.array("i", [pipe, log.fileno()])
+        """A new rank: a ForkedProcess. pipe, log: its connection and its output. Raises OSError."""
+        niceness = [os.getpriority(os.PRIO_PROCESS, process) for process in (0, self.process.pid)]
+        request = {"environment": environment, "cores": cores, "folder": os.getcwd(), "nice": niceness[0] - niceness[1]}
         with self.lock:
-            self.control.sendmsg([json.dumps(message).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-            while True:
-                pid, code = self._receive()
-                if code is None:
-                    return ForkedProcess(self, pid)
+            number = next(self.numbers)
+            message = json.dumps({"number": number, **request}).encode()
+            descriptors = array.array("i", [pipe, log.fileno()])
+            self.control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+            while number not in self.answers:
+                if not self._receive():
+                    raise OSError("the process from which ranks are forked has ended")
+            answer = self.answers.pop(number)
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return ForkedProcess(self, number, answer["pid"])
 
     def _receive(self):
-        message = self.control.recv(LARGEST)
-        assert message, "the process from which ranks are forked has died"
-        pid, code = json.loads(message)
-        if code is not None:
-            self.codes[pid] = code
-        return pid, code
+        """Take a message; False if the server has ended."""
+        try:
+            message = self.control.recv(LARGEST)
+        except ConnectionError:
+            message = b""
+        if message:
+            answer = json.loads(message)
+            to = self.codes if "code" in answer else self.answers
+            to[answer["number"]] = answer.get("code", answer)
+        return bool(message)
 
-    def code(self, pid):
-        """The exit code of a rank; None: it runs."""
+    def code(self, number):
+        """The exit code of a rank; None: it runs. Ranks die with the server."""
         with self.lock:
             while select.select([self.control], [], [], 0)[0]:
-                self._receive()
-        return self.codes.get(pid)
+                if not self._receive():
+                    return self.codes.get(number, -signal.SIGKILL)
+        return self.codes.get(number)
 
 
 class ForkedProcess:
     """The process of a rank: the part of subprocess.Popen that RankProcesses uses."""
 
-    def __init__(self, server, pid):
-        self.server, self.pid = server, pid
+    def __init__(self, server, number, pid):
+        self.server, self.number, self.pid = server, number, pid
 
     def poll(self):
-        return self.server.code(self.pid)
+        return self.server.code(self.number)
 
     def wait(self):
         while self.poll() is None:
@@ -158,15 +193,18 @@ class ForkedProcess:
 
     def send_signal(self, signum):
         if self.poll() is None:
-            os.kill(self.pid, signum)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, signum)
 
 
-@lru_cache(maxsize=None)
-def fork_server():
-    """That of this process; it dies with it."""
-    from harness.start.ranks import RankAssignment
+SERVERS = []  # the last one is in use
 
-    return ForkServer({**RankAssignment(1, 0).environment(0), "OMP_NUM_THREADS": "1"})
+
+def fork_server(environment):
+    """That of this process; a new one if it has ended. environment: of a rank 0."""
+    if not (SERVERS and SERVERS[-1].is_alive()):
+        SERVERS.append(ForkServer(environment))
+    return SERVERS[-1]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ START_TIMEOUT = 300  # seconds until new ranks are connected; on a busy machine 
 
 
 def resident(pid):
-    """The bytes of resident memory of a process."""
+    """The bytes of resident memory of a process; 0 if it has ended."""
+    if not Path(f"/proc/{pid}").exists():
+        return 0
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -34,10 +36,20 @@ class ForkedRanks(RankProcesses):
 
     def __init__(self, assignment, pipes, logs):
         self.processes, self.job = [], uuid.uuid4().hex
-        for rank in range(assignment.nproc_per_node):
-            environment = {**assignment.environment(rank), "HARNESS_JOB": self.job}
-            del environment["HARNESS_PARENT"]
-            self.processes.append(fork_server().start(environment, assignment.cores[rank], pipes[rank], logs[rank]))
+        server = fork_server(assignment.environment(0))
+        try:
+            for rank in range(assignment.nproc_per_node):
+                environment = {**assignment.environment(rank), "HARNESS_JOB": self.job}
+                del environment["HARNESS_PARENT"]
+                self.processes.append(server.start(environment, assignment.cores[rank], pipes[rank], logs[rank]))
+        except BaseException:
+            self.end(grace=0)
+            raise
+
+    def _signal_groups(self, signum):
+        super()._signal_groups(signum)
+        for process in self.processes:  # one that has just been forked has no group yet
+            process.send_signal(signum)
 
 
 class PoolError(Exception):
@@ -188,7 +200,8 @@ class Pool:
     def _is_traced(self, rank, before):
         """Whether the log of a rank ends with a new traceback."""
         log = self._log(rank)
-        return log != before and 'rank.py"' in log.rpartition("\n")[2]  # the outermost frame is last
+        outermost = log.rpartition("\n")[2]
+        return log != before and ('rank.py"' in outermost or 'forked.py"' in outermost)
 
     def _wait_until(self, condition):
         deadline = time.monotonic() + 5

@@ -62,7 +62,7 @@ def opened(browser):
 
 
 @pytest.mark.parametrize("which", RANKS)
-def test_recorded_runs_are_those_of_fresh_ranks(pools, which):
+def test_recorded_runs_are_those_of_new_ones(pools, which):
     pairs = matmul_runs.pairs_of(which)
     assert list(RUNS["runs"][which]) == [matmul_runs.key(*pair) for pair in pairs]
     pairs = pairs[:: EVERY[which]]
@@ -212,8 +212,10 @@ def test_moves_are_those_of_the_theory(opened, which):
 
 PROGRAMS = [
     ("1", "P", "S(0)", "B", "eager"),
+    ("2", "S(1)", "S(0)", "B", "eager"),
     ("2", "S(1)", "S(0)", "S(1)", "graph"),
     ("3", "P", "S(0)", "P", "eager"),
+    ("4", "S(0)", "S(1)", "", "graph"),
     ("2x2", "S(0),B", "B,S(1)", "", "graph"),
     "pipeline",
 ]
@@ -602,10 +604,10 @@ def test_bad_address_shows_the_first_view(opened, view):
 
 
 def test_each_choice_by_clicking(opened):
-    for ranks in ("3", "2x2"):
-        browser = opened("#ranks=2&x=S0&w=B")
+    for ranks in ("1", "4", "2", "3", "2x2"):
+        browser = opened("#ranks=3&x=S0&w=B" if ranks == "2" else "#ranks=2&x=S0&w=B")
         browser.one(f"#controls input[name=ranks][value='{ranks}']").click()
-        names = ("x0", "x1", "w0", "w1") if ranks == "2x2" else ("x", "w", "to")
+        names = {"3": ("x", "w", "to"), "2x2": ("x0", "x1", "w0", "w1")}.get(ranks, ("to",))
         for name, sbp in itertools.product(names, NAMES):
             browser.one(f"#controls input[name='{name}'][value='{sbp}']").click()
             chosen = dict(browser.run("return [...new FormData(document.getElementById('controls'))]"))

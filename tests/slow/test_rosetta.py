@@ -16,7 +16,7 @@ from tests.cases.ladder import MAIN, shard_of
 from tests.cases.reference import Value, split
 from tests.environments import peers
 from tests.forked import LIMIT, Forked
-from tests.jobs import CLEAN, LAUNCH, Run
+from tests.jobs import CLEAN, LAUNCH, Run, free_port
 from tests.markdown import MATMULS, tables
 
 ROSETTA, PAGE = ROOT / "docs" / "rosetta", ROOT / "docs" / "rosetta.md"
@@ -353,6 +353,16 @@ def test_plans_of_your_own_model_train_as_a_single_device_does(pytorch, tmp_path
             close(gradient, alone["gradients"][name])
 
 
+def test_twins_run_by_the_commands_of_their_first_lines(programs, pytorch, jax):
+    for command, by_fork in (
+        ([programs / "torchrun", "--nproc_per_node", 2, ROSETTA / "pytorch" / "train_data_parallel.py"], pytorch),
+        ([programs / "python", ROSETTA / "jax" / "train_data_parallel.py"], jax),
+    ):
+        job = Run(*command, **VARIABLES, PET_MASTER_PORT=str(free_port())).wait(LIMIT)
+        assert job.code == 0, job.err
+        assert lines_of(job.out) == lines_of(by_fork(2 if by_fork is pytorch else 1, command[-1]))
+
+
 @pytest.mark.parametrize("framework", ["oneflow", "pytorch", "jax"])
 def test_differences_print_what_is_next_to_them(programs, framework):
     """By the commands in the first lines of each program."""
@@ -362,5 +372,5 @@ def test_differences_print_what_is_next_to_them(programs, framework):
         "pytorch": [programs / "torchrun", "--nproc_per_node", 2, path],
         "jax": [programs / "python", path],
     }[framework]
-    job = Run(*command, **VARIABLES).wait(LIMIT)
+    job = Run(*command, **VARIABLES, PET_MASTER_PORT=str(free_port())).wait(LIMIT)
     assert (job.code, job.out) == (0, path.with_suffix(".txt").read_text()), job.err

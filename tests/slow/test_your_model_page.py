@@ -55,7 +55,7 @@ def write(folder, files):
 def printed_by(*command, folder):
     """What launch.sh with these arguments prints."""
     job = Run(LAUNCH, *command, cwd=folder).wait()
-    assert job.code == 0, job.err
+    assert (job.code, job.err) == (0, "")
     return job.out
 
 
@@ -114,7 +114,7 @@ def test_layout_trains_as_one_device_and_shows_what_the_page_says(pools, tmp_pat
     sections, n = LAYOUTS[name]
     write(tmp_path, files_of(sections))
     check_losses(losses(pools(n), tmp_path), alone, name)
-    if name == "Data parallel":  # also by the page's command
+    if name in ("Data parallel", "Pipeline"):  # also by the page's command
         check_losses(losses_in(printed_by("-n", n, "train.py", folder=tmp_path)), alone, name)
     if "./launch.sh show -n 2 train.py\n" in SECTIONS[name]:
         assert_shows(shown_of_three_steps("show", tmp_path), blocks_of(SECTIONS[name], "text")[0])
