@@ -97,7 +97,9 @@ def pytest_collection_modifyitems(items):
 def pytest_terminal_summary(terminalreporter):
     repeated = RecipePool.repeated + jobs.repeated
     if repeated:
-        terminalreporter.write_line(f"{len(repeated)} calls repeated, as OneFlow died of SIGSEGV: {repeated}")
+        terminalreporter.write_line(
+            f"{len(repeated)} calls repeated, as OneFlow died of SIGSEGV or hung as it exited: {repeated}"
+        )
 
 
 def pytest_unconfigure(config):

@@ -259,7 +259,7 @@ def ended(runs):
     return runs
 
 
-repeated = []  # the commands that were run a second time, because OneFlow died of SIGSEGV
+repeated = []  # the commands that were run a second time, because OneFlow died of SIGSEGV, or hung as it exited
 
 
 def launch(*arguments, **options):
