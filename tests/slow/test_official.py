@@ -7,7 +7,6 @@ import pytest
 from tests.jobs import Run, official, repeated
 from tests.markdown import ENGLISH, blocks
 
-
 RIGHT = {
     "eager": (2, "recipes/data_parallel.py"),
     "graph": (4, "recipes/hybrid_parallel.py", "--graph"),
