@@ -222,7 +222,10 @@ def suspicious(parallel, alone):
     """Lines on what is right in value, and may not be intended."""
     lines = {words: f"look at {words}" for words, changes in passed_to_all(parallel) if not changes}
     for place in {place for facts in alone.facts for place in facts["other_blocks"]}:
-        words = "this local tensor has other numbers on one rank; is each rank's part computed from its own rows alone?"
+        words = (
+            "this local tensor has other numbers when the script runs on one rank; do they depend on other rows, or on "
+            "the process, as the order of a set does?"
+        )
         lines[place] = f"look at {place}: {words}"
     not_numbers = [
         key for key in parallel.keys if key.kind in ("loss", "graph output") and has_nan(parallel.whole(key))

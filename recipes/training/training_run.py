@@ -187,7 +187,11 @@ def padding(config):
 
 
 def sample(index, config):
-    """The ids and targets of a sequence, padded. Replace it with one that reads your files."""
+    """The ids and targets of a sequence, padded. Replace it with one that reads your files.
+
+    Indices below train_samples are for training, and the next test_samples are held out. Open a file once, not in each
+    call. Number tokens alike in every process: the order of set(text) differs from one process to the next.
+    """
     ids, targets = padding(config)
     rng = np.random.RandomState(index)
     start, stride = rng.randint(config.vocab_size), rng.randint(1, 8)
@@ -353,9 +357,10 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, 
     if done:
         state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)  # if rank 0 cannot read it, the others hang
         saved, own = state["config"], config.fixed()
-        changed = [f"{name} {saved.get(name)}" for name in {**saved, **own} if saved.get(name) != own.get(name)]
-        if changed:
-            words = f"is from a run with a different configuration: {', '.join(changed)}"
+        names = [name for name in {**saved, **own} if saved.get(name) != own.get(name)]
+        if names:
+            changed = ", ".join(f"{name} {saved.get(name)}, now {own.get(name)}" for name in names)
+            words = f"is from a run with a different configuration: {changed}"
             raise ValueError(f"{checkpoint_dir}/{done} {words}")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -368,17 +373,18 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, 
             )
 
     for step in range(done + 1, steps + 1):
+        # with dropout, call flow.manual_seed(seed + step) here, or a job that resumes draws other masks (in eager mode)
         losses.append(train_step(step, model, optimizer, gradients_of, batches.next(), config))
         if step % config.eval_every == 0:
             model.eval()  # without dropout, if you add it
             held_out.append(evaluate(sums_of, config, mesh))
             model.train()
-            if log and flow.env.get_rank() == 0:
-                print(f"step {step}  loss {losses[-1]:.4f}  held-out {held_out[-1]:.4f}", flush=True)
         if checkpoint_dir and (step % save_every == 0 or step == steps):
             state = {"config": config.fixed(), "batches": batches.state_dict()}
             state.update(model=model.state_dict(), optimizer=optimizer.state_dict(), losses=losses, held_out=held_out)
             save(state, checkpoint_dir, step)
+        if log and step % config.eval_every == 0 and flow.env.get_rank() == 0:
+            print(f"step {step}  loss {losses[-1]:.4f}  held-out {held_out[-1]:.4f}", flush=True)
     return model, losses, held_out
 
 
