@@ -90,8 +90,8 @@ class Background:
             return function(None)
         if self.pool is None or self.pool.world_size != n:
             self._close_pool()
-            # Other tests have most of the cores. These ranks start as those of a user.
-            self.pool = RecipePool(n, timeout=2 * TIMEOUT, forked=False)
+            # Where other tests compute, these ranks have a tenth of the cores. They start as those of a user.
+            self.pool = RecipePool(n, timeout=15 * TIMEOUT, forked=False)
         return function(self.pool)
 
     def _close_pool(self):
