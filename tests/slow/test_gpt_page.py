@@ -80,7 +80,9 @@ def background_calls(item):
 
 
 @pytest.mark.parametrize(
-    "mesh, graph", [(mesh, graph) for mesh in MESHES for graph in (False, True) if not graph or mesh in IN_A_GRAPH]
+    "mesh, graph",
+    [(mesh, graph) for mesh in MESHES for graph in (False, True) if not graph or mesh in IN_A_GRAPH],
+    ids=str,
 )
 def test_mesh_trains_as_numpy_with_all_options(pools, mesh, graph):
     """Without them it trains below, as a row of the page.
