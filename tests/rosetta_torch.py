@@ -1,4 +1,4 @@
-"""Runs PyTorch's twins of recipes on this rank, in the environment of the peers; forked.py starts it, or torchrun.
+"""Runs PyTorch's twins of recipes on this rank, in the environment of the peers; peer_programs.py starts it.
 
     torchrun ... tests/rosetta_torch.py FOLDER NAME ...
 

@@ -123,6 +123,13 @@ EQUAL = {
 }
 
 
+def test_numbers_in_b_are_the_same_on_any_number_of_ranks(pools):
+    """So a mask that is drawn in B and then split is that of one device."""
+    arguments = {"source": "rand", "graph": False, "sbp": "B", "seeds": "one"}
+    alone, *others = (pools(n).call(f"{ON_RANK}:drawn_by", **arguments)[-1] for n in (1, 2, 3))
+    assert all((block[: len(alone)] == alone).all() for block in others)  # n ranks draw 8 n rows
+
+
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("what", EQUAL, ids=lambda what: f"{what[0]}-{'graph' if what[1] else 'eager'}-{what[2]}")
 def test_equal_seeds_draw_equal_shards_or_not(pools, n, what):

@@ -15,9 +15,9 @@ from tests.cases import CASES, ROOT, reference_module
 from tests.cases.ladder import MAIN, shard_of
 from tests.cases.reference import Value, split
 from tests.environments import peers
-from tests.forked import LIMIT, Forked
 from tests.jobs import CLEAN, LAUNCH, Run, free_port
 from tests.markdown import MATMULS, tables
+from tests.peer_programs import LIMIT, Forked
 
 ROSETTA, PAGE = ROOT / "docs" / "rosetta", ROOT / "docs" / "rosetta.md"
 RANKS = {"train_data_tensor": 4}  # of a twin's main; the others have 2

@@ -1,6 +1,6 @@
 """Run programs of another Python in forked processes, as PyTorch takes longer to import than most programs to run.
 
-python tests/forked.py MODULE ...    imports the modules, and then runs a program for each line of its input
+python tests/peer_programs.py MODULE ...    imports the modules, and then runs a program for each line of its input
 """
 
 import contextlib
