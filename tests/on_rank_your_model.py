@@ -69,6 +69,16 @@ def held_of_a_global_model(path):
     return held
 
 
+def sharded_again(path):
+    """The bytes that this rank sends when a model is sharded a second time, and its part of a buffer that was split."""
+    module, everywhere = recipe.load(path), flow.placement.all("cpu")
+    model = module.shard(module.Classifier(), everywhere)
+    split = flow.ones(8, placement=everywhere, sbp=flow.sbp.split(0))
+    model.head.register_buffer("scale", split)
+    _, sent = sent_by(lambda: module.shard(model, everywhere))
+    return sent, model.head.scale.to_local().numel()
+
+
 def bytes_to_load_and_save(path, hidden_size, target):
     """The bytes of the parameters by SBP, and those that this rank sends to load a split model and to save it."""
     module = recipe.load(path)

@@ -169,12 +169,16 @@ def test_sizes_that_do_not_divide_but_fit_train_as_numpy(pools):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["--tensor", "2", "--sequence-parallel"], ["--pipeline", "2", "--graph"]])
-def test_main_of_a_copy_passes(pools, tmp_path, arguments):
+@pytest.mark.parametrize(
+    "arguments, done", [(["--tensor", "2", "--sequence-parallel"], 46), (["--pipeline", "2", "--graph"], 0)]
+)
+def test_main_of_a_copy_passes(pools, tmp_path, arguments, done):
+    """done: the steps of an earlier job, from whose checkpoint it resumes."""
     path = shutil.copy(GPT, tmp_path)
-    arguments = [*arguments, *options_of({**SMALL, "steps": 51}), "--check"]
-    arguments += ["--checkpoint-dir", str(tmp_path / "saved")]
-    results = pools(2).call(MAIN, path=path, arguments=arguments)
+    arguments = [*arguments, *options_of(SMALL), "--checkpoint-dir", str(tmp_path / "saved"), "--steps"]
+    if done:
+        pools(2).call(MAIN, path=path, arguments=[*arguments, str(done)])
+    results = pools(2).call(MAIN, path=path, arguments=[*arguments, "51", "--check"])
     assert [(code, err) for code, _, err in results] == [(0, "")] * 2 and (tmp_path / "saved" / "51").is_dir()
     out, other_out = (out for _, out, _ in results)
     *_, progress, held, answers, right, last = out.splitlines()
@@ -182,4 +186,4 @@ def test_main_of_a_copy_passes(pools, tmp_path, arguments):
     assert re.fullmatch(r"[\d,]+ of [\d,]+ weights", held) and re.fullmatch(r"[\d,]+ of [\d,]+ weights\n", other_out)
     assert re.fullmatch(r"(\d\d\+\d\d=[\d+=;]{3} ?){8}", answers)
     assert re.fullmatch(r"\d+ of 100 sums that it was not trained on are right", right)
-    assert last == "the losses of steps 1 to 50 are those of a single rank"
+    assert last == f"the losses of steps {done + 1} to 50 are those of a single rank"

@@ -60,6 +60,13 @@ def test_model_that_is_global_already_gets_the_layout_too(pools, name):
             Checks.equal(held[layout], held["local"], name, f"rank {rank}", layout, "elements of each tensor")
 
 
+def test_what_is_global_already_in_this_layout_is_not_moved(pools):
+    """Blocks that were sharded as they were made, and a buffer that the user has split."""
+    for sent, elements in pools(2).call(f"{ON_RANK}:sharded_again", path=PATHS["fully_sharded_module"]):
+        Checks.equal(elements, 4, "elements of the buffer on this rank")
+        Checks.that(sent < 500, "a rank sends", sent, "bytes to shard what is sharded")
+
+
 def test_saved_file_is_the_trained_model(pools, tmp_path):
     target = tmp_path / "model.safetensors"
     [trained, _] = pools(2).call(f"{ON_RANK}:saved", path=WEIGHTS, weights=file_of("float32"), target=str(target))
