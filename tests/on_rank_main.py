@@ -75,6 +75,7 @@ class Rehearsal:
 
     def __post_init__(self):
         self.calls, self.options, self.hooked, self.printing = [], None, False, set()  # the lines of main that print
+        self.lines = []  # of main, one for each call
         self.fake = FakeFlow()
 
     def run(self):
@@ -124,6 +125,7 @@ class Rehearsal:
             bound = inspect.signature(function).bind(*arguments, **keywords)
             bound.apply_defaults()
             self.calls.append((function.__name__, {**bound.arguments}))
+            self.lines.append(sys._getframe(1).f_lineno)
             return proceed(lambda: function(*arguments, **keywords))
 
         return call
@@ -282,7 +284,8 @@ def rehearse(path, arguments=(), values=None, options=True):
     changing: the lines that main prints the second time alone, with the same results;
     unnoticed: the parts that may be off without that main fails, as (number of the call, name, how it is changed);
     defaults: {option: what main takes without it}; helps: {option: its help};
-    options: {option: [(value, exit code, its calls)]}.
+    options: {option: [(value, exit code, its calls)]};
+    elsewhere: (an option with which main calls the entry in another line, option, value, the calls there).
     """
     module = recipe.load(path)
     first = Rehearsal(module, list(arguments)).run()
@@ -313,27 +316,47 @@ def at(value, path):
 
 
 def options_of(first, values):
-    """What becomes of other values of each option of main."""
-    defaults, helps, options = {}, {}, {}
-    for action in first.parser._actions:
-        if action.dest == "help":
-            continue
-        defaults[action.dest], helps[action.dest] = action.default, action.help or ""
-        options[action.dest] = []
+    """What becomes of other values of each option of main, and of those with an option that makes it call elsewhere."""
+    report = {"defaults": {}, "helps": {}, "options": {}, "elsewhere": []}
+    actions, further = [action for action in first.parser._actions if action.dest != "help"], []
+    for action in actions:
+        report["defaults"][action.dest], report["helps"][action.dest] = action.default, action.help or ""
+        report["options"][action.dest] = []
         for value, must in candidates(action, values):
-            with tempfile.TemporaryDirectory() as folder:
-                words = [action.option_strings[0], *([] if value is True else [str(value).replace("FOLDER", folder)])]
-                for more in ([], ["--graph"]):  # some are for a graph alone
-                    again = Rehearsal(first.module, [*first.arguments, *words, *more], first.results, True).run()
-                    accepted = again.options is not None and again.code != 2
-                    if accepted:
-                        break
+            words = words_of(action, value)
+            again, accepted = with_words(first, words)
             if accepted or must:
                 value = getattr(again.options, action.dest, value)
-                options[action.dest].append((value, again.code, in_words(again)))
+                report["options"][action.dest].append((value, again.code, in_words(again)))
+            if accepted and set(again.lines) - set(first.lines):
+                further.append((action, words))
             if accepted and not must:
                 break
-    return {"defaults": defaults, "helps": helps, "options": options}
+    for reaching, words in further:
+        for action in actions:
+            for value, _ in candidates(action, values) if action is not reaching else ():
+                again, accepted = with_words(first, [*words, *words_of(action, value)])
+                if accepted:
+                    calls = [call for call, line in zip(in_words(again), again.lines) if line not in first.lines]
+                    report["elsewhere"].append((reaching.dest, action.dest, value, calls))
+    return report
+
+
+def words_of(action, value):
+    """An option and its value, as they are typed."""
+    return [action.option_strings[0], *([] if value is True else [str(value)])]
+
+
+def with_words(first, words):
+    """Run main again with more words, and with --graph if it refuses them without; and whether it takes them."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [word.replace("FOLDER", folder) for word in words]
+        for more in ([], ["--graph"]):  # some are for a graph alone
+            again = Rehearsal(first.module, [*first.arguments, *words, *more], first.results, True).run()
+            accepted = again.options is not None and again.code != 2
+            if accepted:
+                break
+    return again, accepted
 
 
 def candidates(action, values):
@@ -360,7 +383,8 @@ def played(path, arguments=()):
 def refused(path, arguments=None, expression=None):
     """The lines of a recipe that refuse what main gets, or what an expression of its names does; and the words.
 
-    Main must not compute before. The lines are those of `raise` and of `parser.error`.
+    Main must not compute before. The lines are those of `raise` and of `parser.error`. The words must be the recipe's
+    own, and not those of numpy or OneFlow; those of the operating system name the file.
     """
     module, lines, words = recipe.load(path), [], []
 
@@ -386,6 +410,9 @@ def refused(path, arguments=None, expression=None):
             stop = refusal
             words.append(str(refusal))
     while stop:
+        last = traceback.extract_tb(stop.__traceback__)[-1]
+        if isinstance(stop, ValueError) and str(stop) == words[0] and not last.line.startswith("raise "):
+            raise AssertionError(f"main prints the words of another library: {stop}")
         for frame in traceback.extract_tb(stop.__traceback__):
             if frame.filename == module.__file__ and frame.line.startswith("raise "):
                 lines.append(frame.lineno)

@@ -97,6 +97,13 @@ def check_options(name, report):
         for value, code, calls in tried:
             Checks.that(code != 2, f"--{option} {value} is refused")
             check_option(name, option, value, calls, report)
+    for reaching, option, value, calls in report["elsewhere"]:
+        for _, arguments in calls:
+            where = f"--{reaching} --{option} {value}: a call has"
+            if option == "device":
+                Checks.equal(devices_of(arguments) - {None}, {value}, where)
+            elif option in arguments and option not in main_of(name).alone:
+                Checks.equal(arguments[option], value, where, option)
 
 
 def check_option(name, option, value, calls, report):
@@ -209,6 +216,8 @@ def check_main(pools, path, name, graph=False, options=True):
     call = {"path": str(path), "arguments": arguments, "options": options, "values": main_of(name).values}
     reports = pools(n).call(f"{ON_RANK}:rehearse", **call)
     check_print(name, n, reports, arguments)
+    longest = max((line for report in reports for line in report["out"].splitlines()), key=len)
+    Checks.that(len(longest) <= 120, f"a line is too wide for a page: {longest}")
     check_prints(name, Path(path).read_text(), reports)
     check_comparisons(name, n, reports[0], graph)
     if "options" in reports[0]:
