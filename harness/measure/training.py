@@ -3,30 +3,29 @@
 from harness.measure.calls import watching
 from harness.measure.observe import observed
 from harness.measure.recorder import Recorder
-from harness.measure.sent import growth, quiet, sent_by, wait_for
+from harness.measure.sent import growth, quiet, wait_for
 
 
 def per_step(path, **arguments):
     """{"sent": bytes that this rank sends in a step, "graph": whether it is an nn.Graph}, and `costs`. Collective.
 
-    A graph runs 3 steps: what 2 steps send is counted from the end of its first call to that of its last. In eager mode
-    nothing marks the end of a step, so it is the difference between a run of 3 steps and a run of 1 step.
+    Of 3 steps the first is not counted. A step ends with a call of the graph, or in eager mode with an update of the
+    optimizer; each step has the same number of these.
     """
-    at_end = {}  # graph -> the result of `quiet` at the end of each call
+    ends = {"graph": [], "update": []}  # kind of call -> the result of `quiet` at the end of each
 
     def count(call):
         result = call.proceed()
-        wait_for(result)
-        at_end.setdefault(call.arguments[0], []).append(quiet())
+        if call.kind == "graph":
+            wait_for(result)
+        ends[call.kind].append(quiet())
         return result
 
-    def run(steps):
-        return sent_by(lambda: observed(path, Recorder(keeps_initial=False), steps=steps, **arguments)[0])
-
-    with watching(count, ["graph"]):
-        tensors, sent = run(3)
-        two_steps = sum(growth(first, last) for first, *_, last in at_end.values()) if at_end else sent - run(1)[1]
-    return {"sent": two_steps / 2, "graph": bool(at_end), **costs(tensors)}
+    with watching(count, list(ends)):
+        tensors, _ = observed(path, Recorder(keeps_initial=False), steps=3, **arguments)
+    counts = ends["graph"] or ends["update"]
+    sent = growth(counts[len(counts) // 3 - 1], counts[-1]) / 2
+    return {"sent": sent, "graph": bool(ends["graph"]), **costs(tensors)}
 
 
 def costs(tensors):
