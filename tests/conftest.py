@@ -89,7 +89,8 @@ def pytest_collection_modifyitems(items):
 
     def turn(item):
         last = item.module.__name__.endswith("test_diagnosing")
-        return last, hasattr(item.module, "background_calls"), "pools" in item.fixturenames
+        waits = hasattr(item.module, "background_calls") and bool(item.module.background_calls(item))
+        return last, waits, "pools" in item.fixturenames
 
     items.sort(key=turn)
 

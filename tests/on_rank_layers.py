@@ -102,43 +102,44 @@ def run(kind, options, shape, layout, clip=False, graph=False, arrays=False):
     others = [flow.tensor(array, placement=ranks, sbp=sbp_of(layout["more"])) for array in more]
     flow.manual_seed(0)
     step = Step(lay_out(layer_of(kind, options), ranks, layout["sbps"], layout["how"]), inputs, partial)
-    initial = values_of(step)
+    initial = values_of(step) if arrays else {}
 
     out, forward = sent_by(lambda: step(*others))
     d = gradient_of_out(out.shape, shape)
     d_global = flow.tensor(d, placement=ranks, sbp=sbp_of(label(out.sbp).replace("P", "B")))
     if graph:
-        out, sent, gradients = graph_step(step, d_global, others, clip)
+        out, sent = graph_step(step, d_global, others, clip)
     else:
-        sent, gradients = backward(step, out, d_global, clip)
+        sent = backward(step, out, d_global, clip)
         sent["forward"] = forward
     parameters = dict(step.layer.named_parameters())
     sizes = {"x": x.nbytes, "W": sum(4 * w.numel() for w in parameters.values()), "out": 4 * out.numel()}
     sbps = {"x": layout["x"], **{name: label(w.sbp) for name, w in parameters.items()}, "out": label(out.sbp)}
     result = {"sbp": sbps, "sent": sent, "sizes": sizes}
     if arrays:
+        after = {name: values - initial[name] for name, values in values_of(step).items()} if graph else {}
+        gradients = {f"{name} grad": -change for name, change in after.items()} or gradients_of(step)
         result["arrays"] = {"x": x, "more": more, "d": d, **initial, **gradients, "out": out.numpy()}
         result["same mask"] = kind == "Dropout" and same_mask(out.numpy(), label(out.sbp), ranks.ranks.size)
     return result
 
 
 def backward(step, out, d, clip):
-    """The bytes that this rank sends in backward and in clipping; and the gradients."""
+    """The bytes that this rank sends in backward and in clipping."""
     _, sent = sent_by(lambda: (out.backward(d), [w.grad for w in step.parameters()])[1])
     sent = {"backward": sent}
     if clip:
         _, sent["clip"] = sent_by(lambda: nn.utils.clip_grad_norm_(step.layer.parameters(), MAX_NORM))
     assert all(label(w.grad.sbp) == label(w.sbp) for w in step.parameters())
-    return sent, gradients_of(step)
+    return sent
 
 
 def graph_step(step, d, more, clip):
-    """The output, what this rank sends, and the gradients."""
-    graph, before = StepGraph(step, clip), values_of(step)
+    """The output, and what this rank sends. SGD at lr=1 has subtracted the gradients then."""
+    graph = StepGraph(step, clip)
     graph._compile(d, *more)
     out, sent = sent_by(lambda: graph(d, *more))
-    after = values_of(step)
-    return out, {"graph": sent}, {f"{name} grad": values - after[name] for name, values in before.items()}
+    return out, {"graph": sent}
 
 
 def same_mask(out, sbp, n):

@@ -80,9 +80,11 @@ class Background:
 
     def __init__(self, calls):
         self.pool = None
-        self.thread = ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,))  # for this thread and its ranks
-        by_ranks = sorted(calls, key=lambda key: calls[key][0] or float("inf"))
-        self.futures = {key: self.thread.submit(self._call, *calls[key]) for key in by_ranks}
+        # os.nice is for the thread and its ranks. What has no pool here gets a thread of its own.
+        self.thread, self.other = (ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,)) for _ in range(2))
+        self.futures = {}
+        for key, (n, function) in sorted(calls.items(), key=lambda call: call[1][0]):
+            self.futures[key] = (self.thread if n else self.other).submit(self._call, n, function)
         self.thread.submit(self._close_pool)
 
     def _call(self, n, function):
@@ -110,6 +112,7 @@ class Background:
         for future in self.futures.values():
             future.cancel()
         self.thread.shutdown()
+        self.other.shutdown()
 
 
 def step_call(name, n, mode, **more):
@@ -124,7 +127,7 @@ def assert_hangs(function, *patterns, **arguments):
     On a busy machine they may not have got there in 2 s, so there is a second try.
     """
     for seconds in (2, 60):
-        with Pool(2, timeout=seconds) as pool:
+        with Pool(2, timeout=seconds, forked=True) as pool:
             try:
                 result = pool.call(function, **arguments)
             except PoolError as error:

@@ -108,7 +108,7 @@ def test_hanging_rank_fails_the_call_and_shows_where_it_is():
 @pytest.mark.parametrize("repeat", [False, True])
 def test_ranks_that_use_much_memory_are_replaced_if_calls_may_be_repeated(repeat, monkeypatch):
     monkeypatch.setattr("harness.pool.pool.LARGE", 0)
-    with Pool(2, repeat=repeat) as pool:
+    with Pool(2, repeat=repeat, forked=True) as pool:
         assert works(pool) and works(pool) and pool.starts == 1 + repeat
 
 
@@ -128,7 +128,7 @@ def test_call_is_repeated_after_sigsegv_where_that_is_allowed(pool, tmp_path):
         pool.call(f"{__file__}:crash_once", folder=str(tmp_path))
     assert not pool.repeated
     (tmp_path / "died").unlink()
-    with Pool(2, repeat=True) as repeating:
+    with Pool(2, repeat=True, forked=pool.forked) as repeating:
         assert repeating.call(f"{__file__}:crash_once", folder=str(tmp_path)) == ["well"] * 2
         assert len(repeating.repeated) == 1
 

@@ -70,6 +70,12 @@ def moves(text):
     return [line.strip("↓v ") for line in text.splitlines() if line.startswith("  ")]
 
 
+def test_echo_shows_a_session_as_a_terminal_does(shell):
+    shown = ">>> a = 3\n>>> for i in range(2):\n...     print(a + i)\n...\n[all] 3\n[all] 4\n"
+    text = "a = 3\nfor i in range(2):\n    print(a + i)\n\n(a,\n a)\n"
+    assert shell.type(text, echo=True) == f"{shown}>>> (a,\n...  a)\n[all] (3, 3)\n"
+
+
 def test_equal_answers_are_shown_once_and_others_by_rank(shell):
     assert shell.type("1 + 1\nrank\nprint('a', rank)") == "[all] 2\n[0] 0\n[1] 1\n[0] a 0\n[1] a 1\n"
     assert shell.type("for i in range(2): print(i)\n\nif rank: print(7)\n") == "[all] 0\n[all] 1\n[1] 7\n"

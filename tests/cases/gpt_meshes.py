@@ -176,9 +176,9 @@ def facts(seen, exact, mesh):
 
 
 def sent_in_a_step(seen):
-    """The bytes between two ranks, by (from, to): half of what two steps sent."""
+    """The bytes between two ranks, by (from, to)."""
     before, after = ([result["sent"][step] for result in seen] for step in sorted(seen[0]["sent"]))
-    return {ranks: count / 2 for ranks, count in between_ranks(before, after).items()}
+    return between_ranks(before, after)
 
 
 def axis_of(mesh, *ranks):

@@ -129,7 +129,7 @@ def llama_sizes(n):
         ],
         make_files=damaged,
     ),
-    measured_at={"num_key_value_heads": 4, "hidden_size": 256, "batch": 64, "seq_len": 16},
+    measured_at={"num_key_value_heads": 4, "hidden_size": 256, "batch": 16, "seq_len": 16},
 )
 def llama(
     n,

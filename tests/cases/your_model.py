@@ -10,7 +10,7 @@ from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, reduce
 from tests.cases.reference import unknown
 from tests.cases.reference_module import NUM_CLASSES, SEQ_LEN
 
-MEASURED_MODEL = {"batch": 96, "hidden_size": 384}  # whole models compute much more for what they send
+MEASURED_MODEL = {"batch": 384, "hidden_size": 96}  # whole models compute much more for what they send
 REPLACED = {  # mutations without effect
     r"^nn\.Linear\([\w *]+, [\w *]*hidden_size\) -> type\(": "the layout replaces the layer's class and its forward",
 }
@@ -30,8 +30,8 @@ def trained(trait, layout, recipe):
 
 
 def with_traits(layout):
-    """The tests of models with one unusual trait under a layout, of dropout, buffers and what a subclass adds."""
-    words = f"buffer or subclass or (trait or dropout) and {layout}"
+    """Those of models with an unusual trait, or global already, under a layout; of dropout and a subclass's tensors."""
+    words = f"buffer or subclass or global_already or (trait or dropout) and {layout}"
     files = ("test_your_model.py", "slow/test_traits.py", "slow/test_your_model_bytes.py")
     return [*(f"tests/{file}" for file in files), "-k", words]
 
@@ -115,7 +115,7 @@ def tensor_parallel_sizes(n):
     mesh = {"data": 2} if n > 2 and n % 2 == 0 else {}
     return {
         "other": {**FEW_STEPS, **mesh},
-        "momentum": {"optimizer": "momentum", **mesh},
+        "momentum": {**FEW_STEPS, "optimizer": "momentum", **mesh},
         "data": {"data": n, "steps": 2},
     }
 
@@ -174,7 +174,7 @@ def tensor_parallel_module(
 
 
 @case_of_recipe(
-    {"other": {**FEW_STEPS, "micro_batches": 3}, "adam": {"optimizer": "adam"}},
+    {"other": {**FEW_STEPS, "micro_batches": 3}, "adam": {**FEW_STEPS, "optimizer": "adam"}},
     measured_at=MEASURED_MODEL,
     tests=with_traits("pipeline"),
     equivalent={r"\[0\]\)\] \* n -> \[flow.placement\(args.device, \[0\]\)\]$": "one stage on rank 0, or n there"},
@@ -239,14 +239,14 @@ def pipeline_module(
 
 
 def fully_sharded_sizes(n):
-    sizes = {"other": {**FEW_STEPS, "batch": 7, "num_layers": 1}, "momentum": {"optimizer": "momentum"}}
+    sizes = {"other": {**FEW_STEPS, "batch": 7, "num_layers": 1}, "momentum": {**FEW_STEPS, "optimizer": "momentum"}}
     sizes["reshard"] = {**FEW_STEPS, **RESHARD}
     return {**sizes, "fewer rows than ranks": {**FEW_STEPS, "hidden_size": 3}} if n > 3 else sizes
 
 
 @case_of_recipe(
     fully_sharded_sizes,
-    measured_at=MEASURED_MODEL,
+    measured_at={"batch": 24, "hidden_size": 256},
     tests=with_traits("fully"),
     variants=[RESHARD],
     eager_only="reshard_after_forward",

@@ -10,7 +10,7 @@ import pytest
 from tests.cases import ROOT
 from tests.clusters import Cluster, install
 from tests.environments import linter
-from tests.jobs import EQUAL, MET, SLEEPS, Run, ended, launch, wait_until
+from tests.jobs import EQUAL, MET, PLAIN, SLEEPS, Run, ended, launch, wait_until
 from tests.markdown import CLUSTERS as PAGE
 from tests.markdown import blocks, commands_of
 
@@ -19,7 +19,8 @@ FILES = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE.read_text(), fl
 COMMANDS = [line for text in blocks(PAGE, "bash") if text not in FILES.values() for line in commands_of(text)]
 BATCH = "sbatch --wait train.sbatch"
 OWN = {  # of the tests, beside the files of the page
-    "sleeps.py": MET + SLEEPS + "\n",
+    "sleeps.py": f"{PLAIN}{SLEEPS}\n",
+    "meets.py": f"{MET}{SLEEPS}\n",
     "fails.py": f"{MET}if rank == 3: 1 / 0\n{SLEEPS}\n",
     # The number of steps: endless before the job is requeued, then 50 more than the last checkpoint has.
     "steps.sh": "last=$(ls requeued 2>/dev/null | grep -x '[0-9]*' | sort -n | tail -n 1)\n"
@@ -151,7 +152,7 @@ def test_launcher_that_is_killed_ends_all(cluster, checkout, waiting):
 
 @installs
 def test_scancel_ends_all(cluster, checkout, waiting):
-    job = cluster.run("srun --job-name=sleeps --nodes=2 --ntasks-per-node=2 ./launch.sh sleeps.py", cwd=checkout)
+    job = cluster.run("srun --job-name=sleeps --nodes=2 --ntasks-per-node=2 ./launch.sh meets.py", cwd=checkout)
     job.until("ready")
     assert cluster.run("scancel --name=sleeps").wait().code == 0
     assert ended([job]) and job.code == 128 + signal.SIGTERM

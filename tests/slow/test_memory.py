@@ -66,7 +66,7 @@ def test_resharding_after_forward_frees_the_gathered_weights_until_backward():
 
 
 def test_stages_of_zero_compile_to_one_job_on_cpu_that_keeps_shards():
-    with Pool(2, repeat=True) as pool:  # a stage leaves settings behind, so from the lowest up
+    with Pool(2, repeat=True, forked=True) as pool:  # a stage leaves settings behind, so from the lowest up
         jobs = [pool.call(COMPILED, path=path("zero_optimizer"), stage=stage)[0] for stage in (1, 2, 3)]
     for name in ("w0", "w1"):
         for variable in (f"model.{name}", f"model.{name}-m", f"model.{name}-v"):

@@ -108,13 +108,13 @@ def test_measure_says_how_long_a_step_takes():
     assert abs(share - 100 * (1 - alone / 2 / together)) <= 100 / together + 1  # all three are rounded
 
 
-ROWS, HIDDEN, MICRO_BATCHES = 2048, 1024, 8
+ROWS, HIDDEN, MICRO_BATCHES = 8192, 256, 8
 LARGE = {"batch": MICRO_BATCHES * ROWS, "in_features": 16, "hidden_size": HIDDEN, "out_features": 16, "steps": 1}
 
 
 def peaks(n, name, **arguments):
     """The peak of each rank, on new ranks, in which no memory is left over."""
-    with Pool(n, timeout=300, repeat=True) as pool:
+    with Pool(n, timeout=300, repeat=True, forked=True) as pool:
         results = pool.call(MEMORY, path=str(path_of(name)), keywords={**LARGE, **arguments})
     return [result["peak"] for result in results]
 

@@ -416,7 +416,8 @@ def test_what_is_not_there_is_refused(show):
 
 NAMES = """
 import multiprocessing
-import oneflow as flow
+if multiprocessing.parent_process() is None:
+    import oneflow as flow
 import pool, rank, recipe_mine, recipe_script, worker
 from harness.model import double
 from tests.shapes import SHAPE

@@ -53,7 +53,7 @@ def test_recipe_without_its_cure_sends_more(pools, tmp_path, name, cure, other, 
 
 @pytest.mark.parametrize("name, cure, other", ABORTS)
 def test_graph_without_its_cure_aborts(tmp_path, name, cure, other):
-    with Pool(2) as pool, pytest.raises(PoolError, match="register.cpp:75\\] Check failed"):
+    with Pool(2, forked=True) as pool, pytest.raises(PoolError, match="register.cpp:75\\] Check failed"):
         mode = {} if name in GRAPH_ONLY else {"graph": True}
         sizes = training_sizes(name, **PROOFS[name].measured_at)
         pool.call(PER_STEP, path=without(tmp_path, name, cure, other), **mode, **sizes)

@@ -10,6 +10,7 @@ import pytest
 
 from harness.measure.sbp import Layout
 from harness.start.recipe import all_paths, entry, path_of, world_sizes
+from harness.verify import command
 from harness.verify.cause import cause_of
 from harness.verify.compare import Comparison, Outcome
 from harness.verify.values import Key, Value
@@ -101,9 +102,11 @@ def test_every_program_is_tried():
 def test_page(tmp_path):
     """The outputs that the page shows are those of its script, with the mistake and without."""
     [script], (wrong, right) = (blocks_of(PAGE.read_text(), language) for language in ("python", "text"))
-    for source, shown in ((script, wrong), (script.replace(" / flow.env.get_world_size()", ""), right)):
+    for code, source, shown in ((1, script, wrong), (0, script.replace(" / flow.env.get_world_size()", ""), right)):
         (tmp_path / "mistake.py").write_text(source)
-        Checks.equal(launched("-n", 2, tmp_path / "mistake.py").stdout, shown, "the output")
+        done = launched("-n", 2, tmp_path / "mistake.py")
+        Checks.equal((done.returncode, done.stdout, done.stderr), (code, shown, ""), "exit code and output")
+    Checks.equal([path.name for path in tmp_path.iterdir()], ["mistake.py"], "the folder of the script")
 
 
 SINGLE = """
@@ -180,16 +183,13 @@ def launched(*arguments):
     return subprocess.run([LAUNCH, "verify", *map(str, arguments)], capture_output=True, text=True, timeout=300)
 
 
-def test_exit_codes_and_json(tmp_path):
-    program = tmp_path / "programs_to_verify.py"
-    program.write_text(Path(PROGRAMS).read_text())
-    right = launched("-n", 2, program, "bias_in_p")
-    Checks.equal((right.returncode, right.stderr), (0, ""), "a right program")
-    wrong = launched("--json", "-n", 2, program, "bias_in_p", "--wrong")
-    Checks.equal((wrong.returncode, wrong.stderr), (1, ""), "a wrong program")
-    first = json.loads(wrong.stdout)["first_difference"]
+def test_json(pools, monkeypatch, capsys):
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    arguments = ["--json", "-n", "2", PROGRAMS, "bias_in_p", "--wrong"]
+    monkeypatch.setattr(command, "findings", lambda options: verified(pools, *arguments))
+    Checks.equal(command.main(arguments), 1, "exit code")
+    first = json.loads(capsys.readouterr().out)["first_difference"]
     Checks.equal((first["what"], first["sbp"], first["shape"]), ("down.bias after the update", "P", [4]), "as JSON")
-    Checks.equal([path.name for path in tmp_path.iterdir()], [program.name], "the folder of the script")
 
 
 @pytest.mark.parametrize(
