@@ -112,6 +112,7 @@ def test_job_that_is_killed_midway_ends_with_the_bits_of_an_undisturbed_one(pool
     again, undisturbed = (Run(*command, tmp_path / folder).wait() for folder in ("killed", "at once"))
     assert (again.code, again.err, undisturbed.code, undisturbed.err) == (0, "", 0, "")
     assert "step 4 " in undisturbed.out and "step 4 " not in again.out
+    assert re.findall(r"^\[(\d)\] resumes after step (\d+), from \S+/\2$", again.out, re.MULTILINE) == [("0", saved)]
     folders = [str(tmp_path / name / "20") for name in ("killed", "at once")]
     [[one], [other]] = [pools(1).call(f"{HERE}:loaded", folder=folder) for folder in folders]
     assert one.keys() == other.keys() and len(one[".losses"]) == 20

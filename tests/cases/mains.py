@@ -102,8 +102,8 @@ def check_options(name, report):
             where = f"--{reaching} --{option} {value}: a call has"
             if option == "device":
                 Checks.equal(devices_of(arguments) - {None}, {value}, where)
-            elif option in arguments and option not in main_of(name).alone:
-                Checks.equal(arguments[option], value, where, option)
+            elif option in figures.computing(report)[0] and option not in main_of(name).alone:
+                Checks.equal(arguments.get(option), value, where, option)
 
 
 def check_option(name, option, value, calls, report):
