@@ -102,8 +102,9 @@ def check_options(name, report):
             where = f"--{reaching} --{option} {value}: a call has"
             if option == "device":
                 Checks.equal(devices_of(arguments) - {None}, {value}, where)
-            elif option in figures.computing(report)[0] and option not in main_of(name).alone:
-                Checks.equal(arguments.get(option), value, where, option)
+            elif option in figures.computing(report)[0]:
+                allowed = (value, main_of(name).alone.get(option, value))
+                Checks.that(arguments.get(option) in allowed, where, option, arguments.get(option))
 
 
 def check_option(name, option, value, calls, report):
