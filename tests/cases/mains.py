@@ -103,7 +103,9 @@ def check_options(name, report):
             if option == "device":
                 Checks.equal(devices_of(arguments) - {None}, {value}, where)
             elif option in figures.computing(report)[0]:
-                allowed = (value, main_of(name).alone.get(option, value))
+                allowed = [value, main_of(name).alone.get(option, value)]
+                if (name, reaching, option) == ("elastic_training", "die", "steps"):  # it trains up to --die
+                    continue
                 Checks.that(arguments.get(option) in allowed, where, option, arguments.get(option))
 
 
