@@ -338,7 +338,8 @@ def options_of(first, values):
                 again, accepted = with_words(first, [*words, *words_of(action, value)])
                 if accepted:
                     calls = [call for call, line in zip(in_words(again), again.lines) if line not in first.lines]
-                    report["elsewhere"].append((reaching.dest, action.dest, value, calls))
+                    parsed = getattr(again.options, action.dest)
+                    report["elsewhere"].append((reaching.dest, action.dest, parsed, calls))
     return report
 
 

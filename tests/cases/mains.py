@@ -100,12 +100,10 @@ def check_options(name, report):
     for reaching, option, value, calls in report["elsewhere"]:
         for _, arguments in calls:
             where = f"--{reaching} --{option} {value}: a call has"
+            allowed = [value, main_of(name).alone.get(option, value)]
             if option == "device":
                 Checks.equal(devices_of(arguments) - {None}, {value}, where)
-            elif option in figures.computing(report)[0]:
-                allowed = [value, main_of(name).alone.get(option, value)]
-                if (name, reaching, option) == ("elastic_training", "die", "steps"):  # it trains up to --die
-                    continue
+            elif option in figures.computing(report)[0] and (reaching, option) != ("die", "steps"):  # up to --die
                 Checks.that(arguments.get(option) in allowed, where, option, arguments.get(option))
 
 
