@@ -38,6 +38,11 @@ def pools():
         yield pools
 
 
+def calls_of(item):
+    """The background calls that a test needs."""
+    return item.module.background_calls(item) if hasattr(item.module, "background_calls") else {}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def measured(request):
     """A function from a key to the result of a background call, as `background_calls` of a test module names it.
@@ -46,8 +51,7 @@ def measured(request):
     """
     calls = {}
     for item in request.session.items:
-        if hasattr(item.module, "background_calls"):
-            calls.update(item.module.background_calls(item))
+        calls.update(calls_of(item))
     background = Background(calls)
     yield background.result
     background.close()
@@ -89,8 +93,7 @@ def pytest_collection_modifyitems(items):
 
     def turn(item):
         last = item.module.__name__.endswith("test_diagnosing")
-        waits = hasattr(item.module, "background_calls") and bool(item.module.background_calls(item))
-        return last, waits, "pools" in item.fixturenames
+        return last, bool(calls_of(item)), "pools" in item.fixturenames
 
     items.sort(key=turn)
 

@@ -117,8 +117,7 @@ def run(kind, options, shape, layout, clip=False, graph=False, arrays=False):
     sbps = {"x": layout["x"], **{name: label(w.sbp) for name, w in parameters.items()}, "out": label(out.sbp)}
     result = {"sbp": sbps, "sent": sent, "sizes": sizes}
     if arrays:
-        after = {name: values - initial[name] for name, values in values_of(step).items()} if graph else {}
-        gradients = {f"{name} grad": -change for name, change in after.items()} or gradients_of(step)
+        gradients = subtracted(step, initial) if graph else gradients_of(step)
         result["arrays"] = {"x": x, "more": more, "d": d, **initial, **gradients, "out": out.numpy()}
         result["same mask"] = kind == "Dropout" and same_mask(out.numpy(), label(out.sbp), ranks.ranks.size)
     return result
@@ -135,7 +134,7 @@ def backward(step, out, d, clip):
 
 
 def graph_step(step, d, more, clip):
-    """The output, and what this rank sends. SGD at lr=1 has subtracted the gradients then."""
+    """The output, and what this rank sends."""
     graph = StepGraph(step, clip)
     graph._compile(d, *more)
     out, sent = sent_by(lambda: graph(d, *more))
@@ -151,6 +150,11 @@ def same_mask(out, sbp, n):
 def values_of(step):
     """The parameters by name, copied: numpy() of a tensor that is B shares its memory."""
     return {name.replace("layer.", ""): w.numpy().copy() for name, w in step.named_parameters()}
+
+
+def subtracted(step, initial):
+    """The gradients, as SGD at lr=1 has subtracted them from the initial values."""
+    return {f"{name} grad": initial[name] - values for name, values in values_of(step).items()}
 
 
 def gradients_of(step):

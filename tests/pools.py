@@ -81,10 +81,10 @@ class Background:
     def __init__(self, calls):
         self.pool = None
         # os.nice is for the thread and its ranks. What has no pool here gets a thread of its own.
-        self.thread, self.other = (ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,)) for _ in range(2))
+        self.thread, self.unpooled = (ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,)) for _ in range(2))
         self.futures = {}
         for key, (n, function) in sorted(calls.items(), key=lambda call: call[1][0]):
-            self.futures[key] = (self.thread if n else self.other).submit(self._call, n, function)
+            self.futures[key] = (self.thread if n else self.unpooled).submit(self._call, n, function)
         self.thread.submit(self._close_pool)
 
     def _call(self, n, function):
@@ -112,7 +112,7 @@ class Background:
         for future in self.futures.values():
             future.cancel()
         self.thread.shutdown()
-        self.other.shutdown()
+        self.unpooled.shutdown()
 
 
 def step_call(name, n, mode, **more):

@@ -10,7 +10,7 @@ def per_step(path, **arguments):
     """{"sent": bytes that this rank sends in a step, "graph": whether it is an nn.Graph}, and `costs`. Collective.
 
     Of 3 steps the first is not counted. A step ends with a call of the graph, or in eager mode with an update of the
-    optimizer; each step has the same number of these.
+    optimizer. AssertionError if not every step can have the same number of these.
     """
     ends = {"graph": [], "update": []}  # kind of call -> the result of `quiet` at the end of each
 
@@ -24,6 +24,7 @@ def per_step(path, **arguments):
     with watching(count, list(ends)):
         tensors, _ = observed(path, Recorder(keeps_initial=False), steps=3, **arguments)
     counts = ends["graph"] or ends["update"]
+    assert counts and len(counts) % 3 == 0, f"{len(counts)} updates in 3 steps"
     sent = growth(counts[len(counts) // 3 - 1], counts[-1]) / 2
     return {"sent": sent, "graph": bool(ends["graph"]), **costs(tensors)}
 

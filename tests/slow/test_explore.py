@@ -20,6 +20,7 @@ from harness.start.recipe import load, path_of
 from tests.browser import Browser
 from tests.cases import ROOT, pipelines
 from tests.cases.ladder import Checks
+from tests.jobs import LAUNCH, Run
 
 PAGE = ROOT / "docs" / "explore" / "index.html"
 RUNS = matmul_runs.read()
@@ -212,13 +213,17 @@ def test_moves_are_those_of_the_theory(opened, which):
 
 PROGRAMS = [
     ("1", "P", "S(0)", "B", "eager"),
-    ("2", "S(1)", "S(0)", "B", "eager"),
     ("2", "S(1)", "S(0)", "S(1)", "graph"),
     ("3", "P", "S(0)", "P", "eager"),
     ("4", "S(0)", "S(1)", "", "graph"),
     ("2x2", "S(0),B", "B,S(1)", "", "graph"),
     "pipeline",
 ]
+
+
+def blocks_in(lines):
+    """The matrix that each rank prints."""
+    return [ast.literal_eval(re.search(r"\[\[.*|\[\]$", line.strip())[0]) for line in lines]
 
 
 @pytest.mark.parametrize("state", PROGRAMS, ids=lambda state: "".join(state))
@@ -236,7 +241,15 @@ def test_program_prints_what_the_page_shows(pools, opened, state, tmp_path):
         assert drawn == sum(blocks[1], [])
     (tmp_path / "mine.py").write_text(browser.run("return document.getElementById('code').textContent"))
     lines = pools(len(blocks)).call(PRINTED, path=str(tmp_path / "mine.py"))
-    assert [ast.literal_eval(re.search(r"\[\[.*|\[\]$", line.strip())[0]) for line in lines] == blocks
+    assert blocks_in(lines) == blocks
+
+
+def test_command_that_the_page_shows_runs_its_program(opened, tmp_path):
+    browser, pair = opened(), RUNS["runs"]["2"]["S(1) @ S(0)"]
+    (tmp_path / "mine.py").write_text(browser.run("return document.getElementById('code').textContent"))
+    [command] = re.findall(r"\./launch\.sh.*", browser.text("#program"))
+    job = Run("bash", "-c", command.replace("./launch.sh", LAUNCH), cwd=tmp_path).wait()
+    assert (job.code, job.err) == (0, "") and blocks_in(sorted(job.out.splitlines())) == pair["to"]["B"]["eager"]["out"]
 
 
 # ---- the training step
