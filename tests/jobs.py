@@ -35,6 +35,18 @@ PLAIN = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
 SLEEPS = "print('ready', flush=True)\ntime.sleep(1000)"  # its last ones: a job that does not end by itself
 EQUAL = " on a single device"  # how the last line of a recipe ends
 ELASTIC = "recipes/starting/elastic_training.py"
+PRINTED = {  # recipe -> what each of its ranks prints, in either mode, and then rank 0
+    "hybrid_parallel": (
+        *2 * (["w0 (5, 8) of (5, 8)", "x0 (2, 5) of (4, 5)"],),
+        *(["out1 (4, 2) of (4, 3)", "w1 (8, 2) of (8, 3)"], ["out1 (4, 1) of (4, 3)", "w1 (8, 1) of (8, 3)"]),
+        "out1 is oneflow.sbp.split(dim=1) on ranks 2 3 and equals x0 @ w0 @ w1 on a single device",
+    ),
+    "row_parallel": (
+        ["out (4, 8) of (4, 8)", "w (3, 8) of (5, 8)", "x (4, 3) of (4, 5)"],
+        ["out (4, 8) of (4, 8)", "w (2, 8) of (5, 8)", "x (4, 2) of (4, 5)"],
+        "out is oneflow.sbp.broadcast and equals x @ w on a single device",
+    ),
+}
 
 
 def wait_until(condition, what, seconds=LONG, pause=0.02):
@@ -269,6 +281,15 @@ def launch(*arguments, **options):
         repeated.append(" ".join(str(argument) for argument in arguments))
         [job] = ended([Run(LAUNCH, *arguments, **options)])
     return job
+
+
+def has_printed(recipe, lines, ranks=None):
+    """Whether these lines are those of PRINTED, in any order but for the last; ranks: those on this node."""
+    *shards, result = PRINTED[recipe]
+    ranks = range(len(shards)) if ranks is None else ranks
+    wanted = [f"[{rank}] {line}" for rank in ranks for line in shards[rank]]
+    last = [f"[0] {result}"] if 0 in ranks else []
+    return sorted(lines) == sorted(wanted + last) and lines[-1:] == (last or lines[-1:])
 
 
 def official(n, *arguments, **options):

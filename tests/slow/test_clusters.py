@@ -1,6 +1,5 @@
 """The commands and files of docs/clusters.md run under Slurm, Open MPI and ssh."""
 
-import functools
 import os
 import re
 import signal
@@ -10,7 +9,7 @@ import pytest
 from tests.cases import ROOT
 from tests.clusters import Cluster, install
 from tests.environments import linter
-from tests.jobs import EQUAL, MET, PLAIN, SLEEPS, Run, ended, launch, wait_until
+from tests.jobs import MET, PLAIN, SLEEPS, Run, ended, has_printed, wait_until
 from tests.markdown import CLUSTERS as PAGE
 from tests.markdown import blocks, commands_of
 
@@ -67,19 +66,6 @@ def waiting(cluster, checkout):
         run.kill()
 
 
-@functools.lru_cache(maxsize=None)
-def on_this_host(script):
-    """The lines of a recipe that runs without any scheduler."""
-    job = launch(*script.split())
-    assert (job.code, job.err) == (0, "") and job.out.count(EQUAL) == 1
-    return sorted(job.out.splitlines())
-
-
-def right(out, script):
-    """Whether a job prints what it prints without a scheduler: each rank's shards, and the result once."""
-    return out.count(EQUAL) == 1 and sorted(out.splitlines()) == on_this_host(script)
-
-
 def trained(out):
     """The first and last step that elastic_training.py prints; its result must be right, and be printed once."""
     assert len(re.findall(r"^\[0] all losses equal those of a single device", out, flags=re.MULTILINE)) == 1, out
@@ -102,7 +88,7 @@ def errors(job):
 
 def test_each_command_of_the_page_is_run():
     starts = ("srun ", "mpirun ", "bash over_ssh.sh ", "HOSTS=")
-    assert len(COMMANDS) == 11 and {line for line in COMMANDS if not line.startswith(starts)} == {BATCH}
+    assert len(COMMANDS) == 10 and {line for line in COMMANDS if not line.startswith(starts)} == {BATCH}
     assert sorted(FILES) == ["over_ssh.sh", "stops.py", "train.sbatch"]
 
 
@@ -110,8 +96,8 @@ def test_each_command_of_the_page_is_run():
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line != BATCH])
 def test_command_runs(cluster, checkout, waiting, command):
     [job] = ended([cluster.run(command, cwd=checkout)])
-    script = command[command.index("recipes/") :]
-    assert (job.code, errors(job)) == (0, "") and right(job.out, script), job.out + cluster.log()
+    recipe = re.search(r"recipes/(\w+)\.py", command).group(1)
+    assert (job.code, errors(job)) == (0, "") and has_printed(recipe, job.out.splitlines()), job.out + cluster.log()
 
 
 @installs

@@ -13,7 +13,7 @@ import pytest
 from harness.start.cores import available
 from harness.start.ranks import cores_of
 from harness.start.recipe import RECIPES, path_of
-from tests.jobs import LAUNCH, MARK, MET, PLAIN, SLEEPS, Run, ended, free_port, launch, marked, wait_until
+from tests.jobs import LAUNCH, MARK, MET, PLAIN, SLEEPS, Run, ended, free_port, has_printed, launch, marked, wait_until
 from tests.markdown import GALLERY, sections
 
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.01)"  # the test makes the file
@@ -25,13 +25,7 @@ def test_recipe_copied_alone_into_an_empty_folder_runs(tmp_path):
     no_libibverbs = {"ONEFLOW_LIBIBVERBS_PATH": "/nowhere"}
     job = launch("row_parallel.py", "--graph", cwd=tmp_path, **no_libibverbs)
     assert (job.code, job.err) == (0, "")
-    *shards, last = job.out.splitlines()
-    wanted = []
-    for rank, size in enumerate((3, 2)):
-        lines = (f"x (4, {size}) of (4, 5)", f"w ({size}, 8) of (5, 8)", "out (4, 8) of (4, 8)")
-        wanted += [f"[{rank}] {line}" for line in lines]
-    assert sorted(shards) == sorted(wanted)
-    assert last == "[0] out is oneflow.sbp.broadcast and equals x @ w on a single device"
+    assert has_printed("row_parallel", job.out.splitlines()), job.out
     assert [path.name for path in tmp_path.iterdir()] == ["row_parallel.py"]
 
 
