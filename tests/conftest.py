@@ -88,14 +88,24 @@ def pytest_itemcollected(item):
         item.extra_keyword_matches.update(recipes_of(item.function))
 
 
-def pytest_collection_modifyitems(items):
-    """First whole jobs, which mostly wait; then tests on pools; then those of measurements; last the page of errors."""
+WAITING = ("test_faults", "test_launcher", "test_nodes", "test_shell_jobs")  # while the measurements compute
+
+
+def pytest_collection_modifyitems(config, items):
+    """First whole jobs, which mostly wait; then tests on pools; then those of measurements; last the page of errors.
+
+    With all tests, those that others contain are left out: test_mains.py and test_verify_programs.py have them.
+    """
 
     def turn(item):
-        last = item.module.__name__.endswith("test_diagnosing")
-        return last, bool(calls_of(item)), "pools" in item.fixturenames
+        name = item.module.__name__.rpartition(".")[2]
+        return name == "test_diagnosing", bool(calls_of(item)), "pools" in item.fixturenames, name not in WAITING
 
     items.sort(key=turn)
+    modules = {item.module.__name__ for item in items}
+    if {"tests.test_mains", "tests.slow.test_verify_programs"} <= modules:
+        contained = ("test_main_of_a_copy_passes", "test_right_recipe", "test_wrong_program")
+        items[:] = [item for item in items if item.originalname not in contained]
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -33,18 +33,6 @@ def sent_by_the_ring(path, in_features, out_features):
     return sent
 
 
-def exchange(first):
-    """Two ranks exchange a tensor: both send first, or one receives first."""
-    rank = flow.env.get_rank()
-    sends_first = first == "send" or rank == 0
-    if sends_first:
-        flow.comm.send(flow.ones(8, 4), 1 - rank)
-    arrived = flow.comm.recv(1 - rank)
-    if not sends_first:
-        flow.comm.send(flow.ones(8, 4), 1 - rank)
-    return arrived.numpy().sum()
-
-
 def sent_to_the_server(shape):
     """The bytes that this rank sends for the gradient of weights that all ranks have fetched from rank 0 at once."""
     ranks = flow.placement.all("cpu")

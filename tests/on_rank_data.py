@@ -51,15 +51,6 @@ def batch_sizes(samples, batch, drop_last):
     return [len(rows) for rows in flow.utils.data.DataLoader(data, batch, sampler=sampler, drop_last=drop_last)]
 
 
-def joined(rows_by_rank):
-    """The rows of the S(0) tensor of local tensors that have so many rows on each rank, or the error."""
-    mine = flow.ones(rows_by_rank[flow.env.get_rank()], 2)
-    try:
-        return mine.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)).shape[0]
-    except RuntimeError as error:
-        return str(error).strip()
-
-
 def bytes_of_joining(rows, columns):
     """The bytes that this rank sends when local tensors become an S(0) tensor. Collective."""
     mine = flow.ones(rows, columns)
@@ -77,23 +68,6 @@ def mean_of_split(samples):
     split = flow.tensor(samples, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
     mean = split.mean(dim=0, keepdim=True)
     return label(mean.sbp), mean.numpy()
-
-
-def running_means(path):
-    """This rank's running mean after a batch, and the one that is loaded from a checkpoint. Collective."""
-    ranks = flow.placement.all("cpu")
-    module, new = (flow.nn.BatchNorm1d(5).to_global(placement=ranks, sbp=flow.sbp.broadcast) for _ in range(2))
-    module(flow.randn(8, 5, placement=ranks, sbp=flow.sbp.split(0)))
-    flow.save(module.state_dict(), path, global_dst_rank=0)
-    flow.comm.barrier()
-    new.load_state_dict(flow.load(path, global_src_rank=0))
-    return module.running_mean.to_local().numpy(), new.running_mean.to_local().numpy()
-
-
-def layer_norm(x):
-    """nn.LayerNorm of a tensor that is split by rows."""
-    module = flow.nn.LayerNorm(x.shape[1]).to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
-    return module(flow.tensor(x, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))).detach().numpy()
 
 
 DRAW = {

@@ -60,14 +60,6 @@ def saved_again(path, folder):
     return raised, step, state["w"].numpy().sum()
 
 
-def load_unchecked(folder):
-    """Call flow.load without a check: the names that this rank gets, or the type of its error."""
-    try:
-        return sorted(flow.load(folder, global_src_rank=0))
-    except Exception as error:
-        return type(error).__name__
-
-
 def bytes_to_save_and_load(path, folder, sbp, rows, columns):
     """The bytes that this rank sends to save a tensor of this SBP, and to load it into a parameter of the same SBP."""
     module = recipe.load(path)

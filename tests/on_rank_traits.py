@@ -229,20 +229,6 @@ def parameter_list():
     return Plain([Listed(), Block()])
 
 
-class Named(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.ParameterDict({"a": nn.Parameter(flow.randn(HIDDEN, HIDDEN) * 0.3)})
-
-    def forward(self, x):
-        return flow.relu(flow.matmul(x, self.weights["a"]))
-
-
-@trait
-def parameter_dict():
-    return Plain([Named(), Block()])
-
-
 class Reader(nn.Module):
     """Reads the weight of a layer without calling that layer."""
 
@@ -418,13 +404,6 @@ def convolution():
     return Plain([Vision(), Block()])
 
 
-@trait
-def padding_index():
-    model = Plain()
-    model.embedding = nn.Embedding(VOCAB, HIDDEN, padding_idx=0)
-    return model
-
-
 class Sliced(Plain):
     def __init__(self):
         super().__init__()
@@ -572,23 +551,6 @@ def tied_weight_as_an_argument():
     return PassesWeight()
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(2 * HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        state = x[:, 0]
-        for t in range(x.shape[1]):
-            state = flow.tanh(self.gate(flow.cat([x[:, t], state], dim=-1)))
-        return x + state.unsqueeze(1)
-
-
-@trait
-def loop_over_time():
-    return Plain([Recurrent(), Block()])
-
-
 class NoGrad(Block):
     def forward(self, x):
         with flow.no_grad():
@@ -627,20 +589,6 @@ class WithLSTM(nn.Module):
 @trait
 def lstm():
     return Plain([WithLSTM(), Block()])
-
-
-class WithGRU(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru = nn.GRU(HIDDEN, HIDDEN, batch_first=True).to("cpu")
-
-    def forward(self, x):
-        return x + self.gru(x, (x[:, :1] * 0).permute(1, 0, 2))[0]
-
-
-@trait
-def gru():
-    return Plain([WithGRU(), Block()])
 
 
 class BatchNormed(nn.Module):

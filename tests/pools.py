@@ -1,14 +1,12 @@
-"""Pools of ranks for the tests: calls on recipes with deadlines, calls in the background, calls that must hang."""
+"""Pools of ranks for the tests: calls on recipes with deadlines, and calls in the background."""
 
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from functools import partial
 from pathlib import Path
 
-from harness.pool import Pool, PoolError
+from harness.pool import Pool
 from harness.report import runs
-from harness.start.cores import available
 from tests.cases import PROOFS
 
 TIMEOUT = 60  # seconds for a call on a recipe: of 800, on two cores with 20 processes that wanted them, none took 20
@@ -17,13 +15,8 @@ OTHER_CALLS = 300  # for a call on no recipe, such as the measurements of the SB
 
 
 class RecipePool(Pool):
-    """A pool with a deadline for each recipe. When a recipe hangs, its other calls fail at once, in all pools.
+    """A pool with a deadline for each recipe."""
 
-    So a recipe that hangs costs one deadline, not one for each of its runs.
-    """
-
-    hung = {}  # source of a recipe -> the call that hung
-    calling = {}  # pool -> source of the recipe that it calls now
     repeated = []  # calls that were repeated because OneFlow died of SIGSEGV
 
     def __init__(self, world_size, timeout=TIMEOUT, repeat=True, forked=True, **options):
@@ -32,43 +25,9 @@ class RecipePool(Pool):
 
     def call(self, function, **arguments):
         path = Path(arguments.get("path", ""))
-        if path.suffix != ".py" or not path.is_file():
-            self.timeout = max(self.recipe_timeout, OTHER_CALLS)
-            return super().call(function, **arguments)
-        self.timeout = max(self.recipe_timeout, LONGER.get(path.stem, 0))
-        source = path.read_bytes()  # a copy counts as the same recipe, a changed copy does not
-        self._raise_if_hung(path, source)
-        self.calling[self] = source
-        try:
-            return super().call(function, **arguments)
-        except PoolError as error:
-            self._raise_if_hung(path, source)
-            if error.hung:
-                self.hung[source] = f"{Path(function).name} on {self.world_size} ranks"
-                self._end_other_calls(source)
-                error.args = (f"{error}\n{self._perhaps(arguments)}",)
-            raise
-        finally:
-            del self.calling[self]
-
-    def _raise_if_hung(self, path, source):
-        if source in self.hung:
-            message = f"{path.name} did not answer {self.hung[source]} in time, so it is not called again"
-            raise PoolError(0, message, hung=True) from None
-
-    def _perhaps(self, arguments):
-        """What else than a hang it may be."""
-        sizes = {name: value for name, value in arguments.items() if name not in ("path", "names")}
-        return (
-            f"It was called with {sizes}. The load average is {os.getloadavg()[0]:.0f} on {len(available())} cores.\n"
-            "If it only takes long at these sizes, give its case smaller ones, in `measured_at` or `sizes`."
-        )
-
-    def _end_other_calls(self, source):
-        """End the calls of this recipe that other threads wait for."""
-        for pool, called in list(self.calling.items()):
-            if called == source and pool is not self and pool.ranks:
-                pool.ranks.end(grace=0)
+        own = LONGER.get(path.stem, 0) if path.suffix == ".py" else OTHER_CALLS
+        self.timeout = max(self.recipe_timeout, own)
+        return super().call(function, **arguments)
 
 
 class Background:
@@ -119,22 +78,3 @@ def step_call(name, n, mode, **more):
     """A call for Background that measures a step of a training recipe, at the sizes of its case."""
     run = partial(runs.training_run, name=name, n=n, mode=mode, **{**PROOFS[name].measured_at, **more})
     return {("step", name, n, mode, *more.items()): (n, run)}
-
-
-def assert_hangs(function, *patterns, **arguments):
-    """Two ranks do not answer this call, and the error has these patterns, such as where they wait.
-
-    On a busy machine they may not have got there in 2 s, so there is a second try.
-    """
-    for seconds in (2, 60):
-        with Pool(2, timeout=seconds, forked=True) as pool:
-            try:
-                result = pool.call(function, **arguments)
-            except PoolError as error:
-                text = str(error)
-            else:
-                raise AssertionError(f"{function} returned {result}")
-        expected = [f"gave no answer in {seconds} s", *patterns]
-        if all(re.search(pattern, text) for pattern in expected):
-            return
-    raise AssertionError(f"one of {expected} is not in {text}")

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ import pytest
 from harness.pool import Pool, PoolError
 from harness.pool.forked import SERVERS
 from harness.pool.pool import ForkedRanks
-from tests.jobs import LONG, wait_until
-from tests.pools import RecipePool, assert_hangs
 
 
 def rank_of():
@@ -67,9 +64,9 @@ def keeps_a_called_graph():
     return reference() is not None
 
 
-@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["", "forked"])
-def pool(request):
-    with Pool(2, forked=request.param) as pool:
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(2, forked=True) as pool:
         yield pool
 
 
@@ -101,7 +98,11 @@ def test_call_works_again_after_the_death_of_the_process_that_forks(pool):
 
 @pytest.mark.slow
 def test_hanging_rank_fails_the_call_and_shows_where_it_is():
-    assert_hangs(f"{__file__}:fail", r'test_pool.py", line \d+ in fail', rank=1, how="hang")
+    with Pool(2, timeout=2, forked=True) as pool:
+        assert works(pool)
+        words = r'(?s)gave no answer in 2 s.*test_pool.py", line \d+ in fail'
+        with pytest.raises(PoolError, match=words):
+            pool.call(f"{__file__}:fail", rank=1, how="hang")
 
 
 @pytest.mark.slow
@@ -131,39 +132,3 @@ def test_call_is_repeated_after_sigsegv_where_that_is_allowed(pool, tmp_path):
     with Pool(2, repeat=True, forked=pool.forked) as repeating:
         assert repeating.call(f"{__file__}:crash_once", folder=str(tmp_path)) == ["well"] * 2
         assert len(repeating.repeated) == 1
-
-
-SLEEPS = "import time\n\n\ndef run(path, seconds):\n    time.sleep(seconds)\n"
-
-
-@pytest.mark.slow
-def test_recipe_that_hung_is_not_called_again_nor_is_a_copy_of_it(tmp_path):
-    recipe, copy = tmp_path / "recipe.py", tmp_path / "copy.py"
-    recipe.write_text(SLEEPS)
-    copy.write_text(SLEEPS)
-    with RecipePool(1, timeout=2) as pool:
-        with pytest.raises(
-            PoolError, match="(?s)gave no answer in 2 s.*called with {'seconds': 1000}. The load average"
-        ):
-            pool.call(f"{recipe}:run", path=str(recipe), seconds=1000)
-        with pytest.raises(
-            PoolError, match="copy.py did not answer recipe.py:run on 1 ranks in time, so it is not called again"
-        ):
-            pool.call(f"{copy}:run", path=str(copy), seconds=0)
-        copy.write_text(f"{SLEEPS}# changed\n")
-        assert pool.call(f"{copy}:run", path=str(copy), seconds=0) == [None]
-
-
-@pytest.mark.slow
-def test_recipe_that_hangs_ends_its_calls_in_other_threads(tmp_path):
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text(f"{SLEEPS}# of this test\n")
-    call = {"function": f"{recipe}:run", "path": str(recipe)}
-    with RecipePool(1, timeout=2) as pool, RecipePool(1, timeout=10 * LONG) as patient, ThreadPoolExecutor(1) as thread:
-        patient.call(**call, seconds=0)  # so that its rank is there
-        waiting = thread.submit(patient.call, **call, seconds=10 * LONG)
-        wait_until(lambda: patient in RecipePool.calling, "the call of the other thread")
-        with pytest.raises(PoolError, match="gave no answer in 2 s"):
-            pool.call(**call, seconds=1000)
-        with pytest.raises(PoolError, match="recipe.py did not answer recipe.py:run on 1 ranks"):
-            waiting.result(LONG)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+import traceback
 
 from harness.start import recipe
 
@@ -21,9 +22,9 @@ def main_of(path, arguments):
             module.main()
     except SystemExit as stop:
         code = stop.code
-    except AssertionError as error:
+    except AssertionError:
         code = 1
-        err.write(str(error))
+        err.write(traceback.format_exc())
     finally:
         sys.argv = before
     return code, out.getvalue(), err.getvalue()

@@ -1,6 +1,12 @@
 import pytest
 
-from tests.jobs import PLAIN
+from tests.jobs import PLAIN, undisturbed
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory):
+    """What a job of elastic_training.py without a fault saves after step 6, in eager mode."""
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from harness.start.recipe import path_of
 from tests.cases import CASES, ROOT
 from tests.cases.ladder import OBSERVE, Checks
 from tests.cases.reference import trained
-from tests.pools import assert_hangs
 
 ON_RANK = str(ROOT / "tests" / "on_rank_byhand.py")
 
@@ -42,11 +41,6 @@ def test_ring_adds_in_the_order_of_oneflow_if_the_chunks_are_equal(pools):
         for seen in pools(3).call(OBSERVE, path=path("ring_all_reduce"), **sizes):
             summed, reduced = (seen["tensors"][name]["value"] for name in ("summed", "reduced"))
             Checks.equal((summed == reduced).all(), same, rows)
-
-
-def test_ranks_that_all_send_first_wait_forever(pools):
-    assert pools(2).call(f"{ON_RANK}:exchange", first="one each") == [32, 32]
-    assert_hangs(f"{ON_RANK}:exchange", r"rank 0:(.|\n)*in exchange(.|\n)*rank 1:(.|\n)*in exchange", first="send")
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

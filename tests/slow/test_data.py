@@ -1,7 +1,5 @@
 """What the recipes on data claim beyond their tensors: loading, metrics, statistics, random numbers."""
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 
@@ -30,11 +28,6 @@ def test_set_epoch_and_the_samplers_seed_make_the_order_and_manual_seed_does_not
     assert not set(same[0][0]) & set(same[1][0])  # though the ranks' manual_seed differed
 
 
-def test_data_loading_has_another_order_with_another_seed(pools):
-    first, other = (seen(pools, "data_loading", 2, seed=seed)[0]["loaded"] for seed in (0, 1))
-    assert (first != other).any()
-
-
 def test_last_batch_is_smaller_unless_it_is_dropped(pools):
     assert pools(2).call(f"{ON_RANK}:batch_sizes", samples=25, batch=4, drop_last=False) == [[4, 4, 4, 1]] * 2
     assert pools(2).call(f"{ON_RANK}:batch_sizes", samples=25, batch=4, drop_last=True) == [[4, 4, 4]] * 2
@@ -43,12 +36,6 @@ def test_last_batch_is_smaller_unless_it_is_dropped(pools):
 def test_dropout_of_random_numbers_keeps_all_in_eval_mode(pools):
     [kept] = pools(1).call(f"{ON_RANK}:kept_by_dropout", path=str(path_of("random_numbers")))
     assert 0.4 < kept["training"] < 0.6 and kept["eval"] == 1
-
-
-@pytest.mark.parametrize("rows, wanted", [((2, 2, 2), 6), ((3, 2, 2), 7), ((2, 3, 2), None), ((4, 2, 2), None)])
-def test_blocks_that_are_not_an_even_split_are_refused(pools, rows, wanted):
-    for total in pools(3).call(f"{ON_RANK}:joined", rows_by_rank=rows):
-        assert total == wanted or (wanted is None and "match balanced split distribution" in total)
 
 
 def test_joining_the_ranks_batches_sends_no_data(pools):
@@ -65,21 +52,6 @@ def test_mean_of_split_samples_is_the_same_in_p(pools, n):
 
 def test_all_reduce_of_the_local_way_returns_nothing(pools):
     assert pools(2).call(f"{ON_RANK}:all_reduced") == [(None, 3.0)] * 2
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_checkpoint_keeps_the_running_mean_of_rank_0(pools, n, tmp_path):
-    """As docs/silently-wrong.md says of nn.BatchNorm1d."""
-    mine, saved = zip(*pools(n).call(f"{ON_RANK}:running_means", path=str(tmp_path / "checkpoint")))
-    assert all((mean == mine[0]).all() for mean in saved) and (mine[0] != mine[1]).all()
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_layer_norm_of_a_split_input_is_right(pools, n):
-    x = np.random.default_rng(0).standard_normal((7, 5), dtype=np.float32)
-    wanted = (x - x.mean(axis=1, keepdims=True)) / np.sqrt(x.var(axis=1, keepdims=True) + 1e-5)
-    for out in pools(n).call(f"{ON_RANK}:layer_norm", x=x):
-        assert np.abs(out - wanted).max() < 1e-5
 
 
 DIMS = pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
@@ -130,11 +102,9 @@ def test_numbers_in_b_are_the_same_on_any_number_of_ranks(pools):
     assert all((block[: len(alone)] == alone).all() for block in others)  # n ranks draw 8 n rows
 
 
-@pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("what", EQUAL, ids=lambda what: f"{what[0]}-{'graph' if what[1] else 'eager'}-{what[2]}")
-def test_equal_seeds_draw_equal_shards_or_not(pools, n, what):
+def test_equal_seeds_draw_equal_shards_or_not(pools, what):
     source, graph, sbp = what
     for seeds, wanted in zip(("one", "many"), EQUAL[what]):
-        blocks = pools(n).call(f"{ON_RANK}:drawn_by", source=source, graph=graph, sbp=sbp, seeds=seeds)
-        for block, other in combinations(blocks, 2):
-            assert (block == other).all() == wanted, (seeds, wanted)
+        block, other = pools(2).call(f"{ON_RANK}:drawn_by", source=source, graph=graph, sbp=sbp, seeds=seeds)
+        assert (block == other).all() == wanted, (seeds, wanted)

@@ -12,6 +12,7 @@ from harness.report.runs import MEMORY
 from harness.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
+from tests.cases.verifying import verified
 from tests.jobs import LAUNCH, Run
 from tests.markdown import blocks_of
 
@@ -114,7 +115,7 @@ def test_layout_trains_as_one_device_and_shows_what_the_page_says(pools, tmp_pat
     sections, n = LAYOUTS[name]
     write(tmp_path, files_of(sections))
     check_losses(losses(pools(n), tmp_path), alone, name)
-    if name in ("Data parallel", "Pipeline"):  # also by the page's command
+    if name == "Data parallel":  # also by the page's command
         check_losses(losses_in(printed_by("-n", n, "train.py", folder=tmp_path)), alone, name)
     if "./launch.sh show -n 2 train.py\n" in SECTIONS[name]:
         assert_shows(shown_of_three_steps("show", tmp_path), blocks_of(SECTIONS[name], "text")[0])
@@ -252,10 +253,11 @@ def test_page_copies_each_recipe_that_its_scripts_import():
     assert copies == [f"cp {path_of(name).relative_to(ROOT)} ." for name in COPIED]
 
 
-@pytest.mark.parametrize("layout, against", [("Data parallel", []), ("Pipeline", ["--against", "single.py"])])
-def test_verify_finds_no_difference(tmp_path, layout, against):
+@pytest.mark.parametrize("layout, against", [("Data parallel", False), ("Pipeline", True)])
+def test_verify_finds_no_difference(pools, tmp_path, layout, against):
     sections, n = LAYOUTS[layout]
     write(tmp_path, {**files_of(sections), "single.py": SCRIPT})
-    printed = printed_by("verify", "-n", n, *against, "train.py", folder=tmp_path)
+    options = ["--against", tmp_path / "single.py"] * against
+    found = verified(pools, "-n", n, *options, tmp_path / "train.py").as_text()
     # single.py has no graph whose output could be compared
-    Checks.that(("all other values agree" if against else "all values agree") in printed, printed)
+    Checks.that(("all other values agree" if against else "all values agree") in found, found)
