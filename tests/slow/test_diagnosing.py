@@ -357,12 +357,13 @@ def test_entry_shows_its_message_and_then_the_fix(entry):
 
 
 def test_index_links_to_every_entry_by_its_name():
-    """An entry is there under each of its symptoms."""
+    """An entry is there under its symptoms; those of silently-wrong.md also in the table of that page."""
     entries = {}
     for page, text in PAGES.items():
         for title in re.findall(r"^### (.+)$", text, flags=re.MULTILINE):
             entries[page, slug(title)] = title
     links = re.findall(r"^- \[(.+)]\(([\w-]+\.md)#([\w-]+)\)", INDEX.read_text(), flags=re.MULTILINE)
     links = [(name, (page, anchor)) for name, page, anchor in links if page in PAGES]
-    assert {target for _, target in links} == set(entries)
+    table = [("silently-wrong.md", anchor) for anchor in re.findall(r"\]\(#([\w-]+)\)", PAGES["silently-wrong.md"])]
+    assert set(entries) <= {target for _, target in links} | set(table)
     assert [name for name, target in links if name not in entries[target]] == []
