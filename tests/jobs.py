@@ -143,7 +143,7 @@ class Run:
         return self.read[stream].decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
 
     def until(self, text, times=1, stream="stdout"):
-        """Read until `count` lines hold `text`; return self. AssertionError if they do not come."""
+        """Read until `times` lines hold `text`; return self. AssertionError if they do not come."""
         descriptor, deadline = getattr(self.process, stream).fileno(), time.monotonic() + LONG
         while sum(text in line for line in self._text(stream).splitlines(True) if line.endswith("\n")) < times:
             if not select.select([descriptor], [], [], max(0, deadline - time.monotonic()))[0]:

@@ -70,21 +70,3 @@ def test_room_imports_only_what_it_may_know(room):
     sources = {path: source for path, source in SOURCES.items() if room_of(path[:-3].replace("/", ".")) == room}
     violations = {path: list(wrong(room, source)) for path, source in sources.items()}
     assert sources and not {path: names for path, names in violations.items() if names}
-
-
-@pytest.mark.parametrize(
-    "room, line, name",
-    [
-        ("tests", "from benchmarks import mutate", "benchmarks.mutate"),
-        ("tests", "from tests.test_gpt import GPT", "tests.test_gpt.GPT"),
-        ("benchmarks", "from tests.jobs import launch", "tests.jobs.launch"),
-        ("benchmarks", "import tests.pools", "tests.pools"),
-        ("harness.start", "from harness import pool", "harness.pool"),
-        ("harness.plan", "import numpy as np", "numpy"),
-        ("recipes", "import torch", "torch"),
-        ("recipes", "from harness.measure.sbp import NAMES", "harness.measure.sbp.NAMES"),
-        ("docs.rosetta.pytorch", "from recipes.memory import fully_sharded", "recipes.memory.fully_sharded"),
-    ],
-)
-def test_other_imports_are_found(room, line, name):
-    assert list(wrong(room, f"def late():\n    {line}\n")) == [name]

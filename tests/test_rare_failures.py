@@ -153,7 +153,7 @@ def newest_step(path, loader, folders):
     "name, loader",
     [("elastic_training", "last_step"), ("gpt", "newest_checkpoint"), ("training_run", "newest_checkpoint")],
 )
-def test_ranks_that_do_not_see_the_checkpoints_resume_where_rank_0_does(pools, tmp_path, name, loader):
+def test_step_from_which_all_resume_is_that_of_rank_0(pools, tmp_path, name, loader):
     """As on a host without the shared file system: else each rank would start from a different step."""
     for folder in ("seen", "seen/4", "empty"):
         (tmp_path / folder).mkdir()

@@ -79,7 +79,6 @@ def metrics(n, graph=False, seed=0, batch=25, in_features=5, classes=3, matmul_s
         [("x", "w", "out")],
         [all_reduce(ranks)],
         {"sums": [samples[rows].sum(0) for rows in rows_of(batch, n)]},
-        summed=("means", "by_hand"),
         reads=[],
     )
 

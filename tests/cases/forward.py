@@ -41,7 +41,6 @@ def row_parallel(n, graph=False, matmul_scale=1.0, **sizes):
         [("x", "w", "partial")],
         moves=[all_reduce(ranks)],
         parts={"partial": [matmul_scale * (x[:, part] @ w[part]) for part in reference.rows_of(len(w.exact), n)]},
-        summed=("out",),
         reads=[],
     )
 
@@ -170,7 +169,6 @@ def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_featur
         {name: values["out" if "@" in name else name[0]] for name in layout},
         [(f"x {x}", f"w {w}", f"{x} @ {w}") for x, w in pairs],
         parts={f"{name} P": [values[name]] + [Value(0 * values[name].exact)] * (n - 1) for name in "xw"},
-        summed=tuple(f"{x} @ {w}" for x, w in pairs if "P" in (x, w, signatures[x, w])),
         reads=[],
     )
 

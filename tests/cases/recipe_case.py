@@ -89,8 +89,6 @@ class Case:
     stages: list = field(default_factory=list)
     # type of op -> how many of them the graph computes again in backward, as activation checkpointing does
     recomputed: dict = field(default_factory=dict)
-    # tensors behind an all-reduce, in training all: eager and graph mode need not add in the same order
-    summed: tuple = ()
     # elements that each rank sends in one step of training, by the formula
     sends: list = None
     # {name: array} of the weights that OneFlow has drawn -> (values, parts); for recipes where it draws them
@@ -108,10 +106,8 @@ class Case:
     graph_calls: int = None  # one for each step of training, else one
 
     def __post_init__(self):
-        trains = "losses" in self.values
         if self.graph_calls is None:
-            self.graph_calls = self.values["losses"].exact.size if trains else 1
-        self.summed = tuple(self.values) if trains else self.summed
+            self.graph_calls = self.values["losses"].exact.size if "losses" in self.values else 1
 
     def draw(self, snapshots):
         """Compute the values from the weights in {name: snapshot of a tensor}, if OneFlow has drawn them."""

@@ -87,10 +87,3 @@ def test_command_prints_what_the_page_shows(measured, early, name):
         printed = lines_of(measured("gallery", name))
     line = first_not_printed(SECTIONS[name].output, printed)
     assert line is None, f"{SECTIONS[name].command} does not print {line!r}, but:\n" + "\n".join(printed)
-
-
-@pytest.mark.parametrize("line", ["[0] w (2, 9)", "[2] w (2, 8)", "[0] loss 2.7003", "[0] loss 2.7", "[1] w (2, 8)"])
-def test_line_that_was_not_printed_is_reported(line):
-    printed = ["[0] w (2, 8)", "[1] w (2, 8)", "[0] loss 2.7000"]
-    assert first_not_printed(["[0] w (2, 8)", "[0] loss 2.7001", "[1] w (2, 8)"], printed) is None
-    assert first_not_printed(["[1] w (2, 8)", line], printed) == line

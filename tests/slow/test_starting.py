@@ -49,7 +49,7 @@ def test_rendezvous_of_the_ranks_of_a_launcher_by_a_file(
     assert os.listdir(tmp_path) == []
 
 
-def test_rendezvous_in_vain_is_said_by_the_rank_that_waits(hosts, tmp_path):
+def test_rank_that_waits_in_vain_names_the_file(hosts, tmp_path):
     script = changed(RENDEZVOUS, tmp_path, ("time.monotonic() + 60", "time.monotonic() + 1"))
     [run] = ended(by_hand(hosts, script, [1], "--init-method", f"file://{tmp_path}/job", WORLD_SIZE="2"))
     assert (run.code, run.err) == (1, f"rank 1 waited 60 seconds for rank 0 to write {tmp_path}/job\n")
