@@ -17,8 +17,6 @@ TEMPLATE = Path(__file__).with_name("atlas_template.md")  # with a {name} for ea
 def calls():
     """{key: (number of ranks, function of a pool)}: the measurements for the page."""
     measurements = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
-    for name, n, mode in runs.training_runs():
-        measurements["step", name, n, mode] = (n, partial(runs.training_run, name=name, n=n, mode=mode))
     for mode in atlas.MODES:
         measurements["run", "two_d_sbp", 4, mode] = (4, partial(runs.recipe_run, path=path_of("two_d_sbp"), mode=mode))
     return measurements
@@ -51,7 +49,6 @@ def page(results):
         signatures=tables.signatures(atlas_tables),
         mesh=tables.mesh(results["run", "two_d_sbp", 4, "eager"]),
         mesh_graph=tables.graph_to_formula(results["run", "two_d_sbp", 4, "graph"]),
-        sends=tables.training_sends(results),
     )
 
 
@@ -70,7 +67,7 @@ def differs(old, new):
 
 def main():
     """Regenerate the page; returns the exit code."""
-    print("measuring every conversion, matmul signature and recipe: 3 minutes", flush=True)
+    print("measuring every conversion and matmul signature: 3 minutes", flush=True)
     text = page(measured(calls()))
     changed = not ATLAS.exists() or differs(ATLAS.read_text(), text)
     if changed:

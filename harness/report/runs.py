@@ -1,9 +1,7 @@
 """Run recipes on pools of ranks: record a run, and measure the cost of a training step."""
 
-import itertools
-
 from harness.report.atlas import MODES
-from harness.start.recipe import HARNESS, all_paths, entry, path_of, world_sizes
+from harness.start.recipe import HARNESS, entry, path_of
 
 MEMORY = f"{HARNESS / 'measure' / 'rank_memory.py'}:memory"
 MEASURE_SCRIPT = f"{HARNESS / 'measure' / 'script.py'}:measure_script"
@@ -11,7 +9,6 @@ PER_STEP = f"{HARNESS / 'measure' / 'training.py'}:per_step"
 # The sizes at which runs and steps are measured.
 SIZES = dict(batch=480, in_features=720, hidden_size=960, out_features=1080, rows=480, columns=1080, steps=1)
 TRAINING_SIZES = dict(batch=384, in_features=384, hidden_size=768, out_features=384)
-TRAINED_ON = (2, 4)  # ranks
 
 
 def modes(path):
@@ -28,21 +25,6 @@ def recipe_run(pool, path, mode, **sizes):
     """The results of measure_script for a recipe, by rank. sizes: they override SIZES."""
     keywords = {name: size for name, size in {**SIZES, **sizes}.items() if name in entry(path)}
     return pool.call(MEASURE_SCRIPT, path=str(path), keywords=with_mode(keywords, mode))
-
-
-def compared():
-    """The recipes whose training costs are compared: they train the same two layers."""
-    options = {path: entry(path) for path in all_paths()}
-    same = {"steps", "in_features", "hidden_size"}
-    return [path for path in options if same <= set(options[path]) and options[path]["out_features"] == 4]
-
-
-def training_runs():
-    """Yield (name, number of ranks, mode) of each run whose costs are compared."""
-    for path in compared():
-        for n, mode in itertools.product(TRAINED_ON, modes(path)):
-            if n in world_sizes(path):
-                yield path.stem, n, mode
 
 
 def training_sizes(name, **more):

@@ -1,6 +1,5 @@
 """The tables of docs/sbp-atlas.md. `measured` is what atlas.measured_on returns."""
 
-import itertools
 import re
 
 from harness.measure import theory
@@ -8,7 +7,6 @@ from harness.measure.sbp import NAMES
 from harness.measure.steps import Move, tensors_and_moves
 from harness.report import atlas
 from harness.report.atlas import MATMULS, MODES, PAIRS
-from harness.report.runs import TRAINED_ON, compared
 
 FIGURE = re.compile(r"\d+\.\d\d\b")
 
@@ -193,29 +191,3 @@ def graph_to_formula(results):
     """What the graph of a recipe sends, as a multiple of the formula."""
     [call] = [item for item in tensors_and_moves(results) if isinstance(item, Move) and item.sent]
     return f"{sum(call.sent) / call.formula:.2f}"
-
-
-def runs_of(results, name):
-    """{(mode, number of ranks): the result of runs.training_run by rank} of a recipe."""
-    runs = {}
-    for mode, n in itertools.product((*MODES, "only"), TRAINED_ON):
-        if ("step", name, n, mode) in results:
-            ranks = results["step", name, n, mode]
-            runs["graph" if ranks[0]["graph"] else "eager", n] = ranks
-    return runs
-
-
-def on_two_and_four(runs, mode, amount):
-    """The largest figure of a rank, on 2 and on 4 ranks; a dash where the recipe does not run on so many ranks."""
-    figures = [units(max(map(amount, runs[mode, n]))) if (mode, n) in runs else "–" for n in TRAINED_ON]
-    return " · ".join(figures) if set(figures) != {"–"} else "–"
-
-
-def training_sends(results):
-    """What the rank that sends most sends in a step, in units of all weights; results: of atlas_page.calls."""
-    rows = []
-    for path in compared():
-        runs = runs_of(results, path.stem)
-        sent = [on_two_and_four(runs, mode, lambda result: result["sent"] / result["weights"]) for mode in MODES]
-        rows.append([path.name, *sent])
-    return table(["recipe", *MODES], rows)

@@ -12,7 +12,6 @@ from harness.start.recipe import path_of
 from tests.cases import CASES, GRAPH_ONLY, PROOFS, TRAINED, proven_on
 from tests.cases.forward import SIGNATURES
 from tests.cases.ladder import Checks
-from tests.pools import step_call
 
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
 # What a step of training sends is measured as a whole, in test_training.py
@@ -27,8 +26,6 @@ def background_calls(item):
         calls = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
     if item.originalname == "test_page_is_that_of_this_run":
         calls = atlas_page.calls()
-    if item.originalname == "test_memory_of_adam_is_that_of_the_moments_that_a_recipe_has":
-        calls = step_call(*item.callspec.params["run"])
     for name, n, mode in wanted:
         run = partial(runs.recipe_run, path=path_of(name), mode=mode, **PROOFS[name].measured_at)
         calls["run", name, n, mode] = (n, run)
@@ -161,13 +158,3 @@ def test_page_is_that_of_this_run(measured):
     text = atlas_page.page({key: measured(*key) for key in atlas_page.calls()})
     difference = atlas_page.differs(atlas_page.ATLAS.read_text(), text)
     assert difference is None, f"{atlas_page.ATLAS}: {difference}; ./launch.sh docs makes it anew"
-
-
-@pytest.mark.parametrize("run", runs.training_runs(), ids=lambda run: "-".join(map(str, run)))
-def test_memory_of_adam_is_that_of_the_moments_that_a_recipe_has(measured, run):
-    """What an optimizer keeps is once or twice the weights, on every rank."""
-    name, n, mode = run
-    words = {word for key in CASES[name](n).values for word in key.split()}
-    states = {"exp_avg", "exp_avg_sq", "momentum_buf"} & words
-    for rank, result in enumerate(measured("step", name, n, mode)):
-        Checks.equal(result["kept"]["state"], len(states) * result["kept"]["weights"], *run, f"rank {rank}", "state")
