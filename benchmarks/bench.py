@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import peers, schedules  # noqa: E402
+from benchmarks import peers  # noqa: E402
 from benchmarks.peers import Peer, PeerError  # noqa: E402
 from harness.pool import Pool, PoolError  # noqa: E402
 from harness.report.tables import table  # noqa: E402
@@ -212,7 +212,6 @@ def collectives():
     return rows
 
 
-PICTURE = "schedules"  # a picture of the recipe guide, by the clocks of the ranks
 PARTS = {"strategies": strategies, "gpt": gpt, "collectives": collectives}
 
 
@@ -263,24 +262,17 @@ def by_cpu(results, part, first, columns, last=None):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="launch.sh bench", description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join((*PARTS, PICTURE))}; default: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.parts if name not in (*PARTS, PICTURE)]
+    unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
-        parser.error(f"{unknown[0]}: no such part; there are {', '.join((*PARTS, PICTURE))}")
-    parts = options.parts or [*PARTS, PICTURE]
-    if parts == [PICTURE]:  # it needs no peers
-        schedules.write()
-        return 0
+        parser.error(f"{unknown[0]}: no such part; there are {', '.join(PARTS)}")
     if not peers.PYTHON.exists():
         needs = "bench needs PyTorch and JAX, in an environment of their own; type"
         parser.exit(2, f"launch.sh: {needs}\n  {peers.HOW_TO_MAKE}\n")
     try:
-        for part in parts:
+        for part in options.parts or PARTS:
             print(part, file=sys.stderr, flush=True)
-            if part == PICTURE:
-                schedules.write()
-                continue
             results = json.loads(RESULTS.read_text())
             results[part] = dict(sorted({**results[part], cpu(): measured(part)}.items()))
             RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")

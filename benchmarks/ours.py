@@ -1,8 +1,6 @@
 """Functions that bench.py calls on the ranks of a pool: steps of a recipe, collectives. Times: seconds on this rank."""
 
 import time
-from contextlib import ExitStack
-from unittest import mock
 
 import oneflow as flow
 
@@ -51,51 +49,3 @@ def move_times(old, new, elements, steps):
 
 def differences(times):
     return [end - begin for begin, end in zip(times, times[1:])]
-
-
-def clocks(path, schedule, rows, features, micro_batches, steps):
-    """The calls of pipeline_schedules.py on this rank in each step: [[(operation, micro-batch, begin, end)], ...].
-
-    Times: seconds since all ranks began the step. A rank waits for what it receives before a call begins.
-    """
-    module, n = recipe.load(path), flow.env.get_world_size()
-    stages, sizes = module.placements("cpu", n), [features] * 3
-    model, x, y = module.make(stages, micro_batches, rows * micro_batches, *sizes)
-    table, own, seen = module.SCHEDULES[schedule](n, micro_batches), flow.env.get_rank(), []
-
-    def timed(function, ranks_of):
-        def call(first, *arguments):
-            if own not in ranks_of(first).ranks:
-                return function(first, *arguments)
-            wait()
-            begin = time.perf_counter()
-            result = function(first, *arguments)
-            wait()
-            seen[-1].append((begin - start, time.perf_counter() - start))
-            return result
-
-        return call
-
-    changes = [(module.Stage, name, lambda stage: stage.ranks) for name in ("forward", "weight_backward")]
-    changes.append((flow.Tensor, "backward", lambda tensor: tensor.placement))
-    with ExitStack() as stack:
-        for owner, name, ranks_of in changes:
-            stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), ranks_of)))
-        for _ in range(steps + 1):
-            seen.append([])
-            flow.comm.barrier()
-            start = time.perf_counter()
-            module.run_step(model, table, x, y)
-            wait()
-    return [with_names(table[own], times) for times in seen[1:]]
-
-
-def with_names(row, times):
-    """[(operation, micro-batch, begin, end)]: a B took the time of the gradients of the input and of the weight."""
-    times, calls = iter(times), []
-    for op, _, micro_batch in row:
-        begin, end = next(times)
-        if op == "B":
-            _, end = next(times)
-        calls.append((op, micro_batch, begin, end))
-    return calls
