@@ -95,7 +95,7 @@ def ratio(ours, others):
 def row_of(name, ranks, seconds, modes=MODES):
     """A row of a table: the ratios of the fastest of our modes to each peer."""
     mode = min(modes, key=lambda mode: statistics.median(seconds[mode]))
-    ratios = {peer: ratio(seconds[mode], seconds[peer]) for peer in PEERS if peer in seconds}
+    ratios = {peer: ratio(seconds[mode], seconds[peer]) for peer in PEERS}
     print(f"  {name}, {ranks} ranks: {mode}", ratios, file=sys.stderr, flush=True)
     return {"strategy": name, "ranks": ranks, "ratios": ratios, "mode": mode}
 
@@ -252,7 +252,7 @@ def by_cpu(results, part, first, columns, last=None):
             if row["ranks"] > 2 and row[first] in on_two:
                 continue
             ranks = f", {row['ranks']} ranks" if row["ranks"] > 1 else ""
-            cells = [f"{row['ratios'][column]:.2f}" if column in row["ratios"] else "–" for column in columns]
+            cells = [f"{row['ratios'][column]:.2f}" for column in columns]
             lines.append((number, [row[first] + ranks, name, *cells, *([row[last]] if last else [])]))
     header = [first, "CPU", *(f"/ {column}" if column[0].isalpha() else column for column in columns)]
     rows = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
