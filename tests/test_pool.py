@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import time
 import weakref
@@ -98,11 +99,15 @@ def test_call_works_again_after_the_death_of_the_process_that_forks(pool):
 
 @pytest.mark.slow
 def test_hanging_rank_fails_the_call_and_shows_where_it_is():
-    with Pool(2, timeout=2, forked=True) as pool:
-        assert works(pool)
-        words = r'(?s)gave no answer in 2 s.*test_pool.py", line \d+ in fail'
-        with pytest.raises(PoolError, match=words):
-            pool.call(f"{__file__}:fail", rank=1, how="hang")
+    shown = ""
+    for seconds in (2, 60):  # on a busy machine it may not be there after 2 s
+        with Pool(2, timeout=seconds, forked=True) as pool:
+            with pytest.raises(PoolError, match=f"gave no answer in {seconds} s") as caught:
+                pool.call(f"{__file__}:fail", rank=1, how="hang")
+        shown = str(caught.value)
+        if re.search(r'test_pool.py", line \d+ in fail', shown):
+            return
+    raise AssertionError(shown)
 
 
 @pytest.mark.slow
