@@ -101,9 +101,9 @@ def test_call_works_again_after_the_death_of_the_process_that_forks(pool):
 def test_hanging_rank_fails_the_call_and_shows_where_it_is():
     shown = ""
     for seconds in (2, 60):  # on a busy machine it may not be there after 2 s
-        with Pool(2, timeout=seconds, forked=True) as pool:
-            with pytest.raises(PoolError, match=f"gave no answer in {seconds} s") as caught:
-                pool.call(f"{__file__}:fail", rank=1, how="hang")
+        error = pytest.raises(PoolError, match=f"gave no answer in {seconds} s")
+        with Pool(2, timeout=seconds, forked=True) as pool, error as caught:
+            pool.call(f"{__file__}:fail", rank=1, how="hang")
         shown = str(caught.value)
         if re.search(r'test_pool.py", line \d+ in fail', shown):
             return
