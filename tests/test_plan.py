@@ -1,11 +1,8 @@
 """`./launch.sh plan`: its formulas against the papers' tables, its choices against Megatron-LM's, its properties."""
 
 import dataclasses
-import functools
-import itertools
 import json
 import random
-import shlex
 import shutil
 import sys
 from types import SimpleNamespace
@@ -51,24 +48,17 @@ def test_times_of_megatron_are_as_near_as_the_page_says():
     assert (off[0], off[-1]) == (min(off), max(off)) == (-18, 23)
 
 
-@pytest.mark.slow
-def test_rows_of_megatron_are_in_the_order_of_their_times_with_one_efficiency():
-    """Within 2 %: two rows took 3.70 s."""
-    times = [(modelled(row).seconds, row.seconds) for row in ROWS]
-    for (time, measured), (later_time, later_measured) in itertools.combinations(times, 2):
-        assert time < later_time or measured > 0.98 * later_measured
-
-
-@pytest.mark.parametrize("stage, gigabytes", enumerate([120, 31.4, 16.6, 1.88]))
-def test_state_is_that_of_table_1_of_zero(stage, gigabytes):
-    assert formulas.zero(7.5e9, 64, stage) / GB == pytest.approx(gigabytes, abs=0.05)
-
-
 def test_weights_that_the_data_axis_shards_take_what_zero_3_takes():
+    """Table 1 of arXiv:1910.02054: 16 bytes per parameter, shared by 64 ranks."""
     model = dataclasses.replace(MODEL, learned_positions=False)  # positions and norms stay whole
-    whole, sharded = (sum(formulas.state(model, (64, 1, 1), "amp", shard)) for shard in (False, True))
+    layouts = [cost.ParallelLayout(64, 1, 1, 1, shard_weights=shard) for shard in (False, True)]
+    whole, sharded = (state_of(cost.memory(model, layout, 64, "amp")) for layout in layouts)
     assert whole == 16 * formulas.parameters(model)
-    assert sharded == pytest.approx(formulas.zero(formulas.parameters(model), 64, 3), rel=0.01)
+    assert sharded == pytest.approx(whole / 64, rel=0.01)
+
+
+def state_of(memory):
+    return sum(memory[part] for part in ("weights", "gradients", "optimizer"))
 
 
 @pytest.mark.parametrize("h, a, s, b, t", [(6144, 64, 2048, 4, 8), (12288, 96, 2048, 1, 8), (25600, 160, 2048, 1, 8)])
@@ -118,8 +108,7 @@ def test_largest_stage_sets_memory_and_pace(tied, slowest):
     assert costs.time["matmuls"] == pytest.approx({2: 2 * layer, 3: layer + head}[slowest] / cluster.flops)
     weights = formulas.weights(model, 2)
     if slowest == 2:
-        state = sum(costs.memory[part] for part in ("weights", "gradients", "optimizer"))
-        assert state == 16 * sum(sum(weights[part]) for part in ("layers", "table", "positions"))
+        assert state_of(costs.memory) == 16 * sum(sum(weights[part]) for part in ("layers", "table", "positions"))
         assert costs.memory["activations"] == 2 * formulas.activations(model, model.seq_len, 1, "amp")
 
 
@@ -180,7 +169,7 @@ def test_slow_links_between_hosts_make_tensor_parallel_over_them_slow():
     model = dataclasses.replace(MODEL, num_layers=96, hidden_size=12288, num_heads=96)
     slower = {}
     for between in (200, 25):
-        fit, _ = cost.ranked(model, 1536, cluster_of(128, 8, between=between * GB))
+        fit, _ = cost.ranked(model, 1536, cluster_of(128, 8, between=between * GB), ("selective",))
         times = {plan.layout.mesh: plan.seconds for plan in report.best_of_each_mesh(fit)}
         assert fit[0].layout.mesh == (16, 8, 8)
         slower[between] = times[16, 16, 4] / times[16, 8, 8]
@@ -208,31 +197,14 @@ def cases(count):
         yield model, rng.choice([12, 48, 96]), cluster
 
 
-@functools.lru_cache(maxsize=None)
-def ranked_cases():
-    """(model, batch size, cluster, layouts that fit, those that do not) of each."""
-    return [(*case, *cost.ranked(*case)) for case in cases(12)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["memory", "inside", "between"])
-def test_more_of_anything_never_makes_the_best_slower(change):
-    for model, batch, cluster, before, _ in ranked_cases():
-        device = cluster.device._replace(**{change: 1.7 * getattr(cluster.device, change)})
-        after, _ = cost.ranked(model, batch, cluster._replace(device=device))
-        assert not before or after[0].seconds <= before[0].seconds
-
-
 def test_parts_add_up_and_what_fits_is_what_is_said_to_fit():
-    for model, _, cluster, fit, refused in ranked_cases():
+    for case in cases(12):
+        fit, refused = cost.ranked(*case)
         for candidate in (*fit, *refused):
             for total, parts in ((candidate.seconds, candidate.time), (candidate.bytes, candidate.memory)):
                 assert total == pytest.approx(sum(parts.values())) and min(parts.values()) >= 0
-            state = sum(candidate.memory[part] for part in ("weights", "gradients", "optimizer"))
-            by_rank = formulas.state(model, candidate.layout.mesh, cluster.precision, candidate.layout.shard_weights)
-            assert min(by_rank) * 0.999 <= state <= max(by_rank) * 1.001
-        assert all(candidate.bytes <= cluster.memory for candidate in fit)
-        assert all(candidate.bytes > cluster.memory for candidate in refused)
+        assert all(candidate.bytes <= case[2].memory for candidate in fit)
+        assert all(candidate.bytes > case[2].memory for candidate in refused)
 
 
 def test_every_layout_that_is_offered_passes_the_checks_of_gpt_py():
@@ -280,24 +252,17 @@ TWO_HOSTS = (
     "1.32 B parameters",
     "memory of the fullest rank",
     "The second, ",
-    "mixed precision",
-    "--nnodes 2",
-    "-n 8 gpt",
+    "No recipe runs this plan: gpt.py has no mixed precision.",
 )
 TOO_LARGE = words(num_layers=96, hidden_size=12288, num_heads=96)
 ONE_HOST_OF_TWO = ["--hosts", "1", "--gpus-per-host", "2"]
 NO_CODE = "No command: OneFlow 0.9.0 has no code for these GPUs, of compute capability 9.0.\n"
 PRINTED = {  # arguments -> exit code, what is printed
     "two hosts": (words(), 0, TWO_HOSTS),
-    "float32 fits if all is recomputed": (
-        words(),
+    "two hosts in float32": (
+        words(precision="fp32", recompute="none"),
         0,
-        ("full recomputation, which needs about 30.0 GB", "--recompute full"),
-    ),
-    "float32 fits with a smaller micro-batch": (
-        words(memory=80),
-        0,
-        ("take micro-batch 2, which needs about 54.7 GB", "--micro-batches 16"),
+        ("gpt.py, which has a small vocabulary", "number for K:\n", "--nnodes 2 --node_rank K", "-n 8 gpt"),
     ),
     "a mesh that is slower": ([*words(), "--why", "1", "16", "1"], 0, ("This one, 1 x 16 x 1",)),
     "a mesh that does not fit": (
@@ -310,7 +275,6 @@ PRINTED = {  # arguments -> exit code, what is printed
     "unequal stages": ([*words(num_layers=70), "--why", "1", "4", "4"], 0, ("a stage has 18 or 17 layers",)),
     "a stage of one layer": (words(num_layers=3, global_batch_size=1, gpus_per_host=1), 0, ("2 or 1 layer ",)),
     "h100": (words(device="h100"), 0, (NO_CODE,)),
-    "h200": (words(device="h200"), 0, (NO_CODE,)),
 }
 
 
@@ -320,20 +284,6 @@ def test_plan_prints(capsys, what):
     assert plan.main(arguments) == code
     printed = capsys.readouterr().out
     assert [text for text in expected if text not in printed] == [], printed
-
-
-@pytest.mark.parametrize(
-    "memory, recompute, says",
-    [
-        (1, "none", "which needs about 54.7 GB a rank, too much for these devices, take fewer layers."),
-        (80, "none", "in float32, which needs about 54.7 GB a rank."),
-        (80, "selective", "take no recomputation, which needs about 54.7 GB a rank."),
-    ],
-)
-def test_a_layout_that_float32_needs_more_memory_for(memory, recompute, says):
-    case = plan.problem_of(plan.parser().parse_args(words(memory=memory)))
-    said = "\n".join(report.command(cost.ParallelLayout(16, 1, 1, 2, recompute=recompute), case))
-    assert says in said and "number for K:" in said and "--micro-batches 16" in said and "--recompute" not in said
 
 
 def test_bandwidth_of_memory_given_by_numbers_is_used(capsys):
@@ -450,12 +400,6 @@ def test_it_runs_in_a_clone_without_environment_and_makes_none(tmp_path):
     job = Run(str(tmp_path / "launch.sh"), "plan", *words()).wait()
     assert job.code == 0 and "1.32 B parameters" in job.out, job.err
     assert not (tmp_path / ".venv").exists()
-
-
-def test_a_reader_that_has_seen_enough_ends_it_quietly():
-    command = [sys.executable, str(ROOT / "harness" / "plan"), *words(), "--json"]
-    job = Run("bash", "-c", f"{shlex.join(command)} | head -c 10").wait()
-    assert len(job.out) == 10 and not job.err, job.err
 
 
 def test_it_imports_the_standard_library_alone():

@@ -10,7 +10,7 @@ from harness.plan.model import Model
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Which layout trains this model on this cluster the fastest?"""
+    """What a plan is for: model, batch size, cluster, allowed recomputation."""
 
     model: Model
     batch_size: int  # sequences of a step, on all ranks together
@@ -70,23 +70,25 @@ def memory(model, layout, batch_size, precision):
     """{part: bytes} of the rank that needs most: the first stage holds most micro-batches, the last stage the logits.
 
     A stage of 1F1B holds as many micro-batches as there are stages from it to the end (D. Narayanan et al.,
-    arXiv:2104.04473, section 2.2).
+    arXiv:2104.04473, section 2.2). Like ZeRO's stage 3 (arXiv:1910.02054), --shard-weights divides weights, gradients
+    and Adam's state by the data axis, except those of norms and positions.
     """
-    _, tensor, pipeline = layout.mesh
+    data, tensor, pipeline = layout.mesh
+    sharded_by = data if layout.shard_weights else 1
     tokens = layout.micro_batch * model.seq_len
     how = {"precision": precision, "sequence_parallel": layout.sequence_parallel}
     layer = formulas.activations(model, tokens, tensor, recompute=layout.recompute, **how)
     working = formulas.activations(model, tokens, tensor, **how) if layout.recompute == "full" else 0
-    state = formulas.state(model, layout.mesh, precision, layout.shard_weights)
     elements, layers = formulas.stages(model, pipeline), formulas.layers_of_stages(model, pipeline)
     weight, gradient, optimizer, _ = formulas.PRECISIONS[precision]
     by_stage = []
     for stage in range(pipeline):
+        held = formulas.elements_on_a_rank(elements[stage], tensor, sharded_by)
         in_flight = min(layout.micro_batches(batch_size), pipeline - stage)
         parts = {
-            "weights": state[stage] * weight / (weight + gradient + optimizer),
-            "gradients": state[stage] * gradient / (weight + gradient + optimizer),
-            "optimizer": state[stage] * optimizer / (weight + gradient + optimizer),
+            "weights": held * weight,
+            "gradients": held * gradient,
+            "optimizer": held * optimizer,
             "activations": in_flight * layers[stage] * layer + working,
         }
         if layout.shard_weights or precision == "fp32":  # gpt.py frees its copies after backward, not after forward

@@ -71,30 +71,6 @@ def elements_on_a_rank(stage, tensor, sharded_by=1):
     return split / tensor / sharded_by + whole
 
 
-def state(model, mesh, precision="fp32", shard_weights=False):
-    """[bytes on a rank of each stage] of weights, gradients and Adam's state.
-
-    Like ZeRO's stage 3 (arXiv:1910.02054), --shard-weights divides all of them by the data axis, except norms and
-    positions.
-    """
-    data, tensor, pipeline = mesh
-    size = sum(PRECISIONS[precision][:3])
-    sharded_by = data if shard_weights else 1
-    return [size * elements_on_a_rank(stage, tensor, sharded_by) for stage in stages(model, pipeline)]
-
-
-def zero(elements, data, stage):
-    """Bytes on a rank, with mixed precision and Adam, in ZeRO's stages 0 (data parallel) to 3: arXiv:1910.02054."""
-    weight, gradient, optimizer, _ = PRECISIONS["amp"]
-    if stage > 0:
-        optimizer /= data
-    if stage > 1:
-        gradient /= data
-    if stage > 2:
-        weight /= data
-    return elements * (weight + gradient + optimizer)
-
-
 def moved(model, mesh, batch_size, layout=(), item=4, micro_batches=1):
     """{axis: bytes that all ranks together send along it in a step of a graph}, as docs/gpt.md measures them.
 

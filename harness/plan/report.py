@@ -3,7 +3,6 @@
 A candidate is a cost.Cost of a layout.
 """
 
-import dataclasses
 import re
 import textwrap
 
@@ -37,8 +36,8 @@ def duration(seconds):
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
 
 
-def applying(texts):
-    """The keys of {text: whether it applies} that apply."""
+def true_keys(texts):
+    """The keys whose value is true."""
     return [text for text, applies in texts.items() if applies]
 
 
@@ -69,7 +68,7 @@ def name_of(layout):
         f"micro-batch {layout.micro_batch}": True,
         f"{layout.recompute} recomputation": layout.recompute != "none",
     }
-    return ", ".join([" x ".join(map(str, layout.mesh)), *applying(options)])
+    return ", ".join([" x ".join(map(str, layout.mesh)), *true_keys(options)])
 
 
 def best_of_each_mesh(costs):
@@ -131,7 +130,7 @@ def short(candidate):
         "sharded": layout.shard_weights,
         layout.recompute: layout.recompute != "none",
     }
-    return ", ".join([*applying(options), *unequal_stages(candidate)])
+    return ", ".join([*true_keys(options), *unequal_stages(candidate)])
 
 
 def unequal_stages(candidate):
@@ -233,22 +232,19 @@ def about_second(first, second, problem):
 
 
 def command(layout, problem):
-    """Yield lines: the command that runs a layout, or why no recipe can and what comes near."""
+    """Yield lines: the command that runs a layout, or why there is none."""
     capability = problem.cluster.device.capability
+    lacks = missing_in_gpt(layout, problem)
     if capability and capability > devices.NEWEST_CAPABILITY:
         yield f"No command: OneFlow 0.9.0 has no code for these GPUs, of compute capability {capability}."
-        return
-    lacks = missing_in_gpt(layout, problem)
-    if lacks:
-        nearest = layout_in_float32(layout, problem)
-        yield f"No recipe runs this plan as it is: gpt.py has no {', no '.join(lacks)}."
+    elif lacks:
+        yield f"No recipe runs this plan: gpt.py has no {', no '.join(lacks)}."
         yield "docs/your-model.md shows how to lay out a model of your own."
-        end = "." if problem.cluster.hosts > 1 else ":"
-        yield f"To try the mesh with gpt.py in float32, {how_in_float32(layout, nearest, problem)}{end}"
-        layout = nearest
-    if problem.cluster.hosts > 1:
-        yield "On each host, with its own number for K:"
-    yield run_of_gpt(layout, problem)
+    else:
+        yield "To try the layout with gpt.py, which has a small vocabulary of its own:"
+        if problem.cluster.hosts > 1:
+            yield "On each host, with its own number for K:"
+        yield run_of_gpt(layout, problem)
 
 
 def run_of_gpt(layout, problem):
@@ -264,7 +260,7 @@ def run_of_gpt(layout, problem):
     }
     parts = [
         f"./launch.sh {hosts}-n {cluster.ranks_per_host} gpt{device}",
-        " ".join([f"--graph --data {data} --tensor {tensor} --pipeline {pipeline}", *applying(options)]),
+        " ".join([f"--graph --data {data} --tensor {tensor} --pipeline {pipeline}", *true_keys(options)]),
         f"--num-layers {model.num_layers} --hidden-size {model.hidden_size} --num-heads {model.num_heads}"
         f" --seq-len {model.seq_len}",
         f"--batch-size {problem.batch_size} --micro-batches {layout.micro_batches(problem.batch_size)}",
@@ -272,46 +268,10 @@ def run_of_gpt(layout, problem):
     return "  " + " \\\n    ".join(parts)
 
 
-def layout_in_float32(layout, problem):
-    """The nearest layout on the same mesh that fits in float32, the only precision of gpt.py.
-
-    Tries smaller micro-batches first, then full recomputation. If nothing fits, the layout itself.
-    """
-    own = "none" if layout.recompute == "selective" else layout.recompute
-    for recompute in (own, "full"):
-        for micro_batch in reversed(cost.divisors(layout.micro_batch)):
-            nearest = dataclasses.replace(layout, recompute=recompute, micro_batch=micro_batch)
-            if in_float32(nearest, problem) <= problem.cluster.memory:
-                return nearest
-    return dataclasses.replace(layout, recompute=own)
-
-
-def in_float32(layout, problem):
-    """The bytes that a layout needs on a rank in float32."""
-    return sum(cost.memory(problem.model, layout, problem.batch_size, "fp32").values())
-
-
-def how_in_float32(layout, nearest, problem):
-    """In words, what must change for float32, and the memory that a rank then needs."""
-    needs = in_float32(nearest, problem)
-    if needs > problem.cluster.memory:
-        return f"which needs about {size(needs)} a rank, too much for these devices, take fewer layers"
-    changes = applying(
-        {
-            f"micro-batch {nearest.micro_batch}": nearest.micro_batch != layout.micro_batch,
-            f"{nearest.recompute} recomputation": nearest.recompute not in (layout.recompute, "none"),
-            "no recomputation": layout.recompute == "selective" and nearest.recompute == "none",
-        }
-    )
-    if changes:
-        return f"take {' and '.join(changes)}, which needs about {size(needs)} a rank"
-    return f"which needs about {size(needs)} a rank"
-
-
 def missing_in_gpt(layout, problem):
     """The parts of a plan that gpt.py does not have."""
     model = problem.model
-    return applying(
+    return true_keys(
         {
             "mixed precision": problem.cluster.precision == "amp",
             "selective recomputation": layout.recompute == "selective",

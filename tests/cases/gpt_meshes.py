@@ -200,8 +200,10 @@ MODEL = Model(
 def formulas(mesh, layout):
     """(bytes by axis, bytes that the fullest rank keeps) of a row, by the formulas of `plan`."""
     options = [name for name in LAYOUTS[layout] if name not in ("steps", "sums")]
-    by_rank = plan.state(MODEL, mesh, shard_weights="shard_weights" in options)
-    return plan.moved(MODEL, mesh, SIZES["batch_size"], options), max(by_rank)
+    data, tensor, pipeline = mesh
+    sharded_by = data if "shard_weights" in options else 1
+    held = max(plan.elements_on_a_rank(stage, tensor, sharded_by) for stage in plan.stages(MODEL, pipeline))
+    return plan.moved(MODEL, mesh, SIZES["batch_size"], options), sum(plan.PRECISIONS["fp32"][:3]) * held
 
 
 def context_formulas(mesh):
