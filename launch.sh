@@ -30,7 +30,7 @@ options
                       WORLD_SIZES, or 2 if it has none)
   --timeout SECONDS   end the job after that time, and show where each rank is
                       (default: no limit)
-  --silent SECONDS    show that once no rank has printed for so long (300)
+  --silent SECONDS    show where each rank is after SECONDS without output (300)
   --grace SECONDS     time for the ranks to end after SIGTERM (25)
   --log-dir DIR       append the output of rank K to DIR/rank_K.log, and show
                       only that of the first rank

@@ -118,53 +118,27 @@ def nvidia_smi(monkeypatch, tmp_path):
     """A function that imitates an nvidia-smi, of a host with GPUs of these compute capabilities, or removes it."""
 
     def imitate(capabilities, code=0):
-        rows = [f"{capability}, GPU-{number}{number}-x" for number, capability in enumerate(capabilities.split())]
-        lines = ["#!/bin/sh", *(f"echo '{row}'" for row in rows), f"exit {code}"]
+        lines = ["#!/bin/sh", *(f"echo {capability}" for capability in capabilities.split()), f"exit {code}"]
         (tmp_path / "nvidia-smi").write_text("\n".join(lines))
         (tmp_path / "nvidia-smi").chmod(0o755)
 
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return imitate
 
 
-# The compute capabilities of a host's GPUs, CUDA_VISIBLE_DEVICES, and the error for two ranks.
-NO_OTHER, GPUS = "--device cpu", "CUDA_VISIBLE_DEVICES={} ./launch.sh ..."
-CUDA = [
-    ("8.9 7.0", None, None),
-    ("8.0 6.0 9.0", None, None),
-    ("9.0 8.0 8.0", "2,1", None),
-    ("9.0 8.0 8.0", "1,2,0", None),
-    ("9.0 8.0 8.0", "GPU-2,GPU-11-x", None),
-    ("9.0 9.0", "MIG-1,MIG-2", None),
-    ("8.0", None, ("got 1", NO_OTHER)),
-    ("9.0 9.0", None, ("got 0", NO_OTHER)),
-    ("8.0 12.0", None, ("got 1", NO_OTHER)),
-    ("5.2 5.2", None, ("got 0", NO_OTHER)),
-    ("9.0 8.0 8.0", None, ("got 1", GPUS.format("1,2"))),
-    ("8.0 9.0 8.0 8.0", "3,1,2", ("got 1", GPUS.format("2,3"))),
-    ("8.0 8.0", "", ("got 0", GPUS.format("0,1"))),
-    ("8.0 8.0", "1,-1,0", ("got 1", GPUS.format("0,1"))),
-    ("8.0 8.0", "0,2,1", ("got 1", GPUS.format("0,1"))),
-    ("8.0 8.0", "1,1", ("got 1", GPUS.format("0,1"))),
-    ("8.0 8.0", "GPU-", ("got 0", GPUS.format("0,1"))),
-    ("", None, ("got 0", NO_OTHER)),
-]
-
-
-@pytest.mark.parametrize("capabilities, variable, refused", CUDA)
-def test_cuda_needs_a_visible_gpu_that_works_for_each_rank(monkeypatch, nvidia_smi, capabilities, variable, refused):
+@pytest.mark.parametrize(
+    "capabilities, usable", [("8.9 7.0", 2), ("8.0 6.0 9.0", 2), ("8.0", 1), ("8.0 12.0", 1), ("5.2 9.0", 0)]
+)
+def test_cuda_needs_a_gpu_that_works_for_each_rank(nvidia_smi, capabilities, usable):
     nvidia_smi(capabilities)
-    if variable is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     command = ["-n", "2", DATA, "--device", "cuda"]
-    if not refused:
+    if usable == 2:
         assert checked(command).nproc_per_node == 2
         return
     with pytest.raises(UsageError) as error:
         checked(command)
-    usable, hint = refused
-    assert str(error.value) == f"each rank needs a GPU of compute capability 6.0 to 8.9, {usable} for 2: type {hint}"
+    wanted = "each rank needs a GPU of compute capability 6.0 to 8.9"
+    assert str(error.value) == f"{wanted}, got {usable} for 2: type --device cpu"
 
 
 @pytest.mark.parametrize("words", ["--device=cuda", "--graph --device cuda", "--dev cuda", "--d=cuda --graph"])

@@ -152,53 +152,19 @@ def fill_in_ranks(options, sizes):
 
 
 def check_gpus(ranks):
-    """Raises UsageError unless OneFlow 0.9.0 has code for the GPUs of this host's ranks: the first `ranks` visible."""
-    gpus, variable = gpus_of_this_host(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if gpus is None or "MIG-" in (variable or ""):  # the query does not list parts of a GPU
-        return
-    visible = visible_gpus([uuid for _, uuid in gpus], variable)
-    supported = [number for number, (capability, _) in enumerate(gpus) if re.fullmatch(r"[678]\.\d", capability)]
-    usable = [number for number in visible[:ranks] if number in supported]
-    if len(usable) == ranks:
-        return
-    supported.sort(key=lambda number: number not in visible)
-    choice = ",".join(map(str, sorted(supported[:ranks])))
-    hint = f"CUDA_VISIBLE_DEVICES={choice} ./launch.sh ..." if len(supported) >= ranks else "--device cpu"
-    wanted = "each rank needs a GPU of compute capability 6.0 to 8.9"
-    raise UsageError(f"{wanted}, got {len(usable)} for {ranks}: type {hint}")
-
-
-def gpus_of_this_host():
-    """[(compute capability, UUID)] of each GPU, in the order of the PCI bus; None if the driver is too old."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap,uuid", "--format=csv,noheader"]
+    """Raises UsageError if the GPUs of this host that OneFlow 0.9.0 has code for are fewer than its ranks."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
-        return []
-    if answer.returncode == 2:  # before CUDA 11.6, nvidia-smi does not know compute_cap
-        return None
-    rows = [] if answer.returncode else answer.stdout.splitlines()
-    return [(row.split(",")[0].strip(), row.split(",")[-1].strip()) for row in rows]
-
-
-def visible_gpus(uuids, variable):
-    """The numbers of the GPUs that CUDA shows to a program, in its order.
-
-    uuids: of all GPUs. variable: CUDA_VISIBLE_DEVICES, numbers or beginnings of UUIDs; None if it is not set. CUDA
-    ignores everything after an entry that names no GPU.
-    """
-    if variable is None:
-        return list(range(len(uuids)))
-    visible = []
-    for entry in variable.replace(" ", "").split(","):
-        if entry.startswith("GPU-"):
-            numbers = [number for number, uuid in enumerate(uuids) if uuid.startswith(entry)]
-        else:
-            numbers = [number for number in range(len(uuids)) if str(number) == entry]
-        if len(numbers) != 1 or numbers[0] in visible:
-            break
-        visible += numbers
-    return visible
+        usable = []
+    else:
+        if answer.returncode == 2:  # before CUDA 11.6, nvidia-smi does not know compute_cap
+            return
+        usable = re.findall(r"^[678]\.\d$", answer.stdout, flags=re.MULTILINE) if answer.returncode == 0 else []
+    if len(usable) < ranks:
+        wanted = "each rank needs a GPU of compute capability 6.0 to 8.9"
+        raise UsageError(f"{wanted}, got {len(usable)} for {ranks}: type --device cpu")
 
 
 def same_on_all_nodes(options):
