@@ -95,9 +95,9 @@ def ranks_of(job):
 
 
 def training_bytes(graph, rank):
-    """{"gradients": bytes of those that the optimizers read on a rank, "state": bytes of the optimizers' state there}.
+    """{"gradients": bytes of the gradients on a rank, "state": bytes of the optimizer's state, as Adam's moments}.
 
-    graph: compiled. The state is such as both moments of Adam.
+    graph: compiled. Only gradients that an optimizer reads are counted.
     """
     job = graph._full_job_proto
     signatures, ranks = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf, ranks_of(job)

@@ -9,7 +9,7 @@ from harness.measure.frames import returns_of
 from harness.measure.tensors import describe, layout_of
 
 
-def look_of(tensor):
+def layout_and_shape(tensor):
     """The layout and shape of a tensor as text."""
     return str((layout_of(tensor), tuple(tensor.shape)))
 
@@ -121,7 +121,7 @@ class Names:
         """Name a tensor after a variable; of several variables, the first in the outermost function."""
         if tensor.is_lazy:
             return
-        key = (name, look_of(tensor))
+        key = (name, layout_and_shape(tensor))
         if id(tensor) not in self.tensors and key in self.seen:  # the same variable in a later iteration of a loop
             return
         self.seen.add(key)

@@ -10,7 +10,8 @@ import numpy as np
 from harness.measure import theory
 from harness.measure.events import ONEFLOW, SCRIPT, UNNAMED, layout
 
-IMPLICIT, BY_LAYER = "OneFlow moved an operand", "of it"  # in place of a collective, where only the bytes are known
+# In place of a collective, where only the bytes are known:
+IMPLICIT, BY_LAYER = "OneFlow moved an operand", "part of backward"
 MADE_GLOBAL = "local to global"  # in place of a collective, where a local tensor becomes global
 NOISE = 8_000  # bytes of OneFlow's own messages in a layer, at most
 EXACT = 1e6  # bytes of a tensor; for smaller tensors, a large part of what is measured is OneFlow's own messages

@@ -13,7 +13,7 @@ import oneflow as flow
 
 from harness.measure.events import Event
 from harness.measure.graph import modules_in
-from harness.measure.names import Names, look_of
+from harness.measure.names import Names, layout_and_shape
 from harness.measure.recorder import Recorder, tensors_of
 from harness.measure.sbp import label
 from harness.measure.sent import growth, quiet, sent_by
@@ -98,7 +98,7 @@ class Trace(Recorder):
 
     def signature(self, call, inputs, options, layer):
         """Equal for calls that repeat a step of the script."""
-        looks = [look_of(tensor) if tensor.is_global else "local" for tensor in inputs]
+        looks = [layout_and_shape(tensor) if tensor.is_global else "local" for tensor in inputs]
         parameters = [id(tensor) for tensor in inputs if id(tensor) in self.names.parameters]
         return (call.kind, self.line(), layer, options, *looks, *parameters)
 
@@ -184,7 +184,7 @@ class Trace(Recorder):
         is_global = bool(inputs) and all(tensor.is_global and not tensor.is_lazy for tensor in inputs)
         if STEPS & set(call.around) or not is_global:
             return call.proceed()
-        similar = self.similar.setdefault(("layer", path, *map(look_of, inputs)), [])
+        similar = self.similar.setdefault(("layer", path, *map(layout_and_shape, inputs)), [])
         self.layers.append(path)
         try:
             if similar:

@@ -65,8 +65,8 @@ class PoolError(Exception):
         self.answers, self.waiting = {}, waiting or {}
 
 
-class TimeOver(Exception):
-    """A signal handler may raise it to end a call early, as if its time was over."""
+class CallCancelled(Exception):
+    """A signal handler may raise it to end a call early; the call then fails as if its time were over."""
 
 
 class Pool:
@@ -160,7 +160,7 @@ class Pool:
                         failure = rank, traceback
                     elif left is not None:
                         deadline = min(deadline, time.monotonic() + left)
-        except TimeOver:
+        except CallCancelled:
             pass
         except (EOFError, OSError):  # a rank has closed its socket: it is ending
             self._wait_until(self.ranks.exit_codes)

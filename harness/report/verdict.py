@@ -1,4 +1,4 @@
-"""The last line of `show` and `bytes`: what the script moves in a step, and what OneFlow inserts."""
+"""The last line of `show` and `bytes`: what the script moves in a step, and what OneFlow adds."""
 
 import re
 
@@ -13,17 +13,17 @@ def verdict(moves, steps):
     in_graph = any(move.sent is None for move in moves)
     by = {why: [move for move in moves if move.why == why] for why in (SCRIPT, GRADIENT, ONEFLOW)}
     written = [move for move in by[SCRIPT] if move.times >= steps]  # the others are not in each step
-    parts = [f"the script makes {moves_in_words(written, steps, 'move') if written else 'no move'}"]
+    parts = [f"your code asks for {moves_in_words(written, steps, 'move') if written else 'no move'}"]
     if by[ONEFLOW]:
-        parts.append(f"OneFlow inserts {moves_in_words(by[ONEFLOW], steps, 'more')}")
+        parts.append(f"OneFlow adds {moves_in_words(by[ONEFLOW], steps, 'more')}")
     else:
-        parts.append("OneFlow inserts none" + ("" if in_graph else " in layers and matmuls"))
+        parts.append("OneFlow adds none" + ("" if in_graph else " in layers and matmuls"))
     if by[GRADIENT]:
         parts.append(f"the gradients take {moves_in_words(by[GRADIENT], steps, 'move')}")
     backward = [move for move in moves if move.collective == "backward"]
     if backward:
         parts.append(f"backward sends {amount(backward, steps)}")
-    words = f"{'Per step' if steps else 'In the run'}, all ranks together: {', '.join(parts)}."
+    words = f"{'Per step' if steps else 'In the run'}, all ranks together: {'; '.join(parts)}."
     if any("micro-batches" in move.collective for move in moves):
         words += " A graph's moves are counted once, not for each micro-batch."
     return words

@@ -7,7 +7,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from harness.pool import Pool, PoolError, TimeOver
+from harness.pool import CallCancelled, Pool, PoolError
 from harness.shell import remember
 from harness.shell.screen import Following
 
@@ -106,7 +106,7 @@ class Session:
             following.finish()
             self.explain(error)
             return False
-        except TimeOver:  # Ctrl-C just before or after the call
+        except CallCancelled:  # Ctrl-C just before or after the call
             self.screen.line("Interrupted.", "bold red")
             return False
         finally:
@@ -123,7 +123,7 @@ class Session:
         def interrupt(number, frame):
             if not self.interrupted:
                 self.interrupted = True
-                raise TimeOver
+                raise CallCancelled
 
         before = signal.signal(signal.SIGINT, interrupt)
         try:

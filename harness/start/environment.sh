@@ -8,8 +8,8 @@ say() { printf 'launch.sh: %s\n' "$*" >&2; }
 refuse() { say "$1"; shift; [[ $# -eq 0 ]] || printf '  %s\n' "$@" >&2; exit 2; }
 
 # Runs a command in the background and waits for it: while one runs in the foreground, bash delays traps.
-heed() { "$@" >&2 & wait $!; }
-heed_into() { "${@:2}" >"$1" 2>&1 & wait $!; }
+run_interruptibly() { "$@" >&2 & wait $!; }
+run_interruptibly_into() { "${@:2}" >"$1" 2>&1 & wait $!; }
 
 # Prints a checksum of the requirements, and size and path of each file whose loss breaks an environment. The file
 # .venv/made, which is written last, holds these lines as they were when .venv was created.
@@ -61,7 +61,7 @@ find_uv() {
     done
     while IFS= read -r any; do
         rm -rf "$here/.venv-uv"
-        if heed "$any" "$here/harness/start/packages.py" fetch "$here/.venv-uv"; then return; fi
+        if run_interruptibly "$any" "$here/harness/start/packages.py" fetch "$here/.venv-uv"; then return; fi
     done < <([[ -z $python ]] || echo "$python"; PATH=$(path_of_pythons) type -ap python3 python)
     refuse "no Python 3 of this machine could fetch uv: check the network, name a mirror (PIP_INDEX_URL), or install uv"
 }
@@ -72,7 +72,7 @@ find_python() {
     ! python=$(PATH=$(path_of_pythons) "${find[@]}" --no-python-downloads 'cpython>=3.8,<3.11' 2>/dev/null) || return 0
     say "no Python 3.8, 3.9 or 3.10 here; uv fetches one"
     export UV_PYTHON_INSTALL_BIN=0 # no link to it in ~/.local/bin
-    { heed "$uv" python install 3.10 && python=$("${find[@]}" --managed-python 3.10); } || refuse \
+    { run_interruptibly "$uv" python install 3.10 && python=$("${find[@]}" --managed-python 3.10); } || refuse \
         "OneFlow 0.9.0 exists for Python 3.8 to 3.10 only, and uv could not fetch one, see above; install one, for example:" \
         "conda create -y -n py310 python=3.10; conda activate py310" \
         "pyenv install 3.10" \
@@ -83,10 +83,10 @@ find_python() {
 # Installs everything with the command $@. If all is in uv's cache, no network is needed.
 install_all() {
     local cache
-    ! heed_into /dev/null "$@" --offline || return 0
+    ! run_interruptibly_into /dev/null "$@" --offline || return 0
     { cache=$("$uv" cache dir) && mkdir -p "$cache"; } || refuse "uv has no cache, see above (UV_CACHE_DIR)"
     say "about 1.8 GB to download into uv's cache, 3.9 GB on disk; other clones then take theirs from there"
-    heed "$@" || refuse "uv failed, see above; set-up needs" \
+    run_interruptibly "$@" || refuse "uv failed, see above; set-up needs" \
         "a package index: PIP_INDEX_URL names a mirror" \
         "4 GB at $cache, where $(df -h "$cache" | awk 'NR == 2 {print $4}') are free: UV_CACHE_DIR names another folder"
 }
@@ -106,17 +106,17 @@ make_environment() {
     # The files of .venv are hard links into uv's cache: a file that is cut short here is cut short there too.
     if [[ -f $venv/made && $(lost | head -n 1) == *" lib/"* ]]; then
         mapfile -t packages < <(sed -n 's/==.*//p' "$here/requirements.txt")
-        heed "$uv" cache clean "${packages[@]}"
+        run_interruptibly "$uv" cache clean "${packages[@]}"
     fi
     rm -rf "$venv"
     # shellcheck disable=SC2064 # expand the path now
     trap "rm -rf '$venv'" EXIT
-    heed "$uv" venv --quiet --no-project --python "$python" "$venv" || refuse "uv venv failed, see above"
+    run_interruptibly "$uv" venv --quiet --no-project --python "$python" "$venv" || refuse "uv venv failed, see above"
     install_all "${command[@]}"
     # This also compiles OneFlow to bytecode, even where an image turns that off: ranks then start twice as fast.
-    heed_into "$log" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'import oneflow' \
+    run_interruptibly_into "$log" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'import oneflow' \
         || refuse "OneFlow does not start: $(tail -n 1 "$log")"
-    heed_into "$log" "$venv/bin/python" "$here/harness/start/blas.py" \
+    run_interruptibly_into "$log" "$venv/bin/python" "$here/harness/start/blas.py" \
         || say "ranks will compute with OneFlow's own, older OpenBLAS: $(tail -n 1 "$log")"
     contents >"$venv/made.part"
     mv "$venv/made.part" "$venv/made"

@@ -178,8 +178,8 @@ def test_show_draws_each_tensor_with_what_moves_between(show):
     assert ends_with(
         job.out,
         "Not listed: 1 matmul of 0 B.",
-        "In the run, all ranks together: the script makes 1 move (partial -> out: 256 B), "
-        "OneFlow inserts none in layers and matmuls.",
+        "In the run, all ranks together: your code asks for 1 move (partial -> out: 256 B); "
+        "OneFlow adds none in layers and matmuls.",
     )
 
 
@@ -212,14 +212,14 @@ def test_moves_in_a_model_name_the_layer(show):
     assert not any("nothing" in line for line in shown)
     [backward] = [line for line in shown if "backward of" in line]
     assert re.fullmatch(r" *backward of 0-1.up: about 13\d kB from a rank each", backward)
-    assert "the script makes 2 moves (0-1.down: 524 kB), OneFlow inserts none in layers and matmuls, " in job.out
+    assert "your code asks for 2 moves (0-1.down: 524 kB); OneFlow adds none in layers and matmuls; " in job.out
     assert re.search(r"backward sends (about )?5\d\d kB\.\n$", job.out)
 
 
 def test_moves_that_no_line_asks_for_are_listed(show):
     job = show("bytes", "mine.py", script=WITH_LAYERS)
     assert re.search(
-        r"\nPer step, .*: the script makes no move, OneFlow inserts 2 more \(0, 1: about \d+ kB\), ", job.out
+        r"\nPer step, .*: your code asks for no move; OneFlow adds 2 more \(0, 1: about \d+ kB\); ", job.out
     )
     implicit = re.findall(r"inside (\S+) \((.*?)\), 3 times +│ OneFlow moved an operand", job.out)
     assert implicit == [("0", "B -> B"), ("1", "B -> B")]  # the sum with x, which is B, of what is P
@@ -228,12 +228,12 @@ def test_moves_that_no_line_asks_for_are_listed(show):
 
 
 def test_gradients_of_a_graph_are_told_from_moves_that_oneflow_inserts(show):
-    steps_of = "Per step, all ranks together: the script makes"
+    steps_of = "Per step, all ranks together: your code asks for"
     job = show("bytes", "train_data_parallel", "--graph")
-    inserted = "OneFlow inserts none, the gradients take 2 moves (model.w0, model.w1: 512 B)."
-    assert re.search(rf"\n{steps_of} 1 move \(loss.numpy\(\): 8 B\), {re.escape(inserted)}\n$", job.out)
+    inserted = "OneFlow adds none; the gradients take 2 moves (model.w0, model.w1: 512 B)."
+    assert re.search(rf"\n{steps_of} 1 move \(loss.numpy\(\): 8 B\); {re.escape(inserted)}\n$", job.out)
     job = show("show", "-n", 2, "pipeline_module", "--graph")
-    assert f"{steps_of} 3 moves" in job.out and "OneFlow inserts none" in job.out.splitlines()[-1]
+    assert f"{steps_of} 3 moves" in job.out and "OneFlow adds none" in job.out.splitlines()[-1]
     assert job.out.endswith("A graph's moves are counted once, not for each micro-batch.\n")
 
 

@@ -162,7 +162,7 @@ def test_bytes_shows_a_layer_that_the_plan_forgets(pools, tmp_path, with_attenti
     check_losses(losses(pools(2), tmp_path), values, "with a layer less")
     shown = shown_of_three_steps("bytes", tmp_path)
     assert "inside blocks.0" in shown or "not known" in shown, shown
-    assert re.search(r"OneFlow inserts \d+ more \(blocks\.0", shown.splitlines()[-1]), shown
+    assert re.search(r"OneFlow adds \d+ more \(blocks\.0", shown.splitlines()[-1]), shown
 
 
 def shares(layout):
