@@ -10,7 +10,6 @@ from benchmarks.mutations import lesson, mutants
 from harness.pool import Pool, pool_cache
 from harness.start.recipe import path_of
 from tests.cases import CASES, WITHOUT_CASE
-from tests.cases.ladder import OBSERVE
 
 # A piece of code -> how many mutants each place with it has, at least.
 PLACES = {
@@ -38,7 +37,8 @@ def test_every_recipe_is_broken_in_every_layout_and_every_cure_that_it_states():
             assert sum(change.startswith(words) for change in changes) >= times * code.count(words), (name, words)
         for words, times in METHODS.items():
             assert sum(words in change for change in changes) >= times * lesson(code).count(words), (name, words)
-        assert all(source != mutant.source and ast.parse(mutant.source) for mutant in all_mutants)
+        assert all(source != mutant.source for mutant in all_mutants)
+        assert all(ast.parse(mutant.source) for mutant in all_mutants[::7])
 
 
 PLANNED = """
@@ -136,56 +136,18 @@ def test_comparisons_tolerances_arguments_defaults_refusals_and_figures_are_chan
     assert sorted(changes) == sorted(f"{old} -> {new}" for old, news in MISTAKES.items() for new in news)
 
 
-@pytest.fixture(scope="module")
-def pools():
-    with pool_cache(partial(Pool, timeout=300, repeat=True)) as pools:
-        yield pools
-
-
-def test_red_and_green_are_distinguished(pools, tmp_path):
+def test_red_and_green_are_distinguished(tmp_path):
     source, path = path_of("single_device").read_text(), tmp_path / "single_device.py"
-    path.write_text(source)
-    assert mutate.first_red(pools, path, list(mutate.proofs("single_device"))) is None
-    path.write_text(source.replace("flow.matmul(x, self.w)", "flow.matmul(x, -self.w)"))
-    assert mutate.first_red(pools, path, list(mutate.proofs("single_device"))).startswith(
-        "1 ranks, eager: rank 0: out: shard differs"
-    )
-    source, path = path_of("data_parallel").read_text(), tmp_path / "data_parallel.py"
-    path.write_text(source.replace("sbp=flow.sbp.split(0)", "sbp=flow.sbp.broadcast"))
-    assert mutate.first_red(pools, path, list(mutate.proofs("data_parallel"))).startswith(
-        "2 ranks, eager: rank 0: x: SBP is B and must be S(0)"
-    )
-
-
-@pytest.mark.parametrize(
-    "old, new, words",
-    [
-        ("flow.placement.all(args.device)", 'flow.placement("cpu", [0])', "rank 1 holds nothing of what it prints"),
-        ("flow.env.get_rank() == 0", "True", "several ranks print 'out is"),
-        ("x.numpy() @ w.numpy()", "x.numpy() @ -w.numpy()", "Not equal to tolerance"),
-        ("x.numpy() @ w.numpy()", "out.numpy()", "main still passes when x, returned by its call 0"),
-        ("rtol=1e-5", "rtol=1e-2", "main still passes when x, returned by its call 0"),
-        (", args.graph)", ")", "--graph True: call 0 has False"),
-    ],
-)
-def test_main_with_a_fault_is_red_and_one_that_does_the_same_is_green(pools, tmp_path, old, new, words):
-    source, path = path_of("data_parallel").read_text(), tmp_path / "data_parallel.py"
-    path.write_text(source.replace('"out is"', '"out " "is"'))
-    assert mutate.first_red(pools, path, list(mutate.proofs_of_main("data_parallel"))) is None
-    assert source.count(old) == 1
-    path.write_text(source.replace(old, new))
-    assert words in mutate.first_red(pools, path, list(mutate.proofs_of_main("data_parallel")))
-
-
-def test_pipeline_without_identity_is_red_whatever_its_weights_are(pools, tmp_path):
-    """They come out wrong in a few of 100 trainings; what the graph reads is the same in all."""
-    source, path = path_of("train_pipeline").read_text(), tmp_path / "train_pipeline.py"
-    [changed] = [mutant for mutant in mutants(source) if mutant.change.startswith("flow._C.identity")]
-    path.write_text(changed.source)
-    assert mutate.first_red(pools, path, list(mutate.proofs("train_pipeline")))
-    for micro_batches, wrong in ((1, []), (2, ["model.0.w", "model.1.w"])):
-        seen = pools(2).call(OBSERVE, path=str(path), graph=True, micro_batches=micro_batches)
-        assert [rank["without_identity"] for rank in seen] == [wrong] * 2
+    checks = [*mutate.proofs("single_device"), *mutate.proofs_of_main("single_device")]
+    with pool_cache(partial(Pool, timeout=300, repeat=True)) as pools:
+        for old, new, words in (
+            ("flow", "flow", None),
+            ("flow.matmul(x, self.w)", "flow.matmul(x, -self.w)", "1 ranks, eager: rank 0: out: shard differs"),
+            ("rtol=1e-5", "rtol=1e-2", "main still passes when x"),
+        ):
+            path.write_text(source.replace(old, new))
+            red = mutate.first_red(pools, path, checks)
+            assert red is words or words in red, red
 
 
 def test_lines_of_a_recipe_are_broken_alone(capsys):
@@ -205,31 +167,6 @@ def test_lines_that_do_not_fit_are_refused(capsys, recipe, words):
     assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
-def test_change_is_tried_on_the_checks_that_run_its_line(pools):
-    lines = path_of("single_device").read_text().splitlines()
-    in_graph, in_main = (
-        next(i for i, line in enumerate(lines, 1) if words in line) for words in ("layer(x)", "args =")
-    )
-    of_lesson, of_main = list(mutate.proofs("single_device")), list(mutate.proofs_of_main("single_device"))
-    checks = [*of_lesson, *of_main]
-    assert mutate.find_lines("single_device", checks) is None
-    assert {check.words for check in of_lesson if in_graph in check.lines} == {"1 ranks, graph"}
-    assert {check.words for check in checks if in_main in check.lines} == {"main"}
-    tried = []
-    for check in checks:
-        check.call = lambda pools, path, words=check.words: tried.append(words)
-    assert mutate.first_red(pools, "", of_lesson, {in_graph}) is None
-    assert set(tried) == {"1 ranks, graph"}
-
-
 def test_lines_of_a_statement_are_all_its_own():
     tree = ast.parse("for i in (\n    1,\n    2,\n):\n    f(\n        i,\n    )\n")
     assert [mutate.statement_lines(tree, line) for line in (2, 6)] == [{1, 2, 3, 4}, {5, 6, 7}]
-
-
-def test_changed_recipe_is_seen_by_tests_of_its_own(tmp_path, monkeypatch):
-    path = tmp_path / "single_device.py"
-    path.write_text(path_of("single_device").read_text().replace("flow.matmul(x, self.w)", "flow.matmul(x, -self.w)"))
-    proof = mutate.PROOFS["single_device"]
-    monkeypatch.setattr(proof, "tests", ["tests/test_recipes.py", "-k", "single_device-1-eager-even"])
-    assert "test_proof_ladder" in mutate.red_test(path, "single_device")
