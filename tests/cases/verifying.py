@@ -3,12 +3,9 @@
 import re
 
 from harness.verify.command import OBSERVE, CannotVerify, findings, options_of
-from harness.verify.findings import name_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
 
-PAGE = ROOT / "docs" / "verify.md"
-HEADER = "| mistake | first difference | likely cause |\n| --- | --- | --- |\n"
 PROGRAMS = str(ROOT / "tests" / "programs_to_verify.py")
 TWICE, HALF = "2 times too large", "2 times too small"
 OWN_BLOCK = r"after to_local\(\)"
@@ -62,37 +59,10 @@ def check_right(pools, *arguments):
     Checks.that(found.comparison.agreeing, "nothing was compared")
 
 
-def wrong(pools, program):
-    """The Findings of a program of programs_to_verify.py with its mistake."""
-    return verified(pools, "-n", RANKS.get(program, 2), PROGRAMS, program, "--wrong")
-
-
-def row_of(program, found):
-    """The row of a program in the table of the page."""
-    first = found.comparison.first
-    if first:
-        what, cause = name_of(first.key), found.cause
-    else:
-        line = (found.wrong_entries or found.suspicious)[0]
-        passed, cause = re.search(r"each rank passes .*\) to \S+(?=, so)", line), line[line.rindex("(") :]
-        if passed:
-            what = passed[0]
-            cause = f"the batch is there n times {cause}" if found.wrong_entries else f"`look at`, exit code 0 {cause}"
-        else:
-            what, cause = line[len("wrong: ") :].split(": ", 1)
-    link = re.search(r"\(docs/([\w-]*\.md#[\w-]*)\)", cause)
-    cause = re.split(r"[:;,]| \(docs| in \S+:\d", cause)[0]
-    return f"| `{program}` | {what} | {cause}{f' ([why]({link[1]}))' if link else ''} |"
-
-
 def check_wrong(pools, program):
     """Verify must find the mistake in a program of programs_to_verify.py, and say what MISTAKES has."""
-    found = wrong(pools, program)
-    text = found.as_text()
+    text = verified(pools, "-n", RANKS.get(program, 2), PROGRAMS, program, "--wrong").as_text()
     Checks.that(re.search(MISTAKES[program], text, re.DOTALL), f"{MISTAKES[program]!r} is not in\n{text}")
-    Checks.that(
-        row_of(program, found) in PAGE.read_text(), "run benchmarks/verified.py programs: the page lacks its row"
-    )
 
 
 def refusal(pools, *arguments):
