@@ -7,6 +7,8 @@ import sys
 
 from tests.cases import ROOT
 
+PEERS = ROOT / ".venv-peers" / "bin"  # PyTorch and JAX
+
 
 def apt_install(packages):
     """Install these packages of Debian or Ubuntu. Needs root."""
@@ -37,8 +39,8 @@ def peers():
 
     They need a newer Python than OneFlow; None where there is none.
     """
-    requirements, home = ROOT / "benchmarks" / "requirements-peers.txt", ROOT / ".venv-peers"
-    if not (home / "bin" / "torchrun").exists():
+    requirements = ROOT / "benchmarks" / "requirements-peers.txt"
+    if not (PEERS / "torchrun").exists():
         if not os.environ.get("CI"):
             return None
         names = [f"python3.{minor}" for minor in range(11, 15)]
@@ -46,11 +48,11 @@ def peers():
         if newer is None:
             return None
         for command in (
-            [newer, "-m", "venv", "--clear", str(home)],
-            [str(home / "bin" / "pip"), "install", "--only-binary", ":all:", "-r", str(requirements)],
+            [newer, "-m", "venv", "--clear", str(PEERS.parent)],
+            [str(PEERS / "pip"), "install", "--only-binary", ":all:", "-r", str(requirements)],
         ):
             subprocess.run(command, check=True, timeout=1800)
-    return home / "bin"
+    return PEERS
 
 
 def runs(python):

@@ -9,12 +9,12 @@ import re
 import numpy as np
 import pytest
 
-from harness.report.runs import training_run
+from harness.report.runs import training_sizes
 from harness.start.recipe import path_of
 from tests.cases import CASES, ROOT, reference_module
 from tests.cases.ladder import MAIN, shard_of
 from tests.cases.reference import Value, split
-from tests.environments import peers
+from tests.environments import PEERS, peers
 from tests.jobs import CLEAN, LAUNCH, Run, free_port
 from tests.markdown import MATMULS, tables
 from tests.peer_programs import LIMIT, Forked
@@ -25,10 +25,22 @@ STRATEGIES = ("train_data_parallel", "train_model_parallel", "train_data_tensor"
 ON = [(name, n) for name in STRATEGIES for n in (2, 4) if n == 4 or name not in RANKS]
 WEIGHTS = 2 * 384 * 768 * 4  # bytes of w0 and w1 at the sizes of the SBP atlas
 VARIABLES = {**CLEAN, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-IMPORTED = [  # by the programs
-    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"),
-    *("torch.distributed.checkpoint", "torch.distributed.tensor.debug", "torch.nn.parallel", "torch._dynamo"),
-]
+IMPORTED = {  # by the programs
+    "pytorch": [
+        *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"),
+        *("torch.distributed.checkpoint", "torch.distributed.tensor.debug", "torch.nn.parallel", "torch._dynamo"),
+    ],
+    "jax": ["jax", "jax.numpy"],
+}
+
+
+def importing(framework):
+    return Forked(PEERS / "python", IMPORTED[framework], ROOT, **VARIABLES)
+
+
+def early_jobs(tmp_path_factory):
+    """PyTorch and JAX take 40 s to import."""
+    return {framework: importing(framework) for framework in IMPORTED if (PEERS / "torchrun").exists()}
 
 
 @pytest.fixture(scope="session")
@@ -41,51 +53,17 @@ def programs():
 
 
 @pytest.fixture(scope="session")
-def pytorch(programs):
+def pytorch(programs, early):
     """A function that runs a program of PyTorch on n ranks, as torchrun does."""
-    with Forked(programs / "python", IMPORTED, ROOT, **VARIABLES) as process:
+    with early.get("pytorch") or importing("pytorch") as process:
         yield process.run
 
 
 @pytest.fixture(scope="session")
-def jax(programs):
+def jax(programs, early):
     """A function that runs a program of JAX, in one process; the first argument is 1."""
-    with Forked(programs / "python", ["jax", "jax.numpy"], ROOT, **VARIABLES) as process:
+    with early.get("jax") or importing("jax") as process:
         yield process.run
-
-
-PLAN = '{"blocks.*.up": ColwiseParallel(), "blocks.*.down"'
-PLANTED = [  # file, a line or a part of it, a layout that trains as well
-    ("pytorch/matmul_layouts.py", '"rows": (Shard(1), Shard(0)', '"rows": (Shard(0), Shard(0)'),
-    ("pytorch/train_data_parallel.py", "x, y = x.chunk", "_ = x.chunk"),
-    ("pytorch/train_model_parallel.py", '{"w0": ColwiseParallel(), "w1": RowwiseParallel()}', "{}"),
-    ("pytorch/train_data_tensor.py", "x, y = x.chunk", "_ = x.chunk"),
-    ("pytorch/fully_sharded.py", "for layer in model.children():", "for layer in ():"),
-    ("pytorch/fully_sharded.py", "x, y = x.chunk", "_ = x.chunk"),
-    ("pytorch/tensor_parallel_module.py", PLAN, PLAN.replace("blocks", "block")),  # a typo
-    ("pytorch/tensor_parallel_module.py", PLAN, PLAN.replace("*", "0")),
-    ("jax/train_data_parallel.py", '(x, y), P("data")', "(x, y), P()"),
-    ("jax/train_data_parallel.py", '"w1": w1}, P()', '"w1": w1}, P("data")'),
-    ("jax/train_model_parallel.py", '"w0": P(None, "tensor")', '"w0": P("tensor")'),
-    ("jax/train_model_parallel.py", '"w1": P("tensor")', '"w1": P()'),
-    ("jax/train_data_tensor.py", '(x, y), P("data")', "(x, y), P()"),
-    ("jax/train_data_tensor.py", '"w0": P(None, "tensor")', '"w0": P()'),
-    ("jax/train_data_tensor.py", 'out_sharding=P("data")', "out_sharding=P()"),
-    ("jax/fully_sharded.py", '"w1": w1}, P("data")', '"w1": w1}, P()'),
-    ("jax/fully_sharded.py", '(x, y), P("data")', "(x, y), P()"),
-]
-
-
-@pytest.mark.parametrize("file, line, changed", PLANTED, ids=[f"{file}: {changed}" for file, _, changed in PLANTED])
-def test_twin_fails_in_a_different_layout(pytorch, jax, tmp_path, file, line, changed):
-    path, text = tmp_path / "twin.py", (ROSETTA / file).read_text()
-    assert text.count(line) == 1
-    path.write_text(text.replace(line, changed))
-    with pytest.raises(AssertionError, match="AssertionError|no attribute '(placements|to_local)'"):
-        if file.startswith("jax"):
-            jax(1, path)
-        else:
-            pytorch(RANKS.get((ROSETTA / file).stem, 2), path)
 
 
 @pytest.fixture(scope="session")
@@ -269,10 +247,10 @@ def test_page_has_the_bytes_of_the_collectives_that_jax_compiles(jax_results, na
 
 
 @pytest.mark.parametrize("name, n", ON)
-def test_page_has_the_bytes_that_oneflow_sends(pools, name, n):
-    more = {"micro_batches": 4} if name == "train_pipeline" else {}
-    results = training_run(pools(n), name, n, "eager", **more)
-    agree(np.mean([result["sent"] for result in results]), name, "oneflow", n)
+def test_page_has_the_bytes_of_the_formula_of_the_recipe(name, n):
+    """test_training.py measures that it sends them."""
+    case = CASES[name](n, **training_sizes(name, steps=1))
+    agree(4 * np.mean([case.sends[rank] for rank in range(n)]), name, "oneflow", n)
 
 
 def test_jax_all_reduces_all_gradients_and_the_loss_at_once(jax_results):
@@ -292,15 +270,32 @@ def lines_of_recipe(pools, name):
     return lines
 
 
+def by_command(programs, framework, path):
+    """What a program prints that the command in its first lines starts."""
+    command = {
+        "oneflow": [LAUNCH, "-n", 2, path],
+        "pytorch": [programs / "torchrun", "--nproc_per_node", 2, path],
+        "jax": [programs / "python", path],
+    }[framework]
+    job = Run(*command, **VARIABLES, PET_MASTER_PORT=str(free_port())).wait(LIMIT)
+    assert job.code == 0, job.err
+    return job.out
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_recipe_and_twins_print_the_same(pools, pytorch, jax, name):
+def test_recipe_and_twins_print_the_same(pools, programs, pytorch, jax, name):
     lines = lines_of_recipe(pools, name)
-    jax_lines = lines_of(jax(1, ROSETTA / "jax" / f"{name}.py"))
+    of_pytorch, of_jax = (ROSETTA / framework / f"{name}.py" for framework in IMPORTED)
+    if name == "train_data_parallel":  # as a user starts it
+        outs = by_command(programs, "pytorch", of_pytorch), by_command(programs, "jax", of_jax)
+    else:
+        outs = pytorch(RANKS.get(name, 2), of_pytorch), jax(1, of_jax)
+    pytorch_lines, jax_lines = map(lines_of, outs)
     if name == "train_pipeline":
         stages = [line for line in jax_lines if "filled up" in line]
         assert len(stages) == 2
         jax_lines = sorted({*jax_lines} - {*stages} | {line for line in lines if "nothing of other stages" in line})
-    assert lines_of(pytorch(RANKS.get(name, 2), ROSETTA / "pytorch" / f"{name}.py")) == lines
+    assert pytorch_lines == lines
     assert jax_lines == lines
 
 
@@ -353,24 +348,7 @@ def test_plans_of_your_own_model_train_as_a_single_device_does(pytorch, tmp_path
             close(gradient, alone["gradients"][name])
 
 
-def test_twins_run_by_the_commands_of_their_first_lines(programs, pytorch, jax):
-    for command, by_fork in (
-        ([programs / "torchrun", "--nproc_per_node", 2, ROSETTA / "pytorch" / "train_data_parallel.py"], pytorch),
-        ([programs / "python", ROSETTA / "jax" / "train_data_parallel.py"], jax),
-    ):
-        job = Run(*command, **VARIABLES, PET_MASTER_PORT=str(free_port())).wait(LIMIT)
-        assert job.code == 0, job.err
-        assert lines_of(job.out) == lines_of(by_fork(2 if by_fork is pytorch else 1, command[-1]))
-
-
 @pytest.mark.parametrize("framework", ["oneflow", "pytorch", "jax"])
 def test_differences_print_what_is_next_to_them(programs, framework):
-    """By the commands in the first lines of each program."""
     path = ROSETTA / "differences" / f"differences_{framework}.py"
-    command = {
-        "oneflow": [LAUNCH, "-n", 2, path],
-        "pytorch": [programs / "torchrun", "--nproc_per_node", 2, path],
-        "jax": [programs / "python", path],
-    }[framework]
-    job = Run(*command, **VARIABLES, PET_MASTER_PORT=str(free_port())).wait(LIMIT)
-    assert (job.code, job.out) == (0, path.with_suffix(".txt").read_text()), job.err
+    assert by_command(programs, framework, path) == path.with_suffix(".txt").read_text()
