@@ -5,6 +5,7 @@ They need an environment of their own, .venv-peers: see environments.py.
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from harness.start.recipe import path_of
 from tests.cases import CASES, ROOT, reference_module
 from tests.cases.ladder import MAIN, shard_of
 from tests.cases.reference import Value, split
-from tests.environments import PEERS, peers
+from tests.environments import peers
 from tests.jobs import CLEAN, LAUNCH, Run, free_port
 from tests.markdown import MATMULS, tables
 from tests.peer_programs import LIMIT, Forked
@@ -34,19 +35,21 @@ IMPORTED = {  # by the programs
 }
 
 
-def importing(framework):
-    return Forked(PEERS / "python", IMPORTED[framework], ROOT, **VARIABLES)
-
-
 def early_jobs(tmp_path_factory):
-    """PyTorch and JAX take 40 s to import."""
-    return {framework: importing(framework) for framework in IMPORTED if (PEERS / "torchrun").exists()}
+    """PyTorch and JAX take a minute to install in CI, and another one to import."""
+
+    def start():
+        folder = peers()
+        python = {} if folder is None else dict.fromkeys(IMPORTED, folder / "python")
+        return folder, {name: Forked(python[name], IMPORTED[name], ROOT, **VARIABLES) for name in python}
+
+    return {"peers": ThreadPoolExecutor(1).submit(start)}
 
 
 @pytest.fixture(scope="session")
-def programs():
+def programs(early):
     """The folder of programs of .venv-peers."""
-    folder = peers()
+    folder, _ = early["peers"].result()
     if folder is None:
         pytest.skip("needs PyTorch and JAX: see the first lines of benchmarks/requirements-peers.txt")
     return folder
@@ -55,14 +58,14 @@ def programs():
 @pytest.fixture(scope="session")
 def pytorch(programs, early):
     """A function that runs a program of PyTorch on n ranks, as torchrun does."""
-    with early.get("pytorch") or importing("pytorch") as process:
+    with early["peers"].result()[1]["pytorch"] as process:
         yield process.run
 
 
 @pytest.fixture(scope="session")
 def jax(programs, early):
     """A function that runs a program of JAX, in one process; the first argument is 1."""
-    with early.get("jax") or importing("jax") as process:
+    with early["peers"].result()[1]["jax"] as process:
         yield process.run
 
 
