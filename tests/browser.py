@@ -43,9 +43,9 @@ def selenium():
 
 
 class Browser:
-    """A chromium with one page. language: of the user, such as "en-US"; dark: whether she prefers dark colours."""
+    """A chromium with one page."""
 
-    def __init__(self, language="en-US", dark=False, width=1280):
+    def __init__(self):
         install()
         webdriver = selenium()
         self.stack = contextlib.ExitStack()
@@ -54,16 +54,15 @@ class Browser:
             self.stack.callback(shutil.rmtree, profile, ignore_errors=True)  # as the browser may still write to it
             options = webdriver.ChromeOptions()
             options.binary_location = program("chromium")
-            for option in (*OPTIONS, f"lang={language}", f"user-data-dir={profile}"):
+            for option in (*OPTIONS, f"user-data-dir={profile}"):
                 options.add_argument(f"--{option}")
-            options.add_experimental_option("prefs", {"intl.accept_languages": language})
             options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
             service = webdriver.ChromeService(program("chromedriver"))
             self.driver = webdriver.Chrome(options=options, service=service)
             self.stack.callback(self.driver.quit)
             self.driver.set_page_load_timeout(60)
             self.driver.set_script_timeout(300)
-            self.show(width, dark)
+            self.show()
             self.stack = self.stack.pop_all()
 
     def __enter__(self):
@@ -72,10 +71,12 @@ class Browser:
     def __exit__(self, *_):
         self.stack.close()
 
-    def show(self, width=1280, dark=False, media=""):
-        """The size of the window in pixels, and the colours that the user prefers; media: "print" or the screen."""
+    def show(self, width=1280, dark=False, media="", language="en-US"):
+        """The width of the window in pixels, the colours and the language of the user; media: "print" or the screen."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        user = {"userAgent": "", "acceptLanguage": language}  # "" keeps the name of the browser
+        self.driver.execute_cdp_cmd("Emulation.setUserAgentOverride", user)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": [scheme]})
 
@@ -95,7 +96,7 @@ class Browser:
         return element
 
     def text(self, selector):
-        return self.one(selector).text
+        return self.run("return arguments[0].innerText", self.one(selector))  # selenium's text looks at every node
 
     def press(self, *keys):
         """Keys of selenium.webdriver.Keys, by name, to what has the focus."""

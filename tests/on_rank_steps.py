@@ -75,31 +75,23 @@ def forward_and_backward(model, x, micro_batches):
         out.backward(flow.ones_like(out))
 
 
-def sent(strategy, layers, hidden, rows, micro_batches=1):
-    """The bytes that this rank sends in a step."""
+def sent_and_kept(strategy, layers, hidden, rows, micro_batches):
+    """(bytes that this rank sends in a step, those that autograd keeps on it for backward: of inputs, of weights)."""
     model, x = stack(strategy, layers, hidden, rows)
     optimizer = flow.optim.Adam(model.parameters(), lr=1e-3)
+    inputs, weights = {}, {}
 
     def step():
         optimizer.zero_grad(set_to_none=True)
         forward_and_backward(model, x, micro_batches)
         optimizer.step()
 
-    step()  # the first step creates the state of Adam and connects the ranks
-    return sent_by(step)[1]
-
-
-def kept(strategy, layers, hidden, rows, micro_batches=1):
-    """The bytes on this rank of what autograd keeps for backward: (inputs, weights); each tensor once."""
-    model, x = stack(strategy, layers, hidden, rows)
-    inputs, weights = {}, {}
-
-    def keep(tensor):
+    def keep(tensor):  # each content counts once
         content = tensor.detach().to_local().numpy().tobytes()
         sizes = weights if tuple(tensor.shape) == (hidden, hidden) else inputs
         sizes[hash(content)] = len(content)
         return tensor
 
     with flow.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        forward_and_backward(model, x, micro_batches)
-    return sum(inputs.values()), sum(weights.values())
+        step()  # the first step also creates the state of Adam and connects the ranks
+    return sent_by(step)[1], sum(inputs.values()), sum(weights.values())
