@@ -17,14 +17,6 @@ function summaryOf(run) {
   const { ranks, x, w } = state;
   const place =
     ranks === "2x2" ? t("sum_place_mesh") : ranks === "1" ? t("sum_place_one") : t("sum_place", { n: ranks });
-  if (run.error !== undefined) {
-    const error = element(
-      "span",
-      { class: "error" },
-      ...sentence("sum_error", { version: RUNS.oneflow, error: run.error }),
-    );
-    return [`${place}: x `, sbpMark(x), " @ w ", sbpMark(w), ". ", error];
-  }
   const parts = { place, x: sbpMark(x), w: sbpMark(w), out: sbpMark(run.outSbp) };
   const texts = [...sentence("sum_start", parts), space()];
   for (const { tensor, from, to } of run.moves) {
@@ -33,18 +25,15 @@ function summaryOf(run) {
   }
   if (!run.moves.length && ranks !== "1") texts.push(t("sum_direct"), space());
   if (run.change) {
-    const { from, to, error } = run.change;
+    const { from, to } = run.change;
     const collective = element("span", { class: "moved" }, collectiveInWords(from, to, ranks));
-    if (error !== undefined)
-      texts.push(element("span", { class: "error" }, t("sum_error", { version: RUNS.oneflow, error })));
-    else if (from === to) texts.push(...sentence("sum_no_change", { to: sbpMark(to) }));
+    if (from === to) texts.push(...sentence("sum_no_change", { to: sbpMark(to) }));
     else texts.push(...sentence("sum_change", { to: sbpMark(to), collective }));
   }
   return texts;
 }
 
 function whyOf(run) {
-  if (run.error !== undefined) return "";
   if (state.ranks === "1") return t("why_1");
   const [x, w] = run.inputs.map(Matmul.axes);
   const reasons = x.map((sbp, axis) => t(`why_${short(sbp)}_${short(w[axis])}`));
@@ -85,7 +74,7 @@ function movesOf(run) {
     const title = run.moves.map(moveInWords).join("; ");
     sends.push({ title, sent: run.sent, of: run.moves, large: run.large ? run.large.moves : run.moves });
   }
-  if (run.change && run.change.error === undefined && run.change.from !== run.change.to) {
+  if (run.change && run.change.from !== run.change.to) {
     const { from, to, sent } = run.change;
     const of = [{ tensor: "out", from, to }];
     sends.push({ title: moveInWords(run.change), sent, of, large: of });
@@ -150,7 +139,6 @@ function bytesTable({ title, sent, of, large: moves }) {
 
 function drawBytes(run) {
   const title = element("h3", {}, t("bytes_title"));
-  if (run.error !== undefined) return find("bytes").replaceChildren(title, ...modesNote());
   const moves = movesOf(run);
   const atlas = element("a", { href: "../sbp-atlas.md" }, t("atlas_link"));
   const both = moves.some(({ large }) => large.some(({ from, to }) => Matmul.collectives(from, to).length > 1));
@@ -165,7 +153,7 @@ function drawBytes(run) {
   );
   const tables = moves.length ? moves.map(bytesTable) : [element("p", {}, t("bytes_nothing_all"))];
   if (run.large) tables.push(largeNote(run.large));
-  return find("bytes").replaceChildren(title, ...tables, ...(moves.length ? [note] : []), ...modesNote());
+  find("bytes").replaceChildren(title, ...tables, ...(moves.length ? [note] : []), ...modesNote());
 }
 
 // OneFlow's choice depends on the sizes.
@@ -180,16 +168,12 @@ function modesNote() {
   if (!differences.length) return [element("p", { class: "note", id: "modes" }, t("modes_same"))];
   const said = (what, value) => {
     if (what.endsWith("sent")) return bytes(value);
-    if (what.endsWith("error")) return value ?? t("runs");
     if (what.endsWith("parts")) return ""; // they can be seen
-    return [value ?? ""].flat().map(present).join(" @ ");
+    return [value].flat().map(present).join(" @ ");
   };
   const lines = differences.map(({ what, eager, graph }) => {
-    const words = {
-      to: state.to,
-      out: present(Matmul.run(state).outSbp ?? ""),
-      shape: shown(RUNS.measured_shape.x),
-    };
+    const shape = shown(RUNS.measured_shape.x);
+    const words = { to: state.to, out: present(Matmul.run(state).outSbp), shape };
     const both = { eager: said(what, eager), graph: said(what, graph) };
     return element("li", {}, t(`differ_${what.replace(" ", "_")}`, { ...words, ...both }));
   });

@@ -275,31 +275,22 @@ function outShape() {
 }
 
 function changeStage(run) {
-  const { from, to, out, sent, error } = run.change;
-  const title = element("h3", {}, t("stage_change", { from: present(from), to: present(to) }));
-  if (error !== undefined)
-    return element("div", { class: "stage", "data-stage": "change" }, title, element("p", { class: "refused" }, error));
+  const { from, to, out, sent } = run.change;
   const arrows = { ...arrowsOf(from, to, state.ranks, sent), size: sizeInWords(run.change, sent) };
   const column = { name: "out", of: "out-to", sbp: to, blocks: out, shape: outShape() };
   return element(
     "div",
     { class: "stage", "data-stage": "change" },
-    title,
+    element("h3", {}, t("stage_change", { from: present(from), to: present(to) })),
     stageGrid([{ arrows }, column], state.ranks),
   );
 }
 
 function drawStages(run) {
-  if (run.error !== undefined) {
-    const held = stageGrid([tensorColumn("x", state.x, run.x), "@", tensorColumn("w", state.w, run.w)], state.ranks);
-    const stage = element("div", { class: "stage", "data-stage": "refused" }, held);
-    const box = element("p", { class: "refused" }, t("sum_error", { version: RUNS.oneflow, error: run.error }));
-    return find("stages").replaceChildren(stage, box);
-  }
   const stages = run.moves.map((move) => moveStage(run, move));
   stages.push(multiplyStage(run));
   if (run.change && run.change.from !== run.change.to) stages.push(changeStage(run));
-  return find("stages").replaceChildren(...stages);
+  find("stages").replaceChildren(...stages);
 }
 
 // ---- the number that is pointed at
@@ -318,7 +309,6 @@ function productsOf(run, rank, row, column) {
 
 function drawReadout(run) {
   const readout = find("readout");
-  if (run.error !== undefined) return readout.replaceChildren();
   const [row, column] = seen || [0, 0];
   const shape = outShape();
   const terms = termsOf(run.outSbp, state.ranks, run.out, shape, row, column);
@@ -336,7 +326,7 @@ function drawReadout(run) {
   const same = copies.length ? element("li", {}, t("same_on", { ranks: ranksInWords(copies) })) : null;
   const list = element("ol", {}, ...lines, ...(same ? [same] : []));
   const hint = element("span", { class: "hint" }, t("hint"));
-  return readout.replaceChildren(element("h3", {}, t("readout_title")), title, list, ...(seen ? [] : [hint]));
+  readout.replaceChildren(element("h3", {}, t("readout_title")), title, list, ...(seen ? [] : [hint]));
 }
 
 function point(row, column) {

@@ -11,7 +11,6 @@ Its keys:
 - `sent`: the bytes that each rank sends for that at `measured_shape`, with OneFlow's own messages.
 - `large`: on the mesh a graph may choose other SBPs at `measured_shape`; `sent` is for these.
 - `to`: SBP -> `eager`, `graph`: out.to_global(sbp=SBP), in the same form; not on the mesh.
-- `error` instead of all others: the error that OneFlow raised.
 """
 
 import itertools
@@ -25,7 +24,7 @@ import numpy as np
 from harness.explore.shards import multiplied_sbps
 from harness.measure import theory
 from harness.measure.sbp import NAMES
-from harness.pool import Pool, PoolError
+from harness.pool import Pool
 from harness.report import atlas
 from harness.start.recipe import ROOT
 
@@ -60,16 +59,9 @@ def near(sent, expected):
 
 
 def call_on_pairs(pool, function, pairs, **arguments):
-    """Call a function of matmul_on_rank.py. Returns {pair: results by rank, or the PoolError of this pair alone}."""
-    try:
-        by_rank = pool.call(f"{FUNCTIONS}:{function}", pairs=pairs, **arguments)
-        return {pair: [results[pair] for results in by_rank] for pair in pairs}
-    except PoolError as error:
-        if len(pairs) == 1:
-            return {pairs[0]: error}
-    half = len(pairs) // 2  # fresh ranks run the others
-    halves = [call_on_pairs(pool, function, part, **arguments) for part in (pairs[:half], pairs[half:])]
-    return {**halves[0], **halves[1]}
+    """Call a function of matmul_on_rank.py. Returns {pair: results by rank}."""
+    by_rank = pool.call(f"{FUNCTIONS}:{function}", pairs=pairs, **arguments)
+    return {pair: [results[pair] for results in by_rank] for pair in pairs}
 
 
 def rows(array):
@@ -80,10 +72,7 @@ def rows(array):
 
 
 def matmul(pair, ranks, shown, measured):
-    """The entry of a matmul in one mode. shown, measured: by rank, see matmul_on_rank.py, or a PoolError."""
-    for result in (shown, measured):
-        if isinstance(result, PoolError):
-            return {"error": reason(result)}
+    """The entry of a matmul in one mode. shown, measured: by rank, see matmul_on_rank.py."""
     out, shards = shown[0]["out"][0], [result["out"][1] for result in shown]
     inputs = shown[0]["inputs"] or multiplied_sbps(VALUES.values(), pair, ranks, out, shards)
     large_out, large_inputs = measured[0][0], measured[0][2] or inputs
@@ -98,16 +87,6 @@ def matmul(pair, ranks, shown, measured):
     if not shown[0]["inputs"]:
         raise ValueError(f"{key(*pair)} on {ranks} gives {out}, and {large_out} at {SHAPES}, in eager mode")
     return {**entry, "large": {"out_sbp": key(large_out), "inputs": [key(sbp) for sbp in large_inputs]}}
-
-
-def reason(error):
-    """What was wrong, of a PoolError: OneFlow's own line, or else that ranks died or hung; which rank is chance."""
-    wrong = [line.strip() for line in str(error).splitlines() if "Check failed" in line or "Error:" in line]
-    if wrong:
-        return wrong[0]
-    if error.hung:
-        return "the ranks gave no answer"
-    return f"a rank died ({error.signal.name})" if error.signal else "a rank ended"
 
 
 def conversion(new, shown, sent):
@@ -125,10 +104,9 @@ def entry_of(pair, ranks, shown, measured, conversions):
     """The entry of one pair. shown, measured, conversions: {mode: results}; no conversions on a mesh."""
     by_mode = {mode: shown[mode][pair] for mode in atlas.MODES}
     modes = {mode: matmul(pair, ranks, results, measured[mode][pair]) for mode, results in by_mode.items()}
-    ran = [results for mode, results in by_mode.items() if "error" not in modes[mode]]
-    entry = {name: [rows(result[name]) for result in ran[0]] for name in "xw"} if ran else {}
+    entry = {name: [rows(result[name]) for result in by_mode["eager"]] for name in "xw"}
     entry.update(without_equal(modes))
-    if conversions and len(ran) == len(by_mode):
+    if conversions:
         entry["to"] = {
             new: without_equal({mode: conversion(new, shown, conversions[mode]) for mode, shown in by_mode.items()})
             for new in NAMES
