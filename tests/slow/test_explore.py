@@ -26,7 +26,10 @@ RUNS = matmul_runs.read()
 VALUES = {name: np.array(value) for name, value in RUNS["value"].items()}
 VALUES["out"] = VALUES["x"] @ VALUES["w"]
 EVERY = {"1": 5, "2": 3, "3": 3, "4": 3, "2x2": 13}  # of so many pairs one is run again: with each SBP of x and of w
-FIRST = "On 2 ranks, x S(1) @ w S(0) gives out P. No communication before the multiplication. Out to B: all-reduce."
+FIRST = (
+    "On 2 ranks, x S(1) @ w S(0) gives out P. No communication before the multiplication. "
+    "Converting out to B: all-reduce."
+)
 PRINTED = f"{ROOT / 'tests' / 'on_rank_your_model.py'}:printed"
 PRESETS = ("data", "column", "row", "megatron", "pipeline", "mesh", "sharded")
 VIEWS = [  # on each kind of placement: what moves first, what moves then, and partial sums
