@@ -472,20 +472,20 @@ def test_memory_of_a_step_is_that_of_plan(steps):
 
 
 SMALL = {"layers": 4, "hidden": 720}  # fewer and smaller layers
-CASES = [(n, name) for n in (2, 4) for name in STRATEGIES if n == 4 or name != "data_tensor"]
+SMALL_STEPS = [(n, name) for n in (2, 4) for name in STRATEGIES if n == 4 or name != "data_tensor"]
 
 
 @pytest.fixture(scope="module")
 def small_steps(browser):
-    """{case: step} of CASES, with 4 micro-batches in a pipeline."""
+    """{case: step} of SMALL_STEPS, with 4 micro-batches in a pipeline."""
     state = {"schedule": "gpipe", "rows": 1440, "micro": 4, "link": 1}
-    states = [{**state, "strategy": name, "ranks": n} for n, name in CASES]
+    states = [{**state, "strategy": name, "ranks": n} for n, name in SMALL_STEPS]
     browser.open(PAGE)
     steps = browser.run("Object.assign(Steps.MODEL, arguments[0]); return arguments[1].map(Steps.step)", SMALL, states)
-    return dict(zip(CASES, steps))
+    return dict(zip(SMALL_STEPS, steps))
 
 
-@pytest.mark.parametrize("n, strategy", CASES)
+@pytest.mark.parametrize("n, strategy", SMALL_STEPS)
 def test_ranks_send_and_keep_what_the_page_says(pools, small_steps, n, strategy):
     step, micro = small_steps[n, strategy], 4 if strategy == "pipeline" else 1
     arguments = {"strategy": strategy, "rows": 1440, "micro_batches": micro, **SMALL}
