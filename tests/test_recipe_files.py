@@ -151,11 +151,18 @@ def test_docstring_answers_the_questions_of_a_reader(name):
     assert any(line.endswith(f"{path}{options}") and "./launch.sh" not in line for line in lines)
 
 
-@pytest.mark.parametrize("function", ["prepare_for_graph", "prepare_layer", "forward_in_graph", "ThroughIdentity"])
-def test_modules_prepare_a_model_for_a_graph_with_the_same_code(function):
+MODULES = "tensor_parallel_module fully_sharded_module pipeline_module"
+COPIES = {  # function or class -> the recipes that have it
+    **dict.fromkeys(("prepare_for_graph", "prepare_layer", "forward_in_graph", "ThroughIdentity"), MODULES),
+    **dict.fromkeys(("save", "fsync"), "checkpoint elastic_training gpt training_run"),
+}
+
+
+@pytest.mark.parametrize("function, names", COPIES.items())
+def test_recipes_have_the_same_code(function, names):
     """Each is copied alone, so each has the code: what is mended in one must be mended in all."""
     texts = set()
-    for name in ("tensor_parallel_module", "fully_sharded_module", "pipeline_module"):
+    for name in names.split():
         [node] = [node for node in ast.parse(source(name)).body if getattr(node, "name", "") == function]
         texts.add(ast.get_source_segment(source(name), node))
     assert len(texts) == 1

@@ -72,7 +72,7 @@ PROOFS["gpt"] = Proof(
     },
     tests=[
         *("tests/test_gpt.py", "tests/slow/test_gpt_page.py", "tests/slow/test_choices.py"),
-        "tests/test_rare_failures.py",
+        *("tests/test_rare_failures.py", "tests/test_recipe_files.py"),
         *("-k", "gpt and not of_the_page and not with_all and not trains_as and not learns"),
     ],
     equivalent={

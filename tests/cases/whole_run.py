@@ -38,7 +38,7 @@ def valid_tokens(n, rank, facts, graph, report):
 
 PROOFS["training_run"] = Proof(
     refused={f"--{option} 0": "1 or more" for option in ("tensor", "micro-batches", "steps", "save-every")},
-    tests=["tests/test_training_run.py", "tests/test_rare_failures.py"],
+    tests=["tests/test_training_run.py", "tests/test_rare_failures.py", "tests/test_recipe_files.py"],
     equivalent={
         r"grad_sbp=BATCH\) -> x.to_global\(grad_sbp=BATCH\)$": "what a norm returns is in BATCH already",
         r"padded\[:, i\]\[::-1\]": "a rank's rows in another order add up to the same",

@@ -4,14 +4,13 @@ Also its checkpoints, and what happens without each of its cures.
 """
 
 import json
-import os
 import shutil
 from functools import partial
 
 import numpy as np
 import pytest
 
-from harness.pool import Pool, PoolError
+from harness.pool import Pool
 from harness.start.recipe import path_of
 from tests.cases import ROOT, reference_gpt
 from tests.cases.gpt_meshes import (
@@ -35,7 +34,6 @@ from tests.jobs import changed
 
 GPT = str(path_of("gpt"))
 HERE = str(ROOT / "tests" / "on_rank_gpt.py")
-DIE = f"{ROOT / 'tests' / 'on_rank_state.py'}:die"
 SMALL = {"batch_size": 16, "seq_len": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 4}
 FEW = {"steps": 3, "sums": 0}
 # With all options; it takes up to 20 seconds to compile. On 1 and on 4 ranks along an axis the plain run is enough.
@@ -160,33 +158,6 @@ def test_training_resumes_on_another_mesh_and_in_the_other_mode(pools, tmp_path,
     Checks.that(off <= 1e-5, "losses differ from those of the unbroken run by", off)
     off = np.abs(unbroken - known(steps=8, **SMALL)["losses"]).max()
     Checks.that(off <= 1e-4, "losses of the unbroken run are off by", off)
-
-
-@pytest.mark.parametrize(
-    "moment, graph",
-    [("in training", False), ("not named", True)],  # it saves as checkpoint.py: see test_state.py
-)
-def test_death_loses_at_most_one_interval(tmp_path, moment, graph):
-    options = {"checkpoint_dir": str(tmp_path), "steps": 6, "save_every": 2, "graph": graph, "data": 2}
-    keywords = {"path": GPT, **options, **SMALL}
-    with Pool(2, timeout=300, forked=True) as pool:
-        with pytest.raises(PoolError, match="died .exit code 9"):
-            pool.call(DIE, moment=moment, step=4, **keywords)
-        assert "2" in os.listdir(tmp_path) and "4" not in os.listdir(tmp_path)
-        losses = pool.call(f"{HERE}:losses", **keywords)[0]
-    assert {"2", "4", "6"} <= set(os.listdir(tmp_path))
-    off = np.abs(np.array(losses) - known(steps=6, **SMALL)["losses"][2:]).max()
-    Checks.that(len(losses) == 4 and off <= 1e-4, "losses of steps 3 to 6 are off by", off)
-
-
-def test_table_by_ids_has_a_wrong_gradient(pools, tmp_path):
-    """Why the recipe gathers: table[ids] with split ids has the gradient of a single shard, and claims that it is B."""
-    cure, other = "flow._C.gather(table, ids.transpose(0, 1), 0)", "table[ids.transpose(0, 1)]"
-    path = str(changed(GPT, tmp_path, (cure, other)))
-    gradient = known(steps=1, **SMALL)["first"]["embedding.tokens"].exact
-    for result in pools(2).call(TRAINED, path=path, steps=1, data=2, **SMALL):
-        own = result["tensors"]["embedding.tokens exp_avg in step 1"]["value"] / 0.1
-        assert np.abs(own - gradient).max() > 0.1 * np.abs(gradient).max()
 
 
 @pytest.fixture(scope="module")
