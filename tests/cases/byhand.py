@@ -99,7 +99,6 @@ def with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes):
 
 @case_of_recipe(
     {"uneven": {**UNEVEN, "steps": 4, "sync_every": 3}, "always synchronised": {"sync_every": 1}},
-    own_steps=True,
     refused={"--sync-every 0": "1 or more"},
     main=Main(
         prints_empty=True,

@@ -101,7 +101,6 @@ def llama_sizes(n):
 @case_of_recipe(
     llama_sizes,
     refused={"--max-new-tokens 0": "1 or more"},
-    own_steps=True,
     equivalent={
         r"\.to_global\(grad_sbp=B\)$": "it is B either way",
         r"broadcast\] \* len\(t\.sbp\)\)\)\(hidden\)": "it is B already",

@@ -62,8 +62,6 @@ class Proof:
     whole_job: bool = False
     # whether in its graph one move serves several, so that it sends less than all of them
     shares_moves: bool = False
-    # whether its case trains in a loop of its own, not with `reference.descend`
-    own_steps: bool = False
     main: Main = field(default_factory=Main)
     # files with tests of fixes that do not show in values; `mutate` runs those with the recipe's name, or with -k
     tests: list = field(default_factory=list)

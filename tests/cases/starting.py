@@ -85,7 +85,6 @@ def spawn(n, graph=False, ranks=2, **sizes):
 @case_of_recipe(
     {"uneven": {"batch": 7, "features": 9, "seed": 1}},
     whole_job=True,
-    own_steps=True,
     refused={"--steps 0": "1 or more", "--save-every 0": "1 or more"},
     tests=["tests/test_rare_failures.py", "tests/slow/test_starting.py", "tests/slow/test_choices.py"],
     equivalent={r" - 1 -> True$": "the job ends when one rank dies, and when all do"},
