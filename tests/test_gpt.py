@@ -11,7 +11,7 @@ from harness.pool import PoolError
 from harness.start.recipe import load, path_of
 from tests.cases import gpt_meshes as gpt
 from tests.cases import reference_gpt
-from tests.cases.gpt_meshes import CONTEXT_RUNS, EXPERT_RUNS, RUNS, SMALL, TRAINED, known, prove, prove_run
+from tests.cases.gpt_meshes import CONTEXT_RUNS, EXPERT_RUNS, RUNS, SMALL, TRAINED, prove, prove_run
 from tests.cases.ladder import MAIN
 
 GPT = str(path_of("gpt"))
@@ -22,24 +22,17 @@ def run_id(run):
     return "-".join([f"{data}x{tensor}x{pipeline}", *more])
 
 
-@pytest.mark.parametrize("run", [*RUNS[:2], pytest.param(RUNS[2], marks=pytest.mark.slow)], ids=run_id)
+QUICK = (*RUNS[:2], EXPERT_RUNS[0], CONTEXT_RUNS[0])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, marks=() if run in QUICK else pytest.mark.slow, id=run_id(run))
+        for run in (*RUNS, *EXPERT_RUNS, *CONTEXT_RUNS)
+    ],
+)
 def test_mesh_trains_as_numpy(pools, run):
-    mesh, more = run
-    prove(pools(int(np.prod(mesh))), GPT, mesh, **more)
-
-
-@pytest.mark.parametrize(
-    "run", [EXPERT_RUNS[0], *(pytest.param(run, marks=pytest.mark.slow) for run in EXPERT_RUNS[1:])], ids=run_id
-)
-def test_mesh_with_experts_trains_as_numpy(pools, run):
-    mesh, more = run
-    prove(pools(int(np.prod(mesh))), GPT, mesh, **more)
-
-
-@pytest.mark.parametrize(
-    "run", [CONTEXT_RUNS[0], *(pytest.param(run, marks=pytest.mark.slow) for run in CONTEXT_RUNS[1:])], ids=run_id
-)
-def test_mesh_with_split_sequences_trains_as_numpy(pools, run):
     mesh, more = run
     prove(pools(int(np.prod(mesh))), GPT, mesh, **more)
 
@@ -64,18 +57,6 @@ def test_formula_of_memory_counts_the_shards(mesh, layout):
             block = placed.block(weight.exact.shape, rank)
             bytes_of[rank] += 4 * 4 * np.prod([stop - start for start, stop in block])
     assert gpt.formulas(mesh, layout)[1] == bytes_of.max()
-
-
-@pytest.mark.slow
-def test_weight_without_identity_is_seen_under_accumulation(pools, tmp_path):
-    """Wrong values are rare, so this looks at the graph of a copy that reads all weights without identity."""
-    source, fix = path_of("gpt").read_text(), "flow._C.identity(getattr(self, name))"
-    assert source.count(fix) == 1
-    (tmp_path / "gpt.py").write_text(source.replace(fix, "getattr(self, name)"))
-    arguments = {"path": str(tmp_path / "gpt.py"), "graph": True, "micro_batches": 2, "steps": 1}
-    [result] = pools(1).call(TRAINED, **arguments, **SMALL)
-    names = known(steps=1, **SMALL)["initial"]
-    assert result["without_identity"] == sorted(f"model.{name}" for name in names)
 
 
 def options_of(arguments):
