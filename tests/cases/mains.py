@@ -239,7 +239,7 @@ def arguments_on(name, n):
     more = {
         "gpt": {3: ["--pipeline", "3", "--num-layers", "3"], 8: ["--tensor", "2", "--pipeline", "2"]},
         "llama": {8: ["--tensor", "4"]},
-        "training_run": dict.fromkeys((3, 6), ["--steps", "4", "--save-every", "2"]),  # its default takes long
+        "training_run": dict.fromkeys((2, 6), ["--steps", "4", "--save-every", "2"]),  # its default takes long
     }
     return [*main_of(name).arguments, *more.get(name, {}).get(n, [])]
 
@@ -247,10 +247,10 @@ def arguments_on(name, n):
 def other_runs(name):
     """(number of ranks, arguments) besides the first: 3 ranks or the next number, in a graph; the largest up to 8.
 
-    Other options are tried on the largest.
+    Other options are tried on the largest. training_run compiles eight graphs, so on its first number.
     """
     first, *others = proven_on(name)
-    following = 3 if 3 in others else (others or [first])[0]
+    following = first if name == "training_run" else 3 if 3 in others else (others or [first])[0]
     largest = max(n for n in world_sizes(path_of(name)) if n <= 8)
     if following != first or len(modes(name)) == 2:
         yield following, ["--graph"] * (len(modes(name)) == 2)
