@@ -1,5 +1,6 @@
 """The case of recipes/transformer/gpt.py: what is asserted of a run on any mesh, and the runs of docs/gpt.md."""
 
+import dataclasses
 import math
 from functools import lru_cache
 
@@ -197,27 +198,28 @@ MODEL = Model(
 )
 
 
-def formulas(mesh, layout):
+def formulas(mesh, layout, num_layers=MODEL.num_layers):
     """(bytes by axis, bytes that the fullest rank keeps) of a row, by the formulas of `plan`."""
+    model = dataclasses.replace(MODEL, num_layers=num_layers)
     options = [name for name in LAYOUTS[layout] if name not in ("steps", "sums")]
     data, tensor, pipeline = mesh
     sharded_by = data if "shard_weights" in options else 1
-    held = max(plan.elements_on_a_rank(stage, tensor, sharded_by) for stage in plan.stages(MODEL, pipeline))
-    return plan.moved(MODEL, mesh, SIZES["batch_size"], options), sum(plan.PRECISIONS["fp32"][:3]) * held
+    held = max(plan.elements_on_a_rank(stage, tensor, sharded_by) for stage in plan.stages(model, pipeline))
+    return plan.moved(model, mesh, SIZES["batch_size"], options), sum(plan.PRECISIONS["fp32"][:3]) * held
 
 
-def context_formulas(mesh):
+def context_formulas(mesh, num_layers):
     """{axis: bytes that all ranks send along it in a step} in context parallel, for one stage.
 
     A layer adds an all-gather of its keys and of its values, and a reduce-scatter of each gradient, along data: of K
     bytes they send (n-1) K, and each rank along tensor has its own.
     """
-    plain = formulas(mesh, "plain")[0]
+    plain = formulas(mesh, "plain", num_layers)[0]
     activation = 4 * SIZES["batch_size"] * SIZES["seq_len"] * SIZES["hidden_size"]
-    return {**plain, "data": plain["data"] + SIZES["num_layers"] * 4 * (mesh[0] - 1) * activation}
+    return {**plain, "data": plain["data"] + num_layers * 4 * (mesh[0] - 1) * activation}
 
 
-def expert_formulas(mesh, experts):
+def expert_formulas(mesh, num_layers, experts):
     """{axis: bytes that all ranks send along it in a step}, with experts in place of the MLPs; for one stage.
 
     Along data the MLPs' gradients are replaced by the router's, and by 4 all-to-alls of the slots in each layer: of K
@@ -225,12 +227,12 @@ def expert_formulas(mesh, experts):
     all-reduce of the gradients of the gates.
     """
     data, tensor, _ = mesh
-    layers, hidden, tokens = SIZES["num_layers"], SIZES["hidden_size"], SIZES["batch_size"] * SIZES["seq_len"]
+    hidden, tokens = SIZES["hidden_size"], SIZES["batch_size"] * SIZES["seq_len"]
     slots = SIZES["batch_size"] * experts * math.ceil(1.25 * 2 * SIZES["seq_len"] / experts)
-    plain = formulas(mesh, "plain")[0]
-    gradients = 2 * (data - 1) * 4 * layers * (tensor * hidden * experts - 8 * hidden**2)
-    all_to_alls = 4 * layers * tensor * (data - 1) / data * 4 * slots * hidden
-    gates = 2 * (tensor - 1) * layers * 4 * tokens * experts
+    plain = formulas(mesh, "plain", num_layers)[0]
+    gradients = 2 * (data - 1) * 4 * num_layers * (tensor * hidden * experts - 8 * hidden**2)
+    all_to_alls = 4 * num_layers * tensor * (data - 1) / data * 4 * slots * hidden
+    gates = 2 * (tensor - 1) * num_layers * 4 * tokens * experts
     return {"data": plain["data"] + gradients + all_to_alls, "tensor": plain["tensor"] + gates, "pipeline": 0}
 
 

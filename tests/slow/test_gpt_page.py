@@ -103,13 +103,14 @@ def test_mesh_trains_as_numpy_with_all_options(pools, mesh, graph):
 )
 def test_bytes_are_those_of_the_formula(pools, graph, option, formulas):
     mesh = (2, 2, 1)
-    arguments = {**mesh_of(mesh), **SIZES, **option, "steps": 3, "graph": graph}
+    sizes = {**SIZES, "num_layers": 2}
+    arguments = {**mesh_of(mesh), **sizes, **option, "steps": 3, "graph": graph}
     seen = pools(4).call(TRAINED, path=GPT, **arguments)
     sent = dict.fromkeys(("data", "tensor", "others"), 0)
     for ranks, count in sent_in_a_step(seen).items():
         sent[axis_of(mesh, *ranks)] += count
     for axis, count in sent.items():
-        wanted = formulas(mesh).get(axis, 0)
+        wanted = formulas(mesh, num_layers=2).get(axis, 0)
         Checks.that(abs(count - wanted) <= 0.02 * wanted + 2 * CONTROL, axis, "sends", count, "not", wanted)
 
 
@@ -125,13 +126,13 @@ def test_both_splits_of_a_sequence_send_more_than_twice_as_much_in_eager_mode(po
 
 
 def learned(_):
-    """The lines that one rank writes after training with the defaults of main."""
+    """The lines that one rank writes after training with the sizes of main."""
     with Pool(1, timeout=1800) as pool:
-        return pool.call(f"{HERE}:answers", path=GPT, sums=100, graph=True, steps=400)[0]
+        return pool.call(f"{HERE}:answers", path=GPT, sums=100, graph=True, steps=250)[0]
 
 
 def test_model_learns_to_add(measured):
-    """100 of 100 answers were right on 1 rank and on 2."""
+    """98 of 100 answers were right; after the 400 steps of main 100 were, on 1 rank and on 2."""
     lines = measured("learns")
     right = (lines == reference_gpt.lines_of(reference_gpt.SUMS[:100])).all(1).sum()
     Checks.that(right >= 90, right, "of 100 answers are right")

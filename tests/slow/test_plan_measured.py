@@ -48,7 +48,8 @@ def test_memory_of_a_layer_s_activations_is_within_15_percent(tensor, changes):
 def test_bytes_of_a_graph_are_those_of_the_formula(pools, mesh, layout, micro_batches):
     options = {"shard_weights": "shard_weights" in layout, "recompute": "full" if "full" in layout else "none"}
     options.update(steps=3, graph=True, micro_batches=micro_batches)
-    sizes, model = {**gpt.SIZES, "num_layers": 2}, dataclasses.replace(gpt.MODEL, num_layers=2)
+    layers = {"num_layers": mesh[2]}  # one for each stage
+    sizes, model = {**gpt.SIZES, **layers}, dataclasses.replace(gpt.MODEL, **layers)
     seen = pools(2).call(gpt.TRAINED, path=GPT, **gpt.mesh_of(mesh), **options, **sizes)
     sent = sum(gpt.sent_in_a_step(seen).values())
     wanted = sum(formulas.moved(model, mesh, gpt.SIZES["batch_size"], layout, 4, micro_batches).values())
