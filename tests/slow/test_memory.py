@@ -19,9 +19,9 @@ def path(name):
     return str(path_of(name))
 
 
-def fresh(n, name, **arguments):
-    """`memory` on new ranks, in which no memory is left over from a different run."""
-    with Pool(n, repeat=True, forked=True) as pool:
+def fresh(n, name, forked=True, **arguments):
+    """`memory` on new ranks, in which no memory is left over from a different run. Forked, they count 16 MB more."""
+    with Pool(n, repeat=True, forked=forked) as pool:
         return pool.call(MEMORY, path=path(name), keywords=arguments)
 
 
@@ -56,13 +56,13 @@ def test_fully_sharded_rank_holds_its_share_at_rest_and_all_weights_at_the_peak(
 
 def test_resharding_after_forward_frees_the_gathered_weights_until_backward():
     n, layers, hidden_size = 4, 16, 512
-    sizes = {"num_layers": layers, "hidden_size": hidden_size, "optimizer": "momentum", "steps": 2}
+    sizes = {"num_layers": layers, "hidden_size": hidden_size, "optimizer": "momentum", "steps": 2, "forked": False}
     whole = 4 * layers * 8 * hidden_size**2  # bytes of the weights of all blocks
     kept = peak(fresh(n, "fully_sharded_module", **sizes))
     freed = peak(fresh(n, "fully_sharded_module", reshard_after_forward=True, **sizes))
     at_rest = 3 * whole / n  # weights, gradients, momentum
     Checks.that(kept >= at_rest + whole, "without resharding a rank has", (kept - at_rest) / whole, "of the weights")
-    Checks.that(freed <= at_rest + 0.75 * whole, "with resharding a rank has", (freed - at_rest) / whole)
+    Checks.that(freed <= at_rest + whole / 2, "with resharding a rank has", (freed - at_rest) / whole)
 
 
 def test_stages_of_zero_compile_to_one_job_on_cpu_that_keeps_shards():
