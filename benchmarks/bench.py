@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import peers  # noqa: E402
 from benchmarks.peers import Peer, PeerError  # noqa: E402
 from harness.pool import Pool, PoolError  # noqa: E402
-from harness.report.tables import table  # noqa: E402
+from harness.report.tables import fill, table  # noqa: E402
 from harness.start.recipe import path_of  # noqa: E402
 from tests.cases import reference_gpt  # noqa: E402
 
@@ -229,15 +229,14 @@ def measured(part):
 
 
 def page(results):
-    """The text of docs/performance.md; results: {part: {CPU: record}}."""
+    """docs/performance.md with the ratios of {part: {CPU: record}}."""
     ratios = partial(by_cpu, results)
     tables = {
         "strategies": ratios("strategies", "strategy", list(PEERS), "mode"),
         "gpt": ratios("gpt", "strategy", list(PEERS), "mode"),
         "collectives": ratios("collectives", "collective", list(COLLECTIVE_SIZES)),
     }
-    template = (HERE / "performance_template.md").read_text()
-    return re.sub(r"<!-- (\w+) -->\n", lambda match: tables[match[1]], template)
+    return fill(PAGE.read_text(), tables)
 
 
 def by_cpu(results, part, first, columns, last=None):

@@ -16,12 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.plan.formulas import AXES  # noqa: E402
 from harness.pool import Pool  # noqa: E402
-from harness.report.tables import table  # noqa: E402
+from harness.report.tables import fill, table  # noqa: E402
 from tests.cases import ROOT  # noqa: E402
 from tests.cases import gpt_meshes as gpt  # noqa: E402
 
 PAGE = ROOT / "docs" / "gpt.md"
-TEXT = Path(__file__).with_name("meshes_template.md")  # the page, with a {name} for each table
 NEAR = 0.05  # measured bytes may differ from a formula by this share of it,
 MESSAGES = 30_000  # and by these bytes: OneFlow's own messages in a step, which depend on the machine
 ALL_TO_ALL = "weights that are split along dimension 1 need [an extra all-to-all](sbp-atlas.md#the-same-ranks)"
@@ -82,15 +81,13 @@ def largest(numbers):
 
 
 def page(results):
-    return TEXT.read_text().format(
-        **gpt.SIZES,
-        steps=gpt.LAYOUTS["plain"]["steps"],
-        few=gpt.LAYOUTS["sharded weights"]["steps"],
-        loss=largest(error for run in results["runs"] for error in run["loss_errors"]),
-        gradient=largest(run["gradient_error"] for run in results["runs"]),
-        table=moved_and_kept(results),
-        remarks=remarks(),
-    )
+    parts = {
+        "loss": largest(error for run in results["runs"] for error in run["loss_errors"]),
+        "gradient": largest(run["gradient_error"] for run in results["runs"]),
+        "table": moved_and_kept(results),
+        "remarks": remarks(),
+    }
+    return fill(PAGE.read_text(), parts)
 
 
 def collected(runs):

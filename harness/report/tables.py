@@ -28,6 +28,16 @@ def table(header, rows):
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
+def fill(page, parts):
+    """The text of a page with each of {name: text} in its place, which is between <!-- name --> and <!-- end -->."""
+    for name, text in parts.items():
+        text = f"\n{text.strip()}\n" if "\n" in text else text
+        place = re.compile(f"(<!-- {name} -->).*?(<!-- end -->)", flags=re.DOTALL)
+        assert len(place.findall(page)) == 1, name
+        page = place.sub(lambda match, text=text: match[1] + text + match[2], page)
+    return page
+
+
 def is_off(sent, formula):
     """Whether the measured bytes differ from the formula."""
     return abs(sent - formula) > 0.02 * formula + 0.02
