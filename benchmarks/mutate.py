@@ -81,7 +81,7 @@ class LinePool(Pool):
         return list(answers)
 
 
-class RedAsItStands(Exception):
+class BaselineFails(Exception):
     """The tests already fail for the unchanged recipe."""
 
 
@@ -258,12 +258,12 @@ def prove(name, lines, pools, of_lesson, of_main):
 
 
 def judge(name, lines):
-    """Check a recipe as it stands, and then broken in every way, as `prove` yields it. Raises RedAsItStands."""
+    """Check a recipe as it stands, and then broken in every way, as `prove` yields it. Raises BaselineFails."""
     of_lesson, of_main = list(proofs(name)), list(proofs_of_main(name))
     checks = [*of_lesson, *of_main]
     red = find_lines(name, checks) or red_test(path_of(name), name)
     if red:
-        raise RedAsItStands(f"{name}.py is red as it stands, so its mutants would say nothing\n    {red}")
+        raise BaselineFails(f"the tests of {name}.py fail without a change, so mutants show nothing\n    {red}")
     with pool_cache(partial(Pool, repeat=True)) as pools:
         yield from prove(name, lines, pools, of_lesson, of_main)
 
@@ -286,7 +286,7 @@ def main(arguments=None):
                     (equivalent if reason else survivors).append(change)
                     red = f"changes nothing: {reason}" if reason else "SURVIVES"
                 print(f"{change}\n    {red[:160]}", flush=True)
-        except RedAsItStands as error:
+        except BaselineFails as error:
             print(error)
             return 1
     print(f"\n{number} mutants, {len(survivors)} survivors, {len(equivalent)} that change nothing", end="")

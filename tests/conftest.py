@@ -15,7 +15,7 @@ from tests.pools import Background, RecipePool
 
 BEGIN = time.monotonic()
 
-# A thread that wakes does not preempt the running one: small runs take a quarter less. Children inherit this.
+# A thread that wakes does not preempt the running one: small runs take a quarter less. Child processes inherit it.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # Started in the background or with nohup, pytest ignores these signals; the jobs of the tests must not inherit that.

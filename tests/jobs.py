@@ -325,7 +325,7 @@ def saved(folder):
 
 
 def train(folder, *more, n=2, options=(), script=ELASTIC, code=0):
-    """Run elastic training on the checkpoints in a folder; once more, from the same, if OneFlow died of SIGSEGV."""
+    """Run elastic training on the checkpoints in a folder; again, from a copy, if OneFlow died of SIGSEGV."""
     command = [LAUNCH, "-n", n, *options, script, "--checkpoint-dir", folder, *more]
     before = folder.with_suffix(".before")
     if folder.exists():

@@ -282,10 +282,10 @@ def rehearse(path, arguments=(), values=None, options=True):
     values: {name of an option: values for it}; others are made from its kind. options: whether to try them.
     Returns what `report_of` says of the first run, and
     changing: the lines that main prints the second time alone, with the same results;
-    unnoticed: the parts that may be off without that main fails, as (number of the call, name, how it is changed);
+    unnoticed: the parts whose change main does not notice, as (number of the call, name, how it is changed);
     defaults: {option: what main takes without it}; helps: {option: its help};
     options: {option: [(value, exit code, its calls)]};
-    elsewhere: (an option with which main calls the entry in another line, option, value, the calls there).
+    elsewhere: (an option that makes main call the entry from another line, option, value, the calls there).
     """
     module = recipe.load(path)
     first = Rehearsal(module, list(arguments)).run()

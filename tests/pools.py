@@ -33,8 +33,8 @@ class RecipePool(Pool):
 class Background:
     """Calls of pools, made by a thread while other tests run: they mostly wait, and no load changes what they return.
 
-    calls: key -> (number of ranks, function of a pool); with 0 ranks the function gets None. Calls on as many
-    ranks share a pool. `result` waits for a call, returns what it returned, or raises what it raised.
+    calls: key -> (number of ranks, function of a pool); 0 ranks: there is no pool, and the function gets None. Calls
+    on as many ranks share a pool. `result` waits for a call, returns what it returned, or raises what it raised.
     """
 
     def __init__(self, calls):

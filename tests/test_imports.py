@@ -13,7 +13,7 @@ from tests.cases import ROOT
 MEASURING = ("harness.start", "harness.pool", "harness.measure", "numpy", "oneflow")
 TESTING = ("harness", "tests.cases", "numpy", "oneflow", "torch", "jax", "pytest")
 # package -> packages that it may import besides its own modules and the standard library
-ROOMS = {
+ALLOWED_IMPORTS = {
     "recipes": ("numpy", "oneflow"),
     "docs.rosetta.pytorch": ("numpy", "torch"),
     "docs.rosetta.jax": ("numpy", "jax"),
@@ -31,13 +31,13 @@ ROOMS = {
     # the peers import each other from their folder
     "benchmarks": (*TESTING, "peer_gpt_jax", "peer_gpt_torch", "safetensors", "transformers"),
 }
-TOPS = {room.split(".")[0] for room in ROOMS}
+TOPS = {package.split(".")[0] for package in ALLOWED_IMPORTS}
 SOURCES = {str(path.relative_to(ROOT)): path.read_text() for top in TOPS for path in (ROOT / top).rglob("*.py")}
 
 
-def room_of(module):
-    """The innermost package of ROOMS that has this module, "" if it is not ours."""
-    return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len, default="")
+def package_of(module):
+    """The innermost package of ALLOWED_IMPORTS that has this module, "" if it is not ours."""
+    return max((package for package in ALLOWED_IMPORTS if f"{module}.".startswith(f"{package}.")), key=len, default="")
 
 
 def imported(source):
@@ -49,12 +49,14 @@ def imported(source):
             yield from (f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names)
 
 
-def wrong(room, source):
-    """The imports that a file of a room must not have."""
+def wrong(package, source):
+    """The imports that a file of a package must not have."""
     for name in imported(source):
-        of_the_room = room_of(name) == room or any(f"{name}.".startswith(f"{known}.") for known in ROOMS[room])
+        is_allowed = package_of(name) == package or any(
+            f"{name}.".startswith(f"{known}.") for known in ALLOWED_IMPORTS[package]
+        )
         is_private = name.startswith(".") or re.search(r"\.test_\w+(\.|$)", name)
-        if is_private or not (of_the_room or in_standard_library(name.split(".")[0])):
+        if is_private or not (is_allowed or in_standard_library(name.split(".")[0])):
             yield name
 
 
@@ -65,8 +67,8 @@ def in_standard_library(module):
     return spec is not None and (spec.origin or "").startswith(f"{sysconfig.get_path('stdlib')}/")
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_room_imports_only_what_it_may_know(room):
-    sources = {path: source for path, source in SOURCES.items() if room_of(path[:-3].replace("/", ".")) == room}
-    violations = {path: list(wrong(room, source)) for path, source in sources.items()}
+@pytest.mark.parametrize("package", ALLOWED_IMPORTS)
+def test_package_imports_only_what_is_allowed(package):
+    sources = {path: source for path, source in SOURCES.items() if package_of(path[:-3].replace("/", ".")) == package}
+    violations = {path: list(wrong(package, source)) for path, source in sources.items()}
     assert sources and not {path: names for path, names in violations.items() if names}

@@ -78,7 +78,7 @@ def train_and_save(path, **arguments):
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "elastic_training"])  # each saves twice; others have the same `save`
-def test_checkpoint_is_on_disk_before_it_gets_its_name_and_its_name_before_another_is_removed(pools, tmp_path, name):
+def test_checkpoint_is_fsynced_before_its_rename_and_old_ones_are_removed_after(pools, tmp_path, name):
     """Else a host that loses power may come back with the name and without the data, or with no checkpoint at all."""
     (tmp_path / "unfinished").mkdir()  # as a crash may leave it
     (tmp_path / "unfinished" / "left").touch()
@@ -146,7 +146,7 @@ def newest_step(path, loader, folders):
     "name, loader",
     [("elastic_training", "last_step"), ("gpt", "newest_checkpoint"), ("training_run", "newest_checkpoint")],
 )
-def test_step_from_which_all_resume_is_that_of_rank_0(pools, tmp_path, name, loader):
+def test_step_to_resume_from_is_that_of_rank_0(pools, tmp_path, name, loader):
     """As on a host without the shared file system: else each rank would start from a different step."""
     for folder in ("seen", "seen/4", "seen/unfinished", "empty"):  # as a death while one is saved may leave it
         (tmp_path / folder).mkdir()

@@ -153,7 +153,7 @@ def check_print(name, n, reports, arguments=()):
 
 
 CLOSING = re.compile(r"on a single device|in numpy|of a single rank|of a single device|once|that of rank 0")
-IN_PROGRAM = "returned"  # spawn.py's shards are arrays: FIGURES has their line
+IN_PROGRAM = "returned"  # spawn.py's shards are arrays: its `figures` have their line
 SHAPE = r"(\([\d, ]*\))"
 OF_ALL = re.compile(  # what each rank prints of its own, and may be the same on several
     rf"{SHAPE} of |its sum after training|^epoch |^column 0|^nn.Dropout keeps \[|^last row|^local |^rows \(|"

@@ -15,9 +15,9 @@ INPUT, DERIVED = "an input: what is computed from it is compared", "what is made
 class Main:
     """What is special about the main of a recipe: see mains.py."""
 
-    # with which it runs
+    # its command line
     arguments: list = field(default_factory=list)
-    # with which it prints something else
+    # a second command line, with which it prints something else
     other_options: list = field(default_factory=list)
     # (n, rank, facts of each call, graph, report) -> lines that this rank prints, besides what every main prints
     figures: Callable = lambda *_: []

@@ -25,7 +25,7 @@ PAGE = ROOT / "docs" / "explore" / "index.html"
 RUNS = matmul_runs.read()
 VALUES = {name: np.array(value) for name, value in RUNS["value"].items()}
 VALUES["out"] = VALUES["x"] @ VALUES["w"]
-EVERY = {"1": 5, "2": 3, "3": 3, "4": 3, "2x2": 13}  # of so many pairs one is run again: with each SBP of x and of w
+EVERY = {"1": 5, "2": 3, "3": 3, "4": 3, "2x2": 13}  # each k-th pair is run again; each SBP of x and of w is among them
 FIRST = (
     "On 2 ranks, x S(1) @ w S(0) gives out P. No communication before the multiplication. "
     "Converting out to B: all-reduce."

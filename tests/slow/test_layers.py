@@ -304,4 +304,4 @@ def test_what_is_used_instead_is_right(pools, function, arguments, kinds, graph)
 def test_optimizer_clips_each_group_by_its_own_norm(pools, graph):
     for sizes, norm in (([2], 1.0), ([1, 1], 2**0.5)):
         for own in pools(2).call(f"{ON_RANK_LAYERS}:norm_of_update", group_sizes=sizes, graph=graph):
-            Checks.that(abs(own - norm) <= 1e-4, sizes, "update by", own, "and must by", norm)
+            Checks.that(abs(own - norm) <= 1e-4, sizes, "update by", own, "but should by", norm)

@@ -50,7 +50,7 @@ def test_fully_sharded_rank_holds_its_share_at_rest_and_all_weights_at_the_peak(
             break
         peaks[1] = min(peaks[1], peak(fresh(n, "fully_sharded", **LARGE)))
     saved = peaks[0] - peaks[1]
-    Checks.that(saved >= 0.5 * less, "peaks differ by", saved / WEIGHTS, "and must by", less / WEIGHTS)
+    Checks.that(saved >= 0.5 * less, "peaks differ by", saved / WEIGHTS, "but should by", less / WEIGHTS)
     Checks.that(peaks[1] >= 4 * WEIGHTS / n + WEIGHTS, "fully sharded has no whole weights", peaks[1] / WEIGHTS)
 
 
@@ -113,7 +113,7 @@ def test_checkpointing_lowers_the_peak_of_eager_mode_and_raises_that_of_a_graph_
         change = (least[True] - least[False]) / hidden
         if 0.5 < change / blocks < 1.5:
             break
-    Checks.that(0.5 < change / blocks < 1.5, "peak changes by", change, "and must by", blocks)
+    Checks.that(0.5 < change / blocks < 1.5, "peak changes by", change, "but should by", blocks)
 
 
 @pytest.mark.parametrize("batch", [8, 1024])
