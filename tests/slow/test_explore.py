@@ -148,7 +148,7 @@ def test_drawn_numbers_and_bytes_are_those_of_the_runs(opened, which):
         for to, mode in itertools.product(["", *entry.get("to", {})], atlas.MODES)
     ]
     assert len(states) == (512 if which == "2x2" else 160)
-    states = states[:: 3 if which == "2x2" else 1]
+    states = states[::3]
     names = {x for x, *_ in states}
     assert len(names) == (16 if which == "2x2" else 4) and names == {w for _, w, *_ in states}
     assert {mode for *_, mode in states} == set(atlas.MODES)
@@ -587,9 +587,8 @@ return views.flatMap((view) =>
 """
 
 
-@pytest.mark.parametrize("width", [360, 1200])
-def test_every_block_of_a_step_is_drawn(opened, width):
-    for state, inside, drawn, blocks in opened(width=width).run(LANES):
+def test_every_block_of_a_step_is_drawn(opened):
+    for state, inside, drawn, blocks in opened(width=360).run(LANES):
         assert inside and drawn == blocks, state
 
 
