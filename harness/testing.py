@@ -46,7 +46,7 @@ def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
             except PoolError as error:
                 problems = [in_own_words(error, path)]
             if problems:
-                pytest.fail("\n".join(problems), pytrace=False)
+                pytest.fail("\n".join(problems).lstrip(), pytrace=False)
 
         ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("pools", "world_size")]
         theirs = [parameter for parameter in parameters if parameter.name != "world_size"]

@@ -81,8 +81,9 @@ class Move:
 
     @property
     def total(self):
-        """Bytes that all ranks together send, by the formula if there is one, else as measured."""
-        return sum(self.sent or [0]) if self.formula is None else self.formula
+        """Bytes that all ranks together send: by the formula, or as measured if there is none, or if that is exact."""
+        measured = self.formula is None or self.sent is not None and self.is_exact
+        return sum(self.sent or [0]) if measured else self.formula
 
     @property
     def by_rank(self):

@@ -192,7 +192,8 @@ def where_it_is(first, comparison):
     """In which part of a step the difference begins."""
     kinds = {key.kind for key in comparison.agreeing}
     if first.key.kind == "parameter" and "gradient" in kinds:
-        return f"the gradients are right and the update is not: clipping, the optimizer's state or its groups ({BEGIN})"
+        causes = "the learning rate, clipping, the optimizer's state or its groups"
+        return f"the gradients are right and the update is not: {causes} ({BEGIN})"
     if first.key.kind.startswith("gradient") and "loss" in kinds:
         return f"forward and the loss are right and backward is not ({BEGIN})"
     return None

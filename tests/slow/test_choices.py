@@ -3,6 +3,7 @@
 import signal
 import sys
 
+import numpy as np
 import pytest
 
 from harness.start.recipe import path_of
@@ -10,6 +11,25 @@ from tests.cases import mains
 from tests.jobs import Run
 
 PLAY = f"{mains.ON_RANK}:played"
+
+
+def drawn(path, seed):
+    """On a rank: what depends on a seed besides the inputs."""
+    import oneflow as flow
+
+    from harness.start.recipe import load
+
+    result = load(path).run(flow.placement.all("cpu"), seed=seed)
+    return [part if isinstance(part, list) else part.numpy() for part in result[1:] if not isinstance(part, np.ndarray)]
+
+
+@pytest.mark.parametrize("name", ["data_loading", "random_numbers"])
+def test_another_seed_gives_another_order_and_the_same_seed_the_same(pools, name):
+    """The samples of both epochs; the weight."""
+    zero, again, one = (
+        pools(2).call(f"{__file__}:drawn", path=str(path_of(name)), seed=seed)[0][0] for seed in (0, 0, 1)
+    )
+    assert np.array_equal(zero, again) and all((np.asarray(zero[i]) != np.asarray(one[i])).any() for i in (0, 1))
 
 
 def newest(path, checkpoint_dir):

@@ -511,3 +511,18 @@ def test_time_limit_and_ctrl_c_end_every_rank(tmp_path):
     wait_until(lambda: len(job.ranks()) == 2, "two ranks")
     ended([job.signal(signal.SIGINT)])
     assert job.code == 128 + signal.SIGINT
+
+
+SENDS_MORE = """
+import oneflow as flow
+
+ranks = flow.placement.all("cpu")
+x = flow.ones(1024, 1024, placement=ranks, sbp=flow.sbp.split(1))
+w = flow.ones(1024, 1024, placement=ranks, sbp=flow.sbp.split(0))
+out = (x @ w).to_global(sbp=flow.sbp.split(1))
+"""
+
+
+def test_last_line_has_the_bytes_that_were_sent_where_these_are_more_than_the_formula(show):
+    """P to S(1) in eager mode: 3/4 of the 4.19 MB from each rank, and half of it by the formula."""
+    assert "-> out: 6.29 MB)" in show("show", "-n", 2, "mine.py", script=SENDS_MORE).out.splitlines()[-1]
