@@ -72,12 +72,12 @@ def test_elastic_training_tells_the_steps_that_it_trains(pools, tmp_path, graph)
 
 def test_checkpoint_of_an_option_is_kept_and_resumed(pools, tmp_path):
     """checkpoint.py: with --checkpoint-dir the second job trains the steps that are left."""
-    path, arguments = str(path_of("checkpoint")), ["--checkpoint-dir", str(tmp_path), "--save-every", "3"]
-    pools(2).call(PLAY, path=path, arguments=[*arguments, "--steps", "4"])
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["2", "3", "4"]
-    for report in pools(2).call(PLAY, path=path, arguments=[*arguments, "--steps", "6"]):
-        assert (report["code"], len(report["facts"][1]["losses"])) == (0, 6), report["err"]
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["2", "3", "4", "6"]
+    path, arguments = str(path_of("checkpoint")), ["--checkpoint-dir", str(tmp_path), "--save-every", "4"]
+    pools(2).call(PLAY, path=path, arguments=[*arguments, "--steps", "6"])
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["3", "4", "6"]  # the first half ends after step 3
+    for report in pools(2).call(PLAY, path=path, arguments=[*arguments, "--steps", "8"]):
+        assert (report["code"], len(report["facts"][1]["losses"])) == (0, 8), report["err"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["3", "4", "6", "8"]
 
 
 def rates(path, checkpoint_dir, steps):
