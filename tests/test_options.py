@@ -123,6 +123,7 @@ def nvidia_smi(monkeypatch, tmp_path):
         (tmp_path / "nvidia-smi").chmod(0o755)
 
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return imitate
 
 
@@ -155,6 +156,18 @@ def test_cuda_is_refused_without_a_driver_however_it_is_typed(nvidia_smi, words)
 def test_cuda_is_not_refused_where_the_driver_does_not_tell_the_compute_capability(nvidia_smi):
     nvidia_smi("", code=2)
     assert checked(["-n", "2", DATA, "--device", "cuda"]).nproc_per_node == 2
+
+
+@pytest.mark.parametrize("visible, shown", [("0,1", 2), ("3", 1), ("GPU-1a, ", 1), ("-1", 0), ("", 0)])
+def test_gpus_that_cuda_does_not_show_do_not_count(monkeypatch, nvidia_smi, visible, shown):
+    nvidia_smi("8.0 8.0 8.0 8.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    command = ["-n", "2", DATA, "--device", "cuda"]
+    if shown == 2:
+        assert checked(command).nproc_per_node == 2
+    else:
+        with pytest.raises(UsageError, match=f"got {shown} for 2: type --device cpu"):
+            checked(command)
 
 
 def test_gpus_have_the_numbers_of_nvidia_smi(monkeypatch):

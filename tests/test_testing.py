@@ -72,6 +72,10 @@ def test_skipped():
 def test_fails():
     return {"out": (tensor(S), B, 1)}
 
+@on_ranks(2)
+def test_value():
+    return {"out": (tensor(B), B, tensor(B).numpy() + 1)}
+
 @pytest.mark.parametrize("function", [lambda: 1])
 @on_ranks(2)
 def test_refused(function):
@@ -108,7 +112,8 @@ def test_example_without_its_split_names_tensor_rank_expected_and_found(job):
 
 @pytest.mark.slow
 def test_parameters_and_marks_of_pytest(job):
-    assert "5 failed, 13 passed, 1 skipped, 1 xfailed" in job.out, job.out
+    assert "6 failed, 13 passed, 1 skipped, 1 xfailed" in job.out, job.out
+    assert "test_value[2] - Failed: Not equal to tolerance" in job.out, job.out
     assert "on_ranks: function cannot be copied to the ranks: Can't pickle <function <lambda>" in job.out, job.out
 
 

@@ -83,7 +83,7 @@ def amount(largest):
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text} is not a number; write it without a unit") from None
         if not 0 < value <= largest:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {largest:g}; see --help for the unit")
+            raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {largest:g}")
         return value
 
     return number

@@ -152,7 +152,10 @@ def fill_in_ranks(options, sizes):
 
 
 def check_gpus(ranks):
-    """Raises UsageError if the GPUs of this host that OneFlow 0.9.0 has code for are fewer than its ranks."""
+    """Raises UsageError if this host shows fewer GPUs that OneFlow 0.9.0 has code for than it has ranks.
+
+    Of CUDA_VISIBLE_DEVICES only the number of entries counts, and not which GPUs they are.
+    """
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -162,6 +165,9 @@ def check_gpus(ranks):
         if answer.returncode == 2:  # before CUDA 11.6, nvidia-smi does not know compute_cap
             return
         usable = re.findall(r"^[678]\.\d$", answer.stdout, flags=re.MULTILINE) if answer.returncode == 0 else []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        usable = usable[: len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])]
     if len(usable) < ranks:
         wanted = "each rank needs a GPU of compute capability 6.0 to 8.9"
         raise UsageError(f"{wanted}, got {len(usable)} for {ranks}: type --device cpu")
