@@ -318,10 +318,15 @@ def changed(path, folder, *changes):
     return copy
 
 
+def steps_in(folder):
+    """The steps of the checkpoints in a folder."""
+    return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
+
+
 def saved(folder):
-    """The bytes of the tensors of each checkpoint in a folder, by step."""
-    steps = [path for path in folder.glob("*") if path.name.isdecimal()]
-    return {int(path.name): sorted(file.read_bytes() for file in path.glob("*/out")) for path in steps}
+    """The step of the newest checkpoint in a folder, and the bytes of its tensors."""
+    step = steps_in(folder)[-1]
+    return step, sorted(file.read_bytes() for file in (folder / str(step)).glob("*/out"))
 
 
 def train(folder, *more, n=2, options=(), script=ELASTIC, code=0):
@@ -343,8 +348,8 @@ def train(folder, *more, n=2, options=(), script=ELASTIC, code=0):
 
 
 def undisturbed(folder):
-    """The checkpoint after step 6 of a training in which no rank dies; earlier ones are removed by then."""
+    """The checkpoint after step 6 of a training in which no rank dies."""
     assert "[0] starts with step 1: no checkpoint\n" in train(folder, "--steps", 6).out
-    checkpoints = saved(folder)
-    assert list(checkpoints) == [6] and len(checkpoints[6]) >= 2  # weight and momentum
-    return checkpoints
+    step, tensors = saved(folder)
+    assert step == 6 and len(tensors) >= 2  # weight and momentum
+    return step, tensors

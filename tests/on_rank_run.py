@@ -54,9 +54,32 @@ def refused(path, samples=None, **arguments):
         module.sample = lambda index, config: [np.full(config.seq_len, number) for number in samples]
     try:
         call_entry(module, arguments)
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, module.CheckpointError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def with_another_head(path, frozen, **arguments):
+    """The error of a run whose model has a parameter that its loss does not use, and what the run has changed."""
+    module, models = recipe.load(path), []
+    initialize = module.Model.__init__
+
+    def with_head(self, config, mesh, seed):
+        initialize(self, config, mesh, seed)
+        self.value_head = module.parameter(np.random.default_rng(5), (4, 1), mesh, module.REPLICATED)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        with flow.no_grad():  # else OneFlow's autograd.grad fails
+            models.append((self, {name: parameter.numpy() for name, parameter in self.named_parameters()}))
+
+    module.Model.__init__ = with_head
+    try:
+        call_entry(module, arguments)
+        error = "no error"
+    except ValueError as raised:
+        error = f"ValueError: {raised}"
+    [(model, before)] = models
+    return error, [name for name, new in model.named_parameters() if not np.array_equal(new.numpy(), before[name])]
 
 
 def with_wrong_gradient(path, **arguments):

@@ -16,46 +16,41 @@ from harness.start import recipe
 def die(path, moment, step, **arguments):
     """Train; rank 0 dies when it saves this step: with half of a file, or before it is named."""
     module = recipe.load(path)
-    save = module.save
+    save = module.Checkpoints.save
 
     def half(file, data):
         with open(file, "wb") as opened:
             opened.write(data[: len(data) // 2])
         os._exit(9)
 
-    def dying(state, folder, now):
+    def dying(self, state, now):
         if now < step:
-            return save(state, folder, now)
+            return save(self, state, now)
         place, function = {
             "half a file": ((pathlib.Path, "write_bytes"), half),
             "not named": ((os, "replace"), lambda *_: os._exit(9)),
         }[moment]
         with replaced({place: function}):
-            save(state, folder, now)
+            save(self, state, now)
 
     if flow.env.get_rank() == 0:
-        module.save = dying
+        module.Checkpoints.save = dying
     call_entry(module, arguments)
 
 
-def after_saving(path, folder):
-    """The files in the folder that this rank has left open when save returns."""
+def left_open(path, folder):
+    """The files in the folder that this rank has open after a save, and when the object is gone."""
+
+    def opened():
+        paths = [os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")]
+        return [os.path.basename(path) for path in paths if path.startswith(folder)]
+
+    checkpoints = recipe.load(path).Checkpoints(folder, 0, {})
     w = flow.ones(4, 2, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
-    recipe.load(path).save({"w": w}, folder, step=3)
-    opened = [os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")]
-    return [name for name in opened if name.startswith(folder)]
-
-
-def saved_again(path, folder):
-    """Save twice under the same name: the error of the second save on this rank, and the sum of what is loaded then."""
-    module, ranks, raised = recipe.load(path), flow.placement.all("cpu"), None
-    for value in (1.0, 2.0):
-        try:
-            module.save({"w": flow.full((4, 2), value, placement=ranks, sbp=flow.sbp.split(0))}, folder, step=3)
-        except OSError as error:
-            raised = os.path.basename(error.filename2)
-    step, state = module.load_latest(folder)
-    return raised, step, state["w"].numpy().sum()
+    checkpoints.save({"w": w}, step=3)
+    while_saving = opened()
+    del checkpoints
+    return while_saving, opened()
 
 
 def bytes_to_save_and_load(path, folder, sbp, rows, columns):
@@ -64,8 +59,9 @@ def bytes_to_save_and_load(path, folder, sbp, rows, columns):
     parameter = flow.nn.Module()
     values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     parameter.w = flow.nn.Parameter(flow.tensor(values, placement=flow.placement.all("cpu"), sbp=module.SBPS[sbp]))
-    saved = sent_by(lambda: module.save(parameter.state_dict(), folder, step=1))[1]
-    (_, state), read = sent_by(lambda: module.load_latest(folder))
+    checkpoints = module.Checkpoints(folder, 0, {})
+    saved = sent_by(lambda: checkpoints.save(parameter.state_dict(), step=1))[1]
+    state, read = sent_by(lambda: flow.load(f"{folder}/{checkpoints.newest()}", global_src_rank=0))
     loaded = sent_by(lambda: parameter.load_state_dict(state))[1]
     return saved, read + loaded
 

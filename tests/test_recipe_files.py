@@ -154,7 +154,10 @@ def test_docstring_answers_the_questions_of_a_reader(name):
 MODULES = "tensor_parallel_module fully_sharded_module pipeline_module"
 COPIES = {  # function or class -> the recipes that have it
     **dict.fromkeys(("prepare_for_graph", "prepare_layer", "forward_in_graph", "ThroughIdentity"), MODULES),
-    **dict.fromkeys(("save", "fsync"), "checkpoint elastic_training gpt training_run"),
+    **dict.fromkeys(
+        ("CheckpointError", "Checkpoints", "from_rank_0", "crc_32", "fsync"),
+        "checkpoint elastic_training gpt training_run",
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from tests.cases import ROOT, reference_run
 from tests.cases.ladder import Checks, check_tensors
 from tests.cases.reference_run import PADDING, SMALL, Sizes
 from tests.cases.whole_run import RUNS, STEPS, TRAINED, case_of, known, mesh_of, prove
-from tests.jobs import LAUNCH, Run, ended
+from tests.jobs import LAUNCH, Run, ended, steps_in
 
 RUN, HERE = str(path_of("training_run")), str(ROOT / "tests" / "on_rank_run.py")
 SIZES = Sizes(**SMALL)
@@ -72,7 +72,7 @@ def test_run_that_resumes_has_the_bits_of_one_that_was_not_stopped(pools, tmp_pa
     at_once = train(pools(2), "", steps=STEPS, **options)
     for steps in (3, STEPS):
         stopped = train(pools(2), tmp_path, steps=steps, **options)
-    assert sorted(os.listdir(tmp_path)) == ["2", "3", "4", str(STEPS)]
+    assert steps_in(tmp_path) == [2, 3, 4, STEPS]
     for rank, (one, two) in enumerate(zip(stopped, at_once)):
         for name in ("losses", "held_out"):
             Checks.that((one["arrays"][name] == two["arrays"][name]).all(), rank, name, "have other bits")
@@ -88,7 +88,7 @@ def test_job_that_is_killed_midway_ends_with_the_bits_of_an_undisturbed_one(pool
     run = Run(*command, tmp_path / "killed").until("step 8 ")
     os.kill(run.ranks()[-1], signal.SIGKILL)
     [run] = ended([run])
-    saved = max((name for name in os.listdir(tmp_path / "killed") if name.isdecimal()), key=int)
+    saved = str(steps_in(tmp_path / "killed")[-1])
     assert run.code and "killed by signal 9" in run.err and int(saved) < 20
     again, undisturbed = (Run(*command, tmp_path / folder).wait() for folder in ("killed", "at once"))
     assert (again.code, again.err, undisturbed.code, undisturbed.err) == (0, "", 0, "")
@@ -142,10 +142,27 @@ def test_a_mean_of_means_would_be_another_loss():
         assert abs(np.mean(losses) - right) > 1e-4
 
 
-def test_run_refuses_a_checkpoint_of_another_configuration(pools, tmp_path):
+OTHER = {"seed": 1, "batch_size": 6, "train_samples": 30, "seq_len": 7, "vocab_size": 12}
+OTHER.update(num_layers=2, hidden_size=16, num_heads=4)  # these change weights, or the order of samples
+FREE = {"lr": 0.02, "warmup_steps": 1, "decay_steps": 50, "weight_decay": 0.0, "clip_grad": 2.0}
+FREE.update(test_samples=5, eval_every=1, micro_batches=2)
+
+
+def test_run_resumes_with_a_longer_schedule_and_refuses_other_weights_or_another_order_of_samples(pools, tmp_path):
     train(pools(1), tmp_path, steps=1)
-    [error] = refused(pools(1), tmp_path, steps=2, lr=0.02)
-    assert error.startswith("ValueError") and error.endswith("a different configuration: lr 0.01, now 0.02")
+    for name, value in OTHER.items():
+        words = f"CheckpointError: {tmp_path}/1 has {name} {SMALL.get(name, 0)}, this job {value}: "
+        assert refused(pools(1), tmp_path, steps=2, **{name: value})[0].startswith(words)
+    assert refused(pools(1), tmp_path, steps=2, **FREE) == ["no error"]
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_parameter_that_the_loss_does_not_use_is_named_unless_it_is_frozen(pools, graph):
+    arguments = {"path": RUN, "graph": graph, "steps": 2, **SMALL}
+    [(error, _)] = pools(1).call(f"{HERE}:with_another_head", frozen=[], **arguments)
+    assert error.startswith("ValueError: value_head has no gradient, as the loss does not use it: leave it out")
+    [(error, changed)] = pools(1).call(f"{HERE}:with_another_head", frozen=["value_head", "blocks.0.up"], **arguments)
+    assert error == "no error" and "blocks.0.down" in changed and not {"value_head", "blocks.0.up"} & set(changed)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +195,7 @@ def test_run_evaluates_without_dropout(pools):
 def test_run_ends_before_a_loss_that_is_no_number_is_used_or_saved(pools, tmp_path):
     [error] = refused(pools(1), tmp_path, steps=4, lr=1e30, save_every=1)
     assert re.match(r"FloatingPointError: step \d: the loss of \d+ valid tokens is (nan|inf)", error)
-    steps = sorted(map(int, os.listdir(tmp_path)))
+    steps = steps_in(tmp_path)
     assert steps == list(range(1, len(steps) + 1)) and len(steps) < 4
     [state] = pools(1).call(f"{HERE}:loaded", folder=str(tmp_path / str(steps[-1])))
     assert np.isfinite(state[".losses"]).all()

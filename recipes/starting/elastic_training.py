@@ -19,15 +19,20 @@ Source: PyTorch documentation, torchrun, "Fault-tolerant Distributed Training".
 """
 
 import argparse
+import fcntl
+import json
 import os
 import pathlib
 import shutil
 import signal
+import socket
+import zlib
 
 import numpy as np
 import oneflow as flow
 
 WORLD_SIZES = (2, 1, *range(3, 9))  # numbers of ranks; launch.sh refuses others
+FORMAT = "elastic_training 1"  # of its checkpoints; a number of its own for each change of what they hold
 
 
 class Layer(flow.nn.Module):
@@ -58,17 +63,112 @@ def split_rows(array, ranks):
     return flow.tensor(rows, device=ranks.type).to_global(placement=ranks, sbp=flow.sbp.split(0))
 
 
-def save(state, checkpoint_dir, step):
-    """Save a checkpoint, named by its step; OSError if there is one of that name. All ranks call it."""
-    unfinished = pathlib.Path(checkpoint_dir, "unfinished")
-    if flow.env.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # a crash may have left one
-    flow.save(state, unfinished, global_dst_rank=0)  # gathers each tensor on rank 0, which alone writes
-    if flow.env.get_rank() == 0:
+class CheckpointError(Exception):
+    """Why a job cannot use a folder of checkpoints, and what to do. All ranks raise it."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, in a folder that no other job may use while this object lives.
+
+    keep: how many of the newest stay; 0: all. must_match: what a job that resumes must share with the one that saved.
+    All ranks call its methods. Rank 0 alone reads and writes the folder, which the other ranks may not see.
+    """
+
+    def __init__(self, folder, keep, must_match):
+        self.folder, self.keep, self.must_match = pathlib.Path(folder), keep, must_match
+        from_rank_0(self._lock)
+
+    def save(self, state, step):
+        """Save a checkpoint, named by its step; OSError if there is one of that name."""
+        unfinished = self.folder / f"unfinished-{socket.gethostname()}-{os.getpid()}"  # no other job writes into it
+        flow.save(state, unfinished, global_dst_rank=0)  # gathers each tensor on rank 0, which alone writes
+        if flow.env.get_rank() == 0:
+            self._publish(unfinished, step)
+
+    def newest(self):
+        """The step of the newest checkpoint, 0 if there is none; CheckpointError if this job cannot resume from it."""
+        return from_rank_0(self._newest)
+
+    def _lock(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.folder / "lock", "a+")
+        try:
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system unlocks it when this process ends
+        except (BlockingIOError, PermissionError):
+            self.lock.seek(0)
+            words = f"{self.folder} is in use by {self.lock.read()}: end that job, or use a different folder"
+            raise CheckpointError(words) from None
+        self.lock.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=self.lock, flush=True)
+        for path in self.folder.glob("unfinished*"):
+            shutil.rmtree(path)  # its job has died
+
+    def _publish(self, unfinished, step):
+        """Give a checkpoint its name once it is complete on disk, and only then remove older ones."""
+        names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
+        saved = {"must_match": self.must_match, "files": {name: crc_32(unfinished / name) for name in names}}
+        (unfinished / "checkpoint.json").write_text(json.dumps(saved))
         for path in [*unfinished.rglob("*"), unfinished]:
-            fsync(path)  # everything is on disk before it gets its name
-        os.replace(unfinished, unfinished.with_name(str(step)))
-        fsync(checkpoint_dir)  # the name is on disk before an older checkpoint may be removed
+            fsync(path)
+        os.replace(unfinished, self.folder / str(step))
+        fsync(self.folder)
+        for older in self._steps()[: -self.keep] if self.keep else []:
+            shutil.rmtree(self.folder / str(older))
+
+    def _steps(self):
+        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdecimal())
+
+    def _newest(self):
+        *older, newest = [0, *self._steps()]  # 0: from the beginning
+        problem = self._problem(newest)
+        if not problem:
+            return newest
+        usable = next(step for step in reversed(older) if not self._problem(step))
+        advice = "no older one can be used; to start anew, use a different folder"
+        if usable:
+            advice = f"{self.folder}/{usable} is good; to resume from it, move the newer ones out of {self.folder}"
+        raise CheckpointError(f"{self.folder}/{newest} {problem}: {advice}")
+
+    def _problem(self, step):
+        """Why this job cannot resume from a checkpoint, or None."""
+        path = self.folder / str(step)
+        if step == 0:
+            return None
+        if not (path / "checkpoint.json").is_file():
+            return "has no checkpoint.json, so an earlier version or a different program saved it"
+        try:
+            saved = json.loads((path / "checkpoint.json").read_text())
+            damaged = [name for name, value in saved["files"].items() if crc_32(path / name) != value]
+            if damaged:
+                return f"is damaged, as {damaged[0]} is not what was saved"
+            before, now = saved["must_match"], self.must_match
+            names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+            return f"is damaged ({error})"
+        return ", ".join(f"has {name} {before.get(name)}, this job {now.get(name)}" for name in names) or None
+
+
+def from_rank_0(function):
+    """What a function returns on rank 0, on all ranks; where it raises OSError or CheckpointError, all ranks raise."""
+    answer = {}
+    if flow.env.get_rank() == 0:
+        try:
+            answer["value"] = function()
+        except (OSError, CheckpointError) as error:
+            answer["error"] = str(error)
+    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    size = flow.tensor([len(text)])
+    flow.comm.broadcast(size, 0)
+    text = flow.tensor(np.resize(text, size.item()))
+    flow.comm.broadcast(text, 0)
+    answer = json.loads(bytes(text.numpy()))
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return answer["value"]
+
+
+def crc_32(path):
+    return zlib.crc32(path.read_bytes())
 
 
 def fsync(path):
@@ -78,41 +178,31 @@ def fsync(path):
     os.close(descriptor)
 
 
-def checkpoints(checkpoint_dir):
-    """The steps of the checkpoints that are there, without an unfinished one."""
-    names = [path.name for path in pathlib.Path(checkpoint_dir).glob("*")]
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
-def remove_older(checkpoint_dir):
-    """Remove all checkpoints but the last."""
-    if flow.env.get_rank() == 0:
-        for older in checkpoints(checkpoint_dir)[:-1]:
-            shutil.rmtree(f"{checkpoint_dir}/{older}")
-
-
 def last_step(checkpoint_dir):
-    """The step of the last checkpoint, 0 if there is none. All ranks call it."""
-    if not checkpoint_dir:
-        return 0
-    step = flow.tensor([0, *checkpoints(checkpoint_dir)][-1:])
-    flow.comm.broadcast(step, 0)  # the other ranks may not see the directory
-    return step.item()
+    """The step of the newest checkpoint, 0 if there is none. All ranks call it."""
+    names = [path.name for path in pathlib.Path(checkpoint_dir).glob("*")] if checkpoint_dir else []
+    return from_rank_0(lambda: max((int(name) for name in names if name.isdecimal()), default=0))
 
 
-def train(ranks, graph=False, seed=0, steps=4, save_every=2, checkpoint_dir=None, batch=8, features=64):
-    """Train up to a step, from the last checkpoint if there is one; returns the model and the loss of each step.
+def train(ranks, graph=False, seed=0, steps=4, save_every=2, checkpoint_dir=None, keep=2, batch=8, features=64):
+    """Train up to a step, from the newest checkpoint if there is one; returns the model and the loss of each step.
 
-    Without checkpoint_dir nothing is loaded or saved. A graph resumes only what a graph has saved.
+    Without checkpoint_dir nothing is loaded or saved. CheckpointError if the newest checkpoint cannot be used: a graph
+    resumes only what a graph has saved.
     """
     w = np.random.default_rng(seed).standard_normal((features, features), dtype=np.float32)
     model = Layer(w, ranks)
     optimizer = flow.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     training = TrainingGraph(model, optimizer) if graph else None
     losses = []
-    done = last_step(checkpoint_dir)
+    done = 0
+    if checkpoint_dir:
+        must_match = {"format": FORMAT, "mode": "graph" if graph else "eager"}
+        must_match.update(batch=batch, features=features, seed=seed)
+        checkpoints = Checkpoints(checkpoint_dir, keep, must_match)
+        done = checkpoints.newest()
     if done:
-        state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)  # if rank 0 cannot read it, the others hang
+        state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)
         losses = state.pop("losses")
         if graph:
             training.load_state_dict(state)  # before the first call of the graph
@@ -137,8 +227,7 @@ def train(ranks, graph=False, seed=0, steps=4, save_every=2, checkpoint_dir=None
                 state = training.state_dict()
             else:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            save({**state, "losses": losses}, checkpoint_dir, step)
-            remove_older(checkpoint_dir)
+            checkpoints.save({**state, "losses": losses}, step)
     return model, losses
 
 
@@ -148,31 +237,31 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=4, help="train up to this step")
     parser.add_argument("--save-every", type=int, default=2, help="save a checkpoint after every so many steps")
-    parser.add_argument("--checkpoint-dir", help="where the checkpoints are, to resume from the last one")
+    parser.add_argument("--checkpoint-dir", help="where the checkpoints are, to resume from the newest")
+    parser.add_argument("--keep", type=int, default=2, help="how many checkpoints to keep, the newest; 0: all")
     parser.add_argument("--die", type=int, default=0, metavar="STEP", help="kill the last rank after this step, once")
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: 1 or more")
     if args.save_every < 1:
         parser.error(f"--save-every {args.save_every}: 1 or more")
-    try:
-        if args.checkpoint_dir is not None:
-            os.makedirs(args.checkpoint_dir, exist_ok=True)
-    except OSError as error:
-        parser.error(str(error))
+    if args.keep < 0:
+        parser.error(f"--keep {args.keep}: 0 or more")
 
     rank, ranks = flow.env.get_rank(), flow.placement.all(args.device)
-    options = {"save_every": args.save_every, "checkpoint_dir": args.checkpoint_dir}
+    options = {"save_every": args.save_every, "checkpoint_dir": args.checkpoint_dir, "keep": args.keep}
     done = last_step(args.checkpoint_dir)
     if rank == 0:
         print(f"resumes after step {done}, from its checkpoint" if done else "starts with step 1: no checkpoint")
-    if args.die and not done:  # once: not in the job that resumes
-        train(ranks, args.graph, steps=args.die, **options)
-        flow.comm.barrier()  # rank 0 may still be saving this step, and launch.sh ends it when a rank dies
-        if rank == flow.env.get_world_size() - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    model, losses = train(ranks, args.graph, steps=args.steps, **options)
+    try:
+        if args.die and not done:  # once: not in the job that resumes
+            train(ranks, args.graph, steps=args.die, **options)
+            flow.comm.barrier()  # rank 0 may still be saving this step, and launch.sh ends it when a rank dies
+            if rank == flow.env.get_world_size() - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        model, losses = train(ranks, args.graph, steps=args.steps, **options)
+    except CheckpointError as error:
+        parser.error(str(error))  # on all ranks
     print(f"w {tuple(model.w.to_local().shape)} of {tuple(model.w.shape)}")
     one_device = flow.placement(args.device, [0])
     _, alone = train(one_device, args.graph, steps=len(losses))  # the same code on a single device

@@ -21,12 +21,16 @@ Source: PyTorch documentation, "Saving and loading a general checkpoint"; I. Los
 
 import argparse
 import dataclasses
+import fcntl
 import functools
+import json
 import math
 import os
 import pathlib
 import shutil
+import socket
 import tempfile
+import zlib
 
 import numpy as np
 import oneflow as flow
@@ -35,20 +39,21 @@ WORLD_SIZES = (2, 1, 3, 4, 6, 12)  # numbers of ranks; launch.sh refuses others
 B, S = flow.sbp.broadcast, flow.sbp.split
 BATCH, COLUMN, ROW, REPLICATED = (S(0), B), (B, S(1)), (B, S(0)), (B, B)  # SBPs along data and tensor
 IGNORE = -100  # the target of a position without a token
+FORMAT = "training_run 1"  # of its checkpoints; a number of its own for each change of what they hold
 
 
 @dataclasses.dataclass
 class Config:
-    """The sizes of a run. A job that resumes it may change the mesh and micro_batches, and nothing else."""
+    """The sizes of a run. A job that resumes it may change the mesh and all below the first seven."""
 
     batch_size: int = 24
-    micro_batches: int = 2
+    train_samples: int = 480
     seq_len: int = 12
     vocab_size: int = 29
     num_layers: int = 2
     hidden_size: int = 32
     num_heads: int = 4
-    train_samples: int = 480
+    micro_batches: int = 2
     test_samples: int = 50
     lr: float = 0.01
     warmup_steps: int = 4
@@ -58,8 +63,8 @@ class Config:
     eval_every: int = 4
 
     def fixed(self):
-        """What a checkpoint and the job that resumes from it must share."""
-        return dataclasses.asdict(dataclasses.replace(self, micro_batches=1))
+        """What a checkpoint and the job that resumes from it must share: the weights' shapes, the samples' order."""
+        return dict(list(dataclasses.asdict(self).items())[:7])
 
     def check(self, mesh):
         """Raise ValueError if a size does not fit the mesh: OneFlow would hang or abort."""
@@ -150,16 +155,43 @@ def sum_of_losses(model, ids, targets):
     return loss, (targets != IGNORE).sum()
 
 
+def trained_parameters(model):
+    """The parameters that are not frozen, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def nodes_of(loss):
+    """The nodes of backward, down to those of the parameters that the loss uses."""
+    nodes, unseen = set(), [loss.grad_fn]
+    while unseen:
+        node = unseen.pop()
+        if node not in nodes:
+            nodes.add(node)
+            unseen += node.next_functions
+    return nodes
+
+
+def refuse_unused(names):
+    """Name the parameters that the loss does not use: OneFlow's error would not."""
+    if names:
+        advice = "leave it out of the model, or freeze it by requires_grad_(False)"
+        raise ValueError(f"{', '.join(names)} has no gradient, as the loss does not use it: {advice}")
+
+
 def sums_and_gradients(model, ids, targets):
     """The two sums of a micro-batch, and the gradients of the first. Along data they are P: not yet reduced."""
     loss, count = sum_of_losses(model, ids, targets)
-    return (loss, count, *flow.autograd.grad(loss, list(model.parameters())))
+    parameters = trained_parameters(model)
+    nodes = nodes_of(loss)
+    refuse_unused([name for name, parameter in parameters.items() if parameter.grad_fn not in nodes])
+    return (loss, count, *flow.autograd.grad(loss, list(parameters.values())))
 
 
 class GradientGraph(flow.nn.Graph):
     def __init__(self, model):
         super().__init__()
         self.model = model
+        self.trained = list(trained_parameters(model))
         # a graph refuses backward without an optimizer: this one updates a weight that nothing uses
         unused = flow.zeros(1, placement=next(model.parameters()).placement, sbp=REPLICATED)
         self.unused = flow.nn.ParameterList([flow.nn.Parameter(unused)])
@@ -168,8 +200,10 @@ class GradientGraph(flow.nn.Graph):
     def build(self, ids, targets):
         loss, count = sum_of_losses(self.model, ids, targets)
         (loss + 0 * self.unused[0].sum()).backward()
-        parameters = [parameter.to(flow.Tensor) for parameter in self.model.parameters()]
-        return (loss, count, *[parameter.grad for parameter in parameters])
+        parameters = dict(self.model.named_parameters())
+        gradients = {name: parameters[name].to(flow.Tensor).grad for name in self.trained}
+        refuse_unused([name for name, gradient in gradients.items() if gradient is None])
+        return (loss, count, *gradients.values())
 
 
 class EvaluationGraph(flow.nn.Graph):
@@ -247,7 +281,7 @@ class Batches:
 
 def parameter_groups(model, weight_decay):
     """Matrices decay; biases and the gains of norms do not."""
-    parameters = list(model.parameters())
+    parameters = trained_parameters(model).values()
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
@@ -287,7 +321,7 @@ def train_step(step, model, optimizer, gradients_of, micro_batches, config):
     loss, tokens = loss.item(), count.item()  # collective: all ranks call it
     if not tokens or not math.isfinite(loss):
         raise FloatingPointError(f"step {step}: the loss of {tokens} valid tokens is {loss}; nothing was updated")
-    parameters = list(model.parameters())
+    parameters = list(trained_parameters(model).values())
     for p, gradient in zip(parameters, gradients):
         p.grad = gradient.to_global(sbp=p.sbp) / count  # the all-reduce along data, once for all micro-batches
     norm = clip_gradients(parameters, config.clip_grad)
@@ -312,17 +346,112 @@ def evaluate(sums_of, config, mesh):
     return loss / count
 
 
-def save(state, checkpoint_dir, step):
-    """Save a checkpoint, named by its step; OSError if there is one of that name. All ranks call it."""
-    unfinished = pathlib.Path(checkpoint_dir, "unfinished")
-    if flow.env.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # a crash may have left one
-    flow.save(state, unfinished, global_dst_rank=0)  # gathers each tensor on rank 0, which alone writes
-    if flow.env.get_rank() == 0:
+class CheckpointError(Exception):
+    """Why a job cannot use a folder of checkpoints, and what to do. All ranks raise it."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, in a folder that no other job may use while this object lives.
+
+    keep: how many of the newest stay; 0: all. must_match: what a job that resumes must share with the one that saved.
+    All ranks call its methods. Rank 0 alone reads and writes the folder, which the other ranks may not see.
+    """
+
+    def __init__(self, folder, keep, must_match):
+        self.folder, self.keep, self.must_match = pathlib.Path(folder), keep, must_match
+        from_rank_0(self._lock)
+
+    def save(self, state, step):
+        """Save a checkpoint, named by its step; OSError if there is one of that name."""
+        unfinished = self.folder / f"unfinished-{socket.gethostname()}-{os.getpid()}"  # no other job writes into it
+        flow.save(state, unfinished, global_dst_rank=0)  # gathers each tensor on rank 0, which alone writes
+        if flow.env.get_rank() == 0:
+            self._publish(unfinished, step)
+
+    def newest(self):
+        """The step of the newest checkpoint, 0 if there is none; CheckpointError if this job cannot resume from it."""
+        return from_rank_0(self._newest)
+
+    def _lock(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.folder / "lock", "a+")
+        try:
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system unlocks it when this process ends
+        except (BlockingIOError, PermissionError):
+            self.lock.seek(0)
+            words = f"{self.folder} is in use by {self.lock.read()}: end that job, or use a different folder"
+            raise CheckpointError(words) from None
+        self.lock.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=self.lock, flush=True)
+        for path in self.folder.glob("unfinished*"):
+            shutil.rmtree(path)  # its job has died
+
+    def _publish(self, unfinished, step):
+        """Give a checkpoint its name once it is complete on disk, and only then remove older ones."""
+        names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
+        saved = {"must_match": self.must_match, "files": {name: crc_32(unfinished / name) for name in names}}
+        (unfinished / "checkpoint.json").write_text(json.dumps(saved))
         for path in [*unfinished.rglob("*"), unfinished]:
-            fsync(path)  # everything is on disk before it gets its name
-        os.replace(unfinished, unfinished.with_name(str(step)))
-        fsync(checkpoint_dir)
+            fsync(path)
+        os.replace(unfinished, self.folder / str(step))
+        fsync(self.folder)
+        for older in self._steps()[: -self.keep] if self.keep else []:
+            shutil.rmtree(self.folder / str(older))
+
+    def _steps(self):
+        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdecimal())
+
+    def _newest(self):
+        *older, newest = [0, *self._steps()]  # 0: from the beginning
+        problem = self._problem(newest)
+        if not problem:
+            return newest
+        usable = next(step for step in reversed(older) if not self._problem(step))
+        advice = "no older one can be used; to start anew, use a different folder"
+        if usable:
+            advice = f"{self.folder}/{usable} is good; to resume from it, move the newer ones out of {self.folder}"
+        raise CheckpointError(f"{self.folder}/{newest} {problem}: {advice}")
+
+    def _problem(self, step):
+        """Why this job cannot resume from a checkpoint, or None."""
+        path = self.folder / str(step)
+        if step == 0:
+            return None
+        if not (path / "checkpoint.json").is_file():
+            return "has no checkpoint.json, so an earlier version or a different program saved it"
+        try:
+            saved = json.loads((path / "checkpoint.json").read_text())
+            damaged = [name for name, value in saved["files"].items() if crc_32(path / name) != value]
+            if damaged:
+                return f"is damaged, as {damaged[0]} is not what was saved"
+            before, now = saved["must_match"], self.must_match
+            names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+            return f"is damaged ({error})"
+        return ", ".join(f"has {name} {before.get(name)}, this job {now.get(name)}" for name in names) or None
+
+
+def from_rank_0(function):
+    """What a function returns on rank 0, on all ranks; where it raises OSError or CheckpointError, all ranks raise."""
+    answer = {}
+    if flow.env.get_rank() == 0:
+        try:
+            answer["value"] = function()
+        except (OSError, CheckpointError) as error:
+            answer["error"] = str(error)
+    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    size = flow.tensor([len(text)])
+    flow.comm.broadcast(size, 0)
+    text = flow.tensor(np.resize(text, size.item()))
+    flow.comm.broadcast(text, 0)
+    answer = json.loads(bytes(text.numpy()))
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return answer["value"]
+
+
+def crc_32(path):
+    return zlib.crc32(path.read_bytes())
 
 
 def fsync(path):
@@ -332,16 +461,17 @@ def fsync(path):
     os.close(descriptor)
 
 
-def newest_checkpoint(checkpoint_dir):
-    """The step of the newest checkpoint in the folder, 0 if there is none. All ranks call it."""
-    names = [path.name for path in pathlib.Path(checkpoint_dir).glob("*")] if checkpoint_dir else []
-    step = flow.tensor([max((int(name) for name in names if name.isdecimal()), default=0)])
-    flow.comm.broadcast(step, 0)  # the other ranks may not see the folder
-    return step.item()
+def load(path, model, optimizer, batches):
+    """Load a checkpoint; returns the configuration of its job and the losses up to it. All ranks call it."""
+    state = flow.load(path, global_src_rank=0)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    batches.load_state_dict(state["batches"])
+    return state["config"], state["losses"], state["held_out"]
 
 
-def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, save_every=4, log=False):
-    """Train up to a step, from the newest checkpoint if there is one.
+def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, save_every=4, keep=0, log=False):
+    """Train up to a step, from the newest checkpoint if there is one; CheckpointError if it cannot be used.
 
     Returns the model, the loss of each step and the held-out losses, including those of earlier jobs.
     """
@@ -353,24 +483,18 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, 
     gradients_of = GradientGraph(model) if graph else functools.partial(sums_and_gradients, model)
     sums_of = EvaluationGraph(model) if graph else functools.partial(sum_of_losses, model)
     losses, held_out = [], []
-    done = newest_checkpoint(checkpoint_dir)
+    done, options = 0, dataclasses.asdict(config)
+    if checkpoint_dir:
+        checkpoints = Checkpoints(checkpoint_dir, keep, {"format": FORMAT, "seed": seed, **config.fixed()})
+        done = checkpoints.newest()
     if done:
-        state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)  # if rank 0 cannot read it, the others hang
-        saved, own = state["config"], config.fixed()
-        names = [name for name in {**saved, **own} if saved.get(name) != own.get(name)]
-        if names:
-            changed = ", ".join(f"{name} {saved.get(name)}, now {own.get(name)}" for name in names)
-            words = f"is from a run with a different configuration: {changed}"
-            raise ValueError(f"{checkpoint_dir}/{done} {words}")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        batches.load_state_dict(state["batches"])
-        losses, held_out = state["losses"], state["held_out"]
-        del state  # on rank 0 it holds each whole tensor
+        path = f"{checkpoint_dir}/{done}"
+        saved, losses, held_out = load(path, model, optimizer, batches)
         if log and flow.env.get_rank() == 0:
-            print(
-                f"resumes after step {done}, from {checkpoint_dir}/{done}" + ("; all is done" if done >= steps else "")
-            )
+            print(f"resumes after step {done}, from {path}" + ("; all is done" if done >= steps else ""))
+            for name in options:
+                if saved.get(name) != options[name]:
+                    print(f"changed since then: {name} {saved.get(name)} -> {options[name]}")
 
     for step in range(done + 1, steps + 1):
         # with dropout, call flow.manual_seed(seed + step) here, or a job that resumes draws other masks (in eager mode)
@@ -380,9 +504,9 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, 
             held_out.append(evaluate(sums_of, config, mesh))
             model.train()
         if checkpoint_dir and (step % save_every == 0 or step == steps):
-            state = {"config": config.fixed(), "batches": batches.state_dict()}
+            state = {"config": options, "batches": batches.state_dict()}
             state.update(model=model.state_dict(), optimizer=optimizer.state_dict(), losses=losses, held_out=held_out)
-            save(state, checkpoint_dir, step)
+            checkpoints.save(state, step)
         if log and step % config.eval_every == 0 and flow.env.get_rank() == 0:
             print(f"step {step}  loss {losses[-1]:.4f}  held-out {held_out[-1]:.4f}", flush=True)
     return model, losses, held_out
@@ -403,27 +527,29 @@ def main():
     parser.add_argument("--micro-batches", type=int, default=Config.micro_batches)
     parser.add_argument("--steps", type=int, default=8, help="train up to this step")
     parser.add_argument("--checkpoint-dir", help="save here, and resume from the newest (default: a self-test)")
-    parser.add_argument(
-        "--save-every", type=int, default=4, help="steps from one checkpoint to the next; all of them are kept"
-    )
+    parser.add_argument("--save-every", type=int, default=4, help="steps from one checkpoint to the next")
+    parser.add_argument("--keep", type=int, default=0, help="how many checkpoints to keep, the newest; 0: all")
     args = parser.parse_args()
     for name in ("tensor", "micro_batches", "steps", "save_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: 1 or more")
+    if args.keep < 0:
+        parser.error(f"--keep {args.keep}: 0 or more")
     config = Config(micro_batches=args.micro_batches)
     try:
         mesh = placements(args.device, flow.env.get_world_size(), args.tensor)
         config.check(mesh)
-        if args.checkpoint_dir is not None:
-            os.makedirs(args.checkpoint_dir, exist_ok=True)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         parser.error(str(error))  # each rank ends with this line before it waits for another
 
     counts = [(targets.to_local() != IGNORE).sum().item() for _, targets in Batches(config, mesh, seed=0).next()]
     print("valid tokens in this rank's rows of the micro-batches of step 1:", *counts)
-    options = {"graph": args.graph, "steps": args.steps, "save_every": args.save_every}
+    options = {"graph": args.graph, "steps": args.steps, "save_every": args.save_every, "keep": args.keep}
     if args.checkpoint_dir is not None:  # a real run: the same command again resumes it
-        train(mesh, config, **options, checkpoint_dir=args.checkpoint_dir, log=True)
+        try:
+            train(mesh, config, **options, checkpoint_dir=args.checkpoint_dir, log=True)
+        except CheckpointError as error:
+            parser.error(str(error))  # on all ranks
         return
 
     _, losses, held_out = train(mesh, config, **options, log=True)

@@ -22,11 +22,15 @@ Source: D. Narayanan et al., arXiv:2104.04473; V. Korthikanti et al., arXiv:2205
 
 import argparse
 import dataclasses
+import fcntl
+import json
 import math
 import os
 import pathlib
 import shutil
+import socket
 import time
+import zlib
 
 import numpy as np
 import oneflow as flow
@@ -50,6 +54,7 @@ LAYOUT = {  # kind of tensor -> its SBPs along the data and the tensor axis of a
 CONTEXT_PARALLEL = {"ids": (S(1), B), "activation": (S(0), B), "residual": (S(0), B)}
 SHARDED = {"vocabulary": (S(1), S(0)), "column": (S(0), S(1)), "row": (S(1), S(0))}  # weights between uses
 
+FORMAT = "gpt 1"  # of its checkpoints; a number of its own for each change of what they hold
 CHARACTERS = "0123456789+=;"
 QUESTION, LINE = len("27+35="), len("27+35=260;")  # an answer begins with its last digit
 SUMS = np.random.RandomState(0).permutation(100 * 100)  # all a + b below 100, as 100 a + b
@@ -106,7 +111,12 @@ class Config:
 
     def fixed(self):
         """What a checkpoint must share with a job that resumes from it. The number of heads, say, shows in no shape."""
-        return {name: getattr(self, name) for name in ("seq_len", "num_layers", "hidden_size", "num_heads", "experts")}
+        names = ("seq_len", "num_layers", "hidden_size", "num_heads", "experts")
+        return {option_of(name): getattr(self, name) for name in names}
+
+
+def option_of(name):
+    return f"--{name.replace('_', '-')}"
 
 
 def check_divides(option, parts, size, what):
@@ -429,17 +439,112 @@ def load_training_state(state, model, optimizer, graph):
         optimizer.load_state_dict({**optimizer.state_dict(), "state": {**moments, "step": state["step"]}})
 
 
-def save(state, checkpoint_dir, step):
-    """Save a checkpoint, named by its step; OSError if there is one of that name. All ranks call it."""
-    unfinished = pathlib.Path(checkpoint_dir, "unfinished")
-    if flow.env.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # a crash may have left one
-    flow.save(state, unfinished, global_dst_rank=0)  # gathers each tensor on rank 0, which alone writes
-    if flow.env.get_rank() == 0:
+class CheckpointError(Exception):
+    """Why a job cannot use a folder of checkpoints, and what to do. All ranks raise it."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, in a folder that no other job may use while this object lives.
+
+    keep: how many of the newest stay; 0: all. must_match: what a job that resumes must share with the one that saved.
+    All ranks call its methods. Rank 0 alone reads and writes the folder, which the other ranks may not see.
+    """
+
+    def __init__(self, folder, keep, must_match):
+        self.folder, self.keep, self.must_match = pathlib.Path(folder), keep, must_match
+        from_rank_0(self._lock)
+
+    def save(self, state, step):
+        """Save a checkpoint, named by its step; OSError if there is one of that name."""
+        unfinished = self.folder / f"unfinished-{socket.gethostname()}-{os.getpid()}"  # no other job writes into it
+        flow.save(state, unfinished, global_dst_rank=0)  # gathers each tensor on rank 0, which alone writes
+        if flow.env.get_rank() == 0:
+            self._publish(unfinished, step)
+
+    def newest(self):
+        """The step of the newest checkpoint, 0 if there is none; CheckpointError if this job cannot resume from it."""
+        return from_rank_0(self._newest)
+
+    def _lock(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.folder / "lock", "a+")
+        try:
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system unlocks it when this process ends
+        except (BlockingIOError, PermissionError):
+            self.lock.seek(0)
+            words = f"{self.folder} is in use by {self.lock.read()}: end that job, or use a different folder"
+            raise CheckpointError(words) from None
+        self.lock.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=self.lock, flush=True)
+        for path in self.folder.glob("unfinished*"):
+            shutil.rmtree(path)  # its job has died
+
+    def _publish(self, unfinished, step):
+        """Give a checkpoint its name once it is complete on disk, and only then remove older ones."""
+        names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
+        saved = {"must_match": self.must_match, "files": {name: crc_32(unfinished / name) for name in names}}
+        (unfinished / "checkpoint.json").write_text(json.dumps(saved))
         for path in [*unfinished.rglob("*"), unfinished]:
-            fsync(path)  # everything is on disk before it gets its name
-        os.replace(unfinished, unfinished.with_name(str(step)))
-        fsync(checkpoint_dir)  # the name is on disk before an older checkpoint may be removed
+            fsync(path)
+        os.replace(unfinished, self.folder / str(step))
+        fsync(self.folder)
+        for older in self._steps()[: -self.keep] if self.keep else []:
+            shutil.rmtree(self.folder / str(older))
+
+    def _steps(self):
+        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdecimal())
+
+    def _newest(self):
+        *older, newest = [0, *self._steps()]  # 0: from the beginning
+        problem = self._problem(newest)
+        if not problem:
+            return newest
+        usable = next(step for step in reversed(older) if not self._problem(step))
+        advice = "no older one can be used; to start anew, use a different folder"
+        if usable:
+            advice = f"{self.folder}/{usable} is good; to resume from it, move the newer ones out of {self.folder}"
+        raise CheckpointError(f"{self.folder}/{newest} {problem}: {advice}")
+
+    def _problem(self, step):
+        """Why this job cannot resume from a checkpoint, or None."""
+        path = self.folder / str(step)
+        if step == 0:
+            return None
+        if not (path / "checkpoint.json").is_file():
+            return "has no checkpoint.json, so an earlier version or a different program saved it"
+        try:
+            saved = json.loads((path / "checkpoint.json").read_text())
+            damaged = [name for name, value in saved["files"].items() if crc_32(path / name) != value]
+            if damaged:
+                return f"is damaged, as {damaged[0]} is not what was saved"
+            before, now = saved["must_match"], self.must_match
+            names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+            return f"is damaged ({error})"
+        return ", ".join(f"has {name} {before.get(name)}, this job {now.get(name)}" for name in names) or None
+
+
+def from_rank_0(function):
+    """What a function returns on rank 0, on all ranks; where it raises OSError or CheckpointError, all ranks raise."""
+    answer = {}
+    if flow.env.get_rank() == 0:
+        try:
+            answer["value"] = function()
+        except (OSError, CheckpointError) as error:
+            answer["error"] = str(error)
+    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    size = flow.tensor([len(text)])
+    flow.comm.broadcast(size, 0)
+    text = flow.tensor(np.resize(text, size.item()))
+    flow.comm.broadcast(text, 0)
+    answer = json.loads(bytes(text.numpy()))
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return answer["value"]
+
+
+def crc_32(path):
+    return zlib.crc32(path.read_bytes())
 
 
 def fsync(path):
@@ -449,12 +554,11 @@ def fsync(path):
     os.close(descriptor)
 
 
-def newest_checkpoint(checkpoint_dir):
-    """The step of the newest checkpoint in the folder, 0 if there is none. All ranks call it."""
-    names = [path.name for path in pathlib.Path(checkpoint_dir).glob("*")] if checkpoint_dir else []
-    step = flow.tensor([max((int(name) for name in names if name.isdecimal()), default=0)])
-    flow.comm.broadcast(step, 0)  # the other ranks may not see the folder
-    return step.item()
+def print_changes(saved, own):
+    """The options in which a job that resumes differs from the one that saved."""
+    for name in own:
+        if saved.get(name) != own[name]:
+            print(f"changed since then: {option_of(name)} {saved.get(name)} -> {own[name]}")
 
 
 def answer(model, sums):
@@ -474,10 +578,13 @@ def answer(model, sums):
     return lines
 
 
-def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir=None, save_every=100, log_interval=0):
+def train(
+    meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir=None, save_every=100, keep=0, log_interval=0
+):
     """Train up to a step, from the newest checkpoint on; returns the model and the loss of each step.
 
     meshes: what `placements` returns. log_interval: print the loss after every so many steps; 0: never.
+    CheckpointError if the newest checkpoint cannot be used.
     """
     config = config or Config()
     config.check(meshes)
@@ -487,13 +594,16 @@ def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir=None
     clipping = {"clip_grad_max_norm": config.clip_grad, "clip_grad_norm_type": 2.0} if config.clip_grad else {}
     optimizer = flow.optim.AdamW([{"params": model.parameters(), **clipping}], lr=1e-3, weight_decay=0.01)
     training = TrainingGraph(model, optimizer) if graph else None
-    done = newest_checkpoint(checkpoint_dir)
+    done = 0
+    if checkpoint_dir:
+        checkpoints = Checkpoints(checkpoint_dir, keep, {"format": FORMAT, "seed": seed, **config.fixed()})
+        done = checkpoints.newest()
     if done:
         state = flow.load(f"{checkpoint_dir}/{done}", global_src_rank=0)
-        saved, own = state["config"], config.fixed()
-        if saved != own:
-            raise ValueError(f"{checkpoint_dir}/{done} is from a model with {saved}, and this one has {own}")
         load_training_state(state, model, optimizer, training)
+        if log_interval and flow.env.get_rank() == 0:
+            print(f"resumes after step {done}, from {checkpoint_dir}/{done}")
+            print_changes(state["config"], dataclasses.asdict(config))
         del state  # on rank 0 it holds each whole tensor
 
     losses, begin = [], time.monotonic()
@@ -509,7 +619,7 @@ def train(meshes, config=None, graph=False, seed=0, steps=3, checkpoint_dir=None
             print(f"step {step}  loss {losses[-1]:.3f}  {rate:.0f} tokens/s", flush=True)
         if checkpoint_dir and (step % save_every == 0 or step == steps):
             state = training_state(step, model, optimizer, training)
-            save({**state, "config": config.fixed()}, checkpoint_dir, step)
+            checkpoints.save({**state, "config": dataclasses.asdict(config)}, step)
     return model, losses
 
 
@@ -527,16 +637,19 @@ def parse_arguments():
     parser.add_argument("--experts", type=int, default=0, help="experts for each MLP, split along data; 0: none")
     sizes = ["num_layers", "hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches"]
     for name in sizes:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Config, name))
+        parser.add_argument(option_of(name), type=int, default=getattr(Config, name))
     parser.add_argument("--clip-grad", type=float, default=0.0, help="clip the gradients to this norm; 0: do not clip")
     parser.add_argument("--steps", type=int, default=400, help="train up to this step")
     parser.add_argument("--checkpoint-dir", help="save checkpoints here, and resume from the newest")
     parser.add_argument("--save-every", type=int, default=100, help="steps from one checkpoint to the next")
+    parser.add_argument("--keep", type=int, default=0, help="how many checkpoints to keep, the newest; 0: all")
     parser.add_argument("--check", action="store_true", help="train on one rank too, and compare the first losses")
     args = parser.parse_args()
     for name in [*sizes, "tensor", "pipeline", "save_every"]:
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: 1 or more")
+            parser.error(f"{option_of(name)} {getattr(args, name)}: 1 or more")
+    if args.keep < 0:
+        parser.error(f"--keep {args.keep}: 0 or more")
     if args.recompute == "full" and not args.graph:
         parser.error("--recompute full: OneFlow does that in a graph alone; add --graph")
 
@@ -544,17 +657,18 @@ def parse_arguments():
     try:
         meshes = placements(args.device, flow.env.get_world_size(), args.data, args.tensor, args.pipeline)
         config.check(meshes)
-        if args.checkpoint_dir is not None:
-            os.makedirs(args.checkpoint_dir, exist_ok=True)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         parser.error(str(error))  # each rank ends with this line before it waits for another
-    return args, meshes, config
+    return parser, args, meshes, config
 
 
 def main():
-    args, meshes, config = parse_arguments()
-    checkpoints = {"checkpoint_dir": args.checkpoint_dir, "save_every": args.save_every}
-    model, losses = train(meshes, config, args.graph, steps=args.steps, **checkpoints, log_interval=10)
+    parser, args, meshes, config = parse_arguments()
+    checkpoints = {"checkpoint_dir": args.checkpoint_dir, "save_every": args.save_every, "keep": args.keep}
+    try:
+        model, losses = train(meshes, config, args.graph, steps=args.steps, **checkpoints, log_interval=10)
+    except CheckpointError as error:
+        parser.error(str(error))  # on all ranks
 
     weights = list(model.parameters())
     print(f"{sum(w.to_local().numel() for w in weights):,} of {sum(w.numel() for w in weights):,} weights")

@@ -69,11 +69,11 @@ SIZES_TO_REFUSE = ("num-layers", "hidden-size", "num-heads", "seq-len", "batch-s
 PROOFS["gpt"] = Proof(
     refused={
         **{f"--{option} 0": "1 or more" for option in ("tensor", "pipeline", "save-every", *SIZES_TO_REFUSE)},
-        "--micro-batches -1": "1 or more",
+        **{"--micro-batches -1": "1 or more", "--keep -1": "0 or more"},
     },
     tests=[
         *("tests/test_gpt.py", "tests/slow/test_gpt_page.py", "tests/slow/test_choices.py"),
-        *("tests/test_rare_failures.py", "tests/test_recipe_files.py"),
+        *("tests/test_checkpoints.py", "tests/test_recipe_files.py"),
         *("-k", "gpt and not of_the_page and not with_all and not trains_as and not learns"),
     ],
     equivalent={
@@ -84,16 +84,16 @@ PROOFS["gpt"] = Proof(
     main=Main(
         arguments=[*SMALL_ARGUMENTS, "--steps", "3", "--check"],
         not_compared={"model": "of its outputs the largest alone count"},
-        alone={"checkpoint_dir": None, "save_every": 100, "steps": 3, "log_interval": 0},
+        alone={"checkpoint_dir": None, "save_every": 100, "steps": 3, "log_interval": 0, "keep": 0},
         elsewhere={"check": "it decides whether main compares at all"},
         defaults={"steps": (400, 3)},
         figures=figures.held("weights"),
         refused=[
             *("--pipeline 2 --num-layers 1", "--seq-len 7", "--batch-size 7", "--data 3", "--recompute full"),
-            *("--experts 1", "--experts 2 --context-parallel", "--checkpoint-dir /proc/checkpoints"),
+            *("--experts 1", "--experts 2 --context-parallel"),
         ],
         refused_expressions=["placements('cpu', 2, data=1)"],
-        refused_elsewhere=("is from a model with",),
+        refused_elsewhere=("raise CheckpointError(", "# on all ranks"),  # tests/test_checkpoints.py
     ),
 )
 known = lru_cache(maxsize=None)(reference_gpt.trained)

@@ -85,15 +85,15 @@ def spawn(n, graph=False, ranks=2, **sizes):
 @case_of_recipe(
     {"uneven": {"batch": 7, "features": 9, "seed": 1}},
     whole_job=True,
-    refused={"--steps 0": "1 or more", "--save-every 0": "1 or more"},
-    tests=["tests/test_rare_failures.py", "tests/slow/test_starting.py", "tests/slow/test_choices.py"],
+    refused={"--steps 0": "1 or more", "--save-every 0": "1 or more", "--keep -1": "0 or more"},
+    tests=["tests/test_checkpoints.py", "tests/slow/test_starting.py", "tests/slow/test_choices.py"],
     equivalent={r" - 1 -> True$": "the job ends when one rank dies, and when all do"},
     main=Main(
-        alone={"checkpoint_dir": None, "save_every": 2, "steps": 4},
+        alone={"checkpoint_dir": None, "save_every": 2, "steps": 4, "keep": 2},
         elsewhere={"die": "the step up to which a first call trains: see check_die"},
         figures=figures.only_rank_0(figures.resumed),
         other_options=["--steps", "5"],
-        refused=["--checkpoint-dir /proc/checkpoints"],
+        refused_elsewhere=("raise CheckpointError(", "# on all ranks"),  # tests/test_checkpoints.py
     ),
 )
 def elastic_training(n, graph=False, seed=0, steps=4, batch=8, features=64, matmul_scale=1.0, ranks=None):

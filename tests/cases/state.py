@@ -21,18 +21,18 @@ def resumed(n):
 
 @case_of_recipe(
     resumed,
-    refused={"--steps 0": "1 or more", "--save-every 0": "1 or more"},
-    tests=["tests/test_rare_failures.py", "tests/slow/test_state.py", "tests/slow/test_choices.py"],
+    refused={"--steps 0": "1 or more", "--save-every 0": "1 or more", "--keep -1": "0 or more"},
+    tests=["tests/test_checkpoints.py", "tests/slow/test_state.py", "tests/slow/test_choices.py"],
     equivalent={
         r"flow.placement\(args.device, list\(range\(max.*\[(:1|-1:)\]\)$": "main has two ranks, and their half is one",
     },
     main=Main(
         prints_empty=True,
         not_compared={"0 losses": "the second call returns them too"},
-        alone={"checkpoint_dir": None, "save_every": 2, "weights": "rows", "steps": 4},
+        alone={"checkpoint_dir": None, "save_every": 2, "weights": "rows", "steps": 4, "keep": 0},
         further={"weights": "whole", "steps": 2},
         other_options=["--steps", "6", "--save-every", "1", "--weights", "columns"],
-        refused=["--checkpoint-dir /proc/checkpoints"],
+        refused_elsewhere=("raise CheckpointError(", "# on all ranks"),  # tests/test_checkpoints.py
         figures=figures.saved_by_half,
     ),
 )

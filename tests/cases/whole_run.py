@@ -37,8 +37,11 @@ def valid_tokens(n, rank, facts, graph, report):
 
 
 PROOFS["training_run"] = Proof(
-    refused={f"--{option} 0": "1 or more" for option in ("tensor", "micro-batches", "steps", "save-every")},
-    tests=["tests/test_training_run.py", "tests/test_rare_failures.py", "tests/test_recipe_files.py"],
+    refused={
+        **{f"--{option} 0": "1 or more" for option in ("tensor", "micro-batches", "steps", "save-every")},
+        "--keep -1": "0 or more",
+    },
+    tests=["tests/test_training_run.py", "tests/test_checkpoints.py", "tests/test_recipe_files.py"],
     equivalent={
         r"grad_sbp=BATCH\) -> x.to_global\(grad_sbp=BATCH\)$": "what a norm returns is in BATCH already",
         r"padded\[:, i\]\[::-1\]": "a rank's rows in another order add up to the same",
@@ -53,14 +56,17 @@ PROOFS["training_run"] = Proof(
         },
         figures=valid_tokens,
         other_options=["--micro-batches", "4"],
-        refused=["--tensor 3", "--micro-batches 5", "--checkpoint-dir /proc/checkpoints"],
+        refused=["--tensor 3", "--micro-batches 5"],
         refused_expressions=[
             "Config(num_heads=3).check(placements('cpu', 2, 2))",
             "Config(train_samples=20).check(placements('cpu', 2))",
             "Config(test_samples=0).check(placements('cpu', 2))",
             "Config(decay_steps=4).check(placements('cpu', 2))",
         ],
-        refused_elsewhere=("{done} {words}", "nothing was updated", "vocab_size is"),
+        refused_elsewhere=(
+            *("raise CheckpointError(", "# on all ranks"),  # tests/test_checkpoints.py
+            *("has no gradient", "nothing was updated", "vocab_size is"),
+        ),
     ),
 )
 

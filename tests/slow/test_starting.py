@@ -110,7 +110,7 @@ def test_spawned_rank_that_dies_in_its_import_ends_the_program(tmp_path):
 # the same after a death between two saves is in test_faults.py.
 DEATHS = {  # before this line -> the step from whose checkpoint the job resumes
     "        os.replace(": 2,
-    "            shutil.rmtree(f": 4,
+    "            shutil.rmtree(self": 4,
 }
 
 
@@ -118,10 +118,10 @@ DEATHS = {  # before this line -> the step from whose checkpoint the job resumes
 def test_elastic_training_loses_no_checkpoint_by_a_death_while_one_is_written(weights, tmp_path, line):
     """Rank 0 is killed once, while it saves step 4: before the checkpoint has its name, and before step 2's goes."""
     folder, indent, step = tmp_path / "checkpoints", " " * (len(line) - len(line.lstrip())), DEATHS[line]
-    killed, last = "pathlib.Path(checkpoint_dir, 'killed')", f"checkpoints(checkpoint_dir)[-1:] == [{step}]"
+    killed, last = "(self.folder / 'killed')", f"self._steps()[-1:] == [{step}]"
     kill = f"{last} and not {killed}.exists() and ({killed}.touch(), os.kill(os.getpid(), 9))"
     script = changed(ELASTIC, tmp_path, (line, f"{indent}{kill}\n{line}"))
-    run = train(folder, "--steps", 6, script=script, options=("--max-restarts", 1))
+    run = train(folder, "--steps", 6, "--keep", 1, script=script, options=("--max-restarts", 1))
     assert "killed by signal 9" in run.err and f"[0] resumes after step {step}, from its checkpoint\n" in run.out
     assert saved(folder) == weights
 

@@ -8,6 +8,7 @@ from harness.pool import PoolError
 from harness.start.recipe import path_of
 from tests.cases import ROOT, reference
 from tests.cases.ladder import OBSERVE, Checks, assert_close
+from tests.jobs import steps_in
 
 HERE = str(ROOT / "tests" / "on_rank_state.py")
 CHECKPOINT = str(path_of("checkpoint"))
@@ -34,7 +35,7 @@ def test_checkpoint_resumes_on_another_number_of_ranks(pools, tmp_path, graph):
     for k, n in enumerate(worlds):
         weights = ("rows", "columns", "whole")[k % 3]
         run = train_on(pools(n), tmp_path, graph=graph, steps=k + 1, weights=weights, size=8)
-        assert sorted(os.listdir(tmp_path)) == [str(step + 1) for step in range(k + 1)]
+        assert steps_in(tmp_path) == [step + 1 for step in range(k + 1)]
         if before:
             Checks.that((run["w"] == before["new w"]).all(), "it begins with the weight that was saved")
         wanted = reference.trained("momentum", steps=k + 1, layers=1, in_features=8, out_features=8)
@@ -65,21 +66,15 @@ def test_crash_while_saving_leaves_the_old_checkpoint_whole(pools, tmp_path, mom
     arguments = {"checkpoint_dir": str(folder), "graph": graph, "steps": 8}
     with pytest.raises(PoolError, match="died .exit code 9"):
         pools(2).call(f"{HERE}:die", path=CHECKPOINT, moment=moment, step=6, **arguments)
-    assert sorted(os.listdir(folder)) == ["2", "4", "unfinished"]
+    assert steps_in(folder) == [2, 4] and any(name.startswith("unfinished-") for name in os.listdir(folder))
     resumed = train_on(pools(2), folder, graph=graph, steps=8)
-    assert sorted(os.listdir(folder)) == ["2", "4", "6", "8"]
+    assert sorted(os.listdir(folder)) == ["2", "4", "6", "8", "lock"]
     same_bits(resumed, train_on(pools(2), tmp_path / "undisturbed", graph=graph, steps=8))
 
 
-def test_checkpoint_has_nothing_of_an_unfinished_one(pools, tmp_path):
-    (tmp_path / "unfinished" / "global_tensor_of_a_crash").mkdir(parents=True)
-    assert pools(2).call(f"{HERE}:after_saving", path=CHECKPOINT, folder=str(tmp_path)) == [[]] * 2
-    assert os.listdir(tmp_path) == ["3"] and "global_tensor_of_a_crash" not in os.listdir(tmp_path / "3")
-
-
-def test_checkpoint_stays_when_another_of_its_name_is_saved(pools, tmp_path):
-    answers = pools(2).call(f"{HERE}:saved_again", path=CHECKPOINT, folder=str(tmp_path))
-    assert answers == [("3", 3, 8.0), (None, 3, 8.0)]
+def test_only_the_lock_is_open_after_a_save_and_nothing_later(pools, tmp_path):
+    answers = pools(2).call(f"{HERE}:left_open", path=CHECKPOINT, folder=str(tmp_path))
+    assert answers == [(["lock"], []), ([], [])]
 
 
 @pytest.mark.parametrize("weights", ["whole", "rows", "columns"])
