@@ -12,6 +12,7 @@ BAD_INPUT = 2
 TIME_LIMIT_REACHED = 124
 BROKEN_PIPE = 128 + signal.SIGPIPE
 VERDICT_DELAY = 2.0  # seconds to wait for the cause of a failure that looks like a consequence
+REFUSAL_DELAY = 5.0  # seconds in which the other ranks refuse their arguments too, if all refuse alike
 
 
 class Cause(str, enum.Enum):
@@ -19,7 +20,7 @@ class Cause(str, enum.Enum):
 
     DONE = "all ranks succeeded"
     RANK = "a rank failed"
-    ARGUMENTS = "the script refused its arguments"
+    ARGUMENTS = "all ranks refused their arguments"
     SIGNAL = "the launcher received a signal"
     TIME_LIMIT = "the time limit was reached"
     NODE = "another launcher is gone"

@@ -204,17 +204,21 @@ class Job:
             return Outcome(ending.BROKEN_PIPE, Cause.READER, node, text)
         rank = ending.first_failure(codes, output.reports)
         if rank is not None:
-            return self.failure(rank, codes[rank], output.reports[rank])
+            if output.reports[rank].refused and len(codes) < self.nproc_per_node:
+                if time.time() < output.reports[rank].time + ending.REFUSAL_DELAY:
+                    return None  # the others may refuse too
+            return self.failure(rank, codes[rank], output.reports)
         return Outcome(0, Cause.DONE, node) if len(codes) == self.nproc_per_node else None
 
-    def failure(self, rank, code, report):
-        """The Outcome of a local rank that has failed."""
+    def failure(self, rank, code, reports):
+        """The Outcome of a local rank that has failed. reports: of all ranks."""
         why = f"exit code {code}" if code > 0 else f"killed by signal {-code}, {signal.Signals(-code).name}"
         text = f"rank {self.first + rank} of {self.world_size}{self.where} failed: {why}; every rank is ended"
         cause = Cause.RANK
-        if code == ending.BAD_INPUT:  # every rank prints the same message, and would again after a restart
-            cause, text = Cause.ARGUMENTS, report.text or f"launch.sh: {text}"
-        shell_code, ended = ending.exit_code(code), min(report.time, time.time())
+        if all(report.refused for report in reports):  # and they would again after a restart
+            messages = dict.fromkeys(report.text for report in reports)  # each once: most are the same on all ranks
+            cause, text = Cause.ARGUMENTS, "\n".join(messages).strip() or f"launch.sh: {text}"
+        shell_code, ended = ending.exit_code(code), min(reports[rank].time, time.time())
         return Outcome(shell_code, cause, self.nodes.node_rank, text, rank, ended, is_consequence(code))
 
     def announce(self, outcome, ranks, output):

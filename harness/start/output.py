@@ -45,6 +45,7 @@ class Report:
 
     code: Optional[int] = None
     text: str = ""  # a traceback, or what argparse printed
+    refused: bool = False  # whether argparse in the script refused its arguments
     time: float = float("inf")
     calls: list = field(default_factory=list)  # of flow.comm: CountCalls.report in rank.py
 

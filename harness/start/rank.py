@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 
+REFUSED = 2  # argparse's exit code
 ERRORS = []  # keeps tracebacks and the graphs in their frames alive: freeing a graph would wait for the other ranks
 
 
@@ -156,7 +157,7 @@ def keep_messages():
 def run(script, module=None):
     """Run a script as `python script` would, or a module as `python -m module`.
 
-    Returns its exit code and its traceback or argparse's message, if any.
+    Returns its exit code, its traceback or argparse's message, if any, and whether it refused its arguments.
     """
     messages = keep_messages()
     try:
@@ -167,13 +168,24 @@ def run(script, module=None):
     except SystemExit as stop:
         ERRORS.append(stop)
         if stop.code and not isinstance(stop.code, int):
-            return 1, str(stop.code)
+            return 1, str(stop.code), False
         code = stop.code or 0
-        return code, "".join(messages[-1:] if code else messages).rstrip()  # the error without the usage above it
+        text = "".join(messages[-1:] if code else messages).rstrip()  # the error without the usage above it
+        return code, text, code == REFUSED and raised_by_argparse(stop)
     except BaseException as error:
         ERRORS.append(error)
-        return 1, traceback_of(error)
-    return 0, "".join(messages).rstrip()
+        return 1, traceback_of(error), False
+    return 0, "".join(messages).rstrip(), False
+
+
+def raised_by_argparse(error):
+    """Whether a method of an argument parser, perhaps of the script's own class, is among the calls that raised it."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        names, method = frame.f_code.co_varnames, frame.f_code.co_name
+        parser = frame.f_locals.get(names[0]) if names else None
+        if isinstance(parser, argparse.ArgumentParser) and hasattr(type(parser), method):
+            return True
+    return False
 
 
 def main():
@@ -195,21 +207,21 @@ def main():
     if script == "-m":
         module = sys.argv.pop(1)
     sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
-    code, text = run(script, module)
+    code, text, refused = run(script, module)
     if not report:
         if text:
             print(text, file=sys.stderr)
     elif code:
-        send_report(int(report), code, text, count)
+        send_report(int(report), code, text, count, refused)
     else:  # the script has ended when its threads have; OneFlow's own exit handler runs after this
         atexit.register(send_report, int(report), code, text, count)
     if code:
         exit_at_once(code)
 
 
-def send_report(descriptor, code, text, count):
+def send_report(descriptor, code, text, count, refused=False):
     """Write a line that output.Report reads."""
-    message = {"code": code, "text": text[-32000:], "time": time.time(), "calls": count.report()}
+    message = {"code": code, "text": text[-32000:], "refused": refused, "time": time.time(), "calls": count.report()}
     os.write(descriptor, (json.dumps(message) + "\n").encode())
 
 

@@ -359,6 +359,50 @@ def test_bad_input_is_refused_in_one_line(line):
     assert (job.code, job.out, job.err.count("\n")) == (2, "", 1) and REFUSED[line] in job.err, job.err
 
 
+OWN_PARSER = """import argparse
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        sys.exit(2)
+"""
+EXITS_WITH_2 = {  # what a rank does -> the message of the rank in one attempt; each of two attempts prints it
+    "sys.exit(2)": "",
+    "sys.exit(2) if rank else time.sleep(1000)": "",
+    "os._exit(2)": "",
+    "parser.print_usage()\nsys.exit(2)": "usage: mine.py [-h]",
+    "if rank: parser.error('no file 1')\ntime.sleep(1000)": "mine.py: error: no file 1",
+    "try: parser.error('bad')\nexcept SystemExit: pass\nsys.exit(2)": "mine.py: error: bad",
+    "def main(parser): sys.exit(2)\nmain(parser)": "",
+}
+
+
+@pytest.mark.parametrize("lines", EXITS_WITH_2)
+def test_exit_code_2_is_a_failure_like_any_other(script, lines):
+    job = launch("-n", 2, "--max-restarts", 1, script(f"import argparse\nparser = argparse.ArgumentParser()\n{lines}"))
+    assert job.code == 2
+    shown, restart, again = job.err.partition("launch.sh: restart 1 of 1\n")
+    message = EXITS_WITH_2[lines] and rf"\[\d\] {re.escape(EXITS_WITH_2[lines])}\n"
+    for text in (shown, again):
+        failed = r"launch\.sh: rank \d of 2 failed: exit code 2; every rank is ended\n"
+        assert re.fullmatch(message + failed, text), job.err
+    assert restart
+
+
+REFUSALS = {  # how each rank refuses its arguments -> what is printed, once
+    "argparse.ArgumentParser().parse_args()": "mine.py: error: unrecognized arguments: --typo",
+    "argparse.ArgumentParser().exit(2, 'no\\n')": "no",
+    "argparse.ArgumentParser().error(f'no file {rank}')": "mine.py: error: no file 0\nmine.py: error: no file 1",
+    "Parser().parse_args()": "launch.sh: rank 0 of 2 failed: exit code 2; every rank is ended",
+    "Parser().error('no')": "launch.sh: rank 0 of 2 failed: exit code 2; every rank is ended",
+}
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_arguments_that_all_ranks_refuse_are_refused_once_and_not_tried_again(script, line):
+    waits = "time.sleep(rank)\n"  # the ranks need not refuse at the same moment
+    job = launch("-n", 2, "--max-restarts", 1, script(OWN_PARSER + waits + line), "--typo")
+    assert (job.code, job.out, job.err) == (2, "", REFUSALS[line] + "\n")
+
+
 def logs(folder):
     return {path.name: path.read_text().splitlines() for path in sorted(folder.iterdir())}
 
