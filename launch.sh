@@ -144,7 +144,7 @@ case $1 in # a typing error must not set up 3.9 GB
     -* | shell | show | bytes | verify | test | docs | bench | meshes | mutate) ;;
     *)
         name=${1%.py}
-        [[ -f $1 ]] || compgen -G "$here/recipes/$name.py" >/dev/null || compgen -G "$here/recipes/*/$name.py" >/dev/null \
+        [[ -f $1 ]] || (cd "$here" && { compgen -G "recipes/$name.py" || compgen -G "recipes/*/$name.py"; } >/dev/null) \
             || refuse "$1: no such file and no recipe: ./launch.sh lists the recipes, and --help the commands"
         ;;
 esac

@@ -71,7 +71,7 @@ find_python() {
     local find=("$uv" python find --no-project --system)
     ! python=$(PATH=$(path_of_pythons) "${find[@]}" --no-python-downloads 'cpython>=3.8,<3.11' 2>/dev/null) || return 0
     say "no Python 3.8, 3.9 or 3.10 here; uv fetches one"
-    export UV_PYTHON_INSTALL_BIN=0 # no link to it in ~/.local/bin
+    local -x UV_PYTHON_INSTALL_BIN=0 # no link to it in ~/.local/bin
     { run_interruptibly "$uv" python install 3.10 && python=$("${find[@]}" --managed-python 3.10); } || refuse \
         "OneFlow 0.9.0 exists for Python 3.8 to 3.10 only, and uv could not fetch one, see above; install one, for example:" \
         "conda create -y -n py310 python=3.10; conda activate py310" \
@@ -101,7 +101,7 @@ make_environment() {
     [[ -n $python ]] || find_python
     command=("$uv" pip install --python "$venv/bin/python" -r "$here/requirements.txt")
     settings=$("$python" "$here/harness/start/packages.py" settings) || refuse "pip's settings are bad, see above"
-    eval "$settings"
+    eval "$settings" # local variables: ranks must not inherit them
     say "setting up .venv with $python"
     # The files of .venv are hard links into uv's cache: a file that is cut short here is cut short there too.
     if [[ -f $venv/made && $(lost | head -n 1) == *" lib/"* ]]; then
@@ -109,8 +109,7 @@ make_environment() {
         run_interruptibly "$uv" cache clean "${packages[@]}"
     fi
     rm -rf "$venv"
-    # shellcheck disable=SC2064 # expand the path now
-    trap "rm -rf '$venv'" EXIT
+    trap 'rm -rf "$venv"' EXIT
     run_interruptibly "$uv" venv --quiet --no-project --python "$python" "$venv" || refuse "uv venv failed, see above"
     install_all "${command[@]}"
     # This also compiles OneFlow to bytecode, even where an image turns that off: ranks then start twice as fast.

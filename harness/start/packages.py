@@ -55,15 +55,15 @@ def pip_settings():
 
 
 def print_settings():
-    """Print bash commands; environment.sh has the command that installs everything in the array `command`."""
+    """Print bash commands for a function of environment.sh that has the installing command in the array `command`."""
     # the best version of all indexes, as pip does
-    print("export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}")
+    print("local -x UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}")
     settings = pip_settings()
     for name, variable in NAMES.items():
         if name in settings and variable not in os.environ:
             values = settings[name].split()
             value = (",".join if name == "find-links" else " ".join)(values)
-            print(f"export {variable}={shlex.quote(value)}")
+            print(f"local -x {variable}={shlex.quote(value)}")
     if no_index(settings):
         print("command+=(--no-index)")
 

@@ -86,23 +86,24 @@ def uv(tmp_path_factory):
 
 
 class Clone:
-    """A fresh clone with small requirements, whose launch.sh runs on a script that only says hello.
+    """A fresh clone with small requirements, whose launch.sh runs a recipe that only says hello.
 
     uv is on its PATH, in the folder `bin` beside it. Clones in one folder share uv's cache.
     """
 
-    def __init__(self, folder, uv, address, name="a clone"):
+    def __init__(self, folder, uv, address, name="it's a \"clone\"\n[1] of $HOME"):
         self.path, self.folder, self.bin, self.address = folder / name, folder, folder / "bin", address
         shutil.copytree(ROOT / "harness", self.path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "launch.sh", self.path)
         pins = "".join(f"{name}=={version}\n" for name, version in PINS.items())
         (self.path / "requirements.txt").write_text(pins)
-        (self.path / "hello.py").write_text("print('hello')\n")
+        (self.path / "recipes").mkdir()
+        (self.path / "recipes" / "hello.py").write_text("WORLD_SIZES = (1,)\nprint('hello')\n")
         if not self.bin.exists():
             self.bin.mkdir()
             (self.bin / "uv").symlink_to(uv)
 
-    def start(self, command=("./launch.sh", "-n", "1", "hello.py"), **changes):
+    def start(self, command=("./launch.sh", "hello"), **changes):
         """Begin a run; changes: of environment variables, None removes one."""
         variables = {name: None for name in os.environ if name.startswith(("UV_", "PIP_"))}
         variables.update(PIP_INDEX_URL=self.address, PIP_CONFIG_FILE=os.devnull)
@@ -198,6 +199,19 @@ def test_damage_is_seen_and_repaired(clone):
     assert library.read_text() == "x" * 1000 and clone.whole()
 
 
+def test_ranks_get_none_of_the_settings_of_the_set_up(clone):
+    """Such as the password of an index, which pip's settings may have."""
+    (clone.path / "recipes" / "hello.py").write_text("import os\nWORLD_SIZES = (1,)\nprint(*sorted(os.environ))\n")
+    (clone.folder / "pip.conf").write_text(
+        f"[global]\nindex-url = {clone.address.replace('//', '//me:secret@')}\nextra-index-url = {clone.address}\n"
+        f"find-links = {clone.folder}\ntrusted-host = 127.0.0.1\nproxy = {NOWHERE}\ncert = {os.devnull}\ntimeout = 7\n"
+    )
+    changes = {"PIP_INDEX_URL": None, "PIP_CONFIG_FILE": str(clone.folder / "pip.conf"), "no_proxy": "127.0.0.1"}
+    first, second = (clone.start(**changes).wait() for _ in range(2))
+    assert "launch.sh: ready: .venv took" in first.err and second.err == "" and "RANK" in second.out
+    assert first.out == second.out
+
+
 def test_second_clone_needs_no_network(tmp_path, uv):
     with index(tmp_path / "index", stand_ins(tmp_path / "wheels")) as address:
         clone = Clone(tmp_path, uv, address)
@@ -252,8 +266,8 @@ def test_disk_that_fills_up(clone):
     disk = clone.folder / "disk"
     disk.mkdir()
     inside = f"""mount -t tmpfs -o size=100m tmpfs "{disk}" || exit {NO_NAMESPACE}
-        cp -r "{clone.path}/." "{disk}" && cd "{disk}" || exit 1
-        ./launch.sh -n 1 hello.py; code=$?; test ! -e .venv || echo LEFT; exit $code"""
+        cp -r . "{disk}" && cd "{disk}" || exit 1
+        ./launch.sh hello; code=$?; test ! -e .venv || echo LEFT; exit $code"""
     unshare = "unshare --map-root-user --mount bash -c"
     command = f"{unshare} 'exit 0' && exec {unshare} '{inside}'; exit {NO_NAMESPACE}"
     with index(clone.folder / "index", stand_ins(clone.folder / "wheels", size=90 << 20)) as address:
@@ -281,13 +295,13 @@ def test_each_setting_of_pip_becomes_one_of_uv(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("UV_HTTP_TIMEOUT", "9")  # what is set for uv stays
     packages.print_settings()
     assert set(capsys.readouterr().out.splitlines()[1:]) == {
-        "export UV_DEFAULT_INDEX=https://fourth/simple",
-        "export UV_INDEX='https://second/simple https://third/simple'",
-        "export UV_FIND_LINKS=/a,/b",
-        "export UV_INSECURE_HOST=first",
-        "export ALL_PROXY=http://proxy:3128",
-        "export SSL_CERT_FILE='/a cert.pem'",
-        "export UV_HTTP_RETRIES=1",
+        "local -x UV_DEFAULT_INDEX=https://fourth/simple",
+        "local -x UV_INDEX='https://second/simple https://third/simple'",
+        "local -x UV_FIND_LINKS=/a,/b",
+        "local -x UV_INSECURE_HOST=first",
+        "local -x ALL_PROXY=http://proxy:3128",
+        "local -x SSL_CERT_FILE='/a cert.pem'",
+        "local -x UV_HTTP_RETRIES=1",
         "command+=(--no-index)",
     }
 
