@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import signal
+import subprocess
 import time
 import weakref
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from harness.pool import Pool, PoolError
 from harness.pool.forked import SERVERS
 from harness.pool.pool import ForkedRanks
+from tests.jobs import wait_until
 
 
 def rank_of():
@@ -95,6 +97,34 @@ def test_call_works_again_after_the_death_of_the_process_that_forks(pool):
         with pytest.raises(PoolError, match="died .SIGKILL"):
             pool.call(f"{__file__}:fail", rank=0, how="hang")
         assert works(pool)
+
+
+def with_a_child(program):
+    """On a rank: start a program without the environment by which descendants are found; its process id."""
+    return subprocess.Popen(["env", "-i", *program]).pid
+
+
+def status_of(pid):
+    """The state of a process as ps shows it; "" if there is none."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else ""
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_id_of_a_rank_that_has_ended_is_its_own_until_its_group_has_ended(forked, monkeypatch):
+    """Later it may be that of any other process of the user, whose group must get no signal."""
+    with Pool(2, forked=forked) as pool:
+        child, _ = pool.call(f"{__file__}:with_a_child", program=["sleep", "1000"])
+        ranks = pool.ranks
+        process = ranks.processes[0]
+        os.kill(process.pid, signal.SIGKILL)
+        wait_until(ranks.exit_codes, "the end of the rank")
+        assert (ranks.exit_codes()[0], status_of(process.pid)) == (-signal.SIGKILL, "Z")
+        ranks.dump_tracebacks()  # which must not reap it either
+        assert (status_of(process.pid), status_of(child)) == ("Z", "S")
+    wait_until(lambda: not status_of(process.pid) and status_of(child) in ("", "Z"), "the end of both")
+    monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("a group that is gone gets a signal"))
+    ranks.end()
 
 
 @pytest.mark.slow

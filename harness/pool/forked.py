@@ -35,26 +35,33 @@ def serve(control, place):
     """Fork a rank for each message, and report its exit code; returns in the ranks. place: where a rank has its pipe.
 
     The messages have the number of the rank: {"number", "environment", "cores", "folder", "nice"} is answered by
-    {"number", "pid"} or {"number", "error"}, and {"number", "code"} follows when it has ended.
+    {"number", "pid"} or {"number", "error"}, and {"number", "code"} follows when it has ended. It keeps its id until
+    {"number", "reap"} comes.
     """
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG is sent when a thread ends; this process ends with its socket
-    numbers = {}  # process id -> number of the rank
+    numbers, zombies = {}, {}  # process id -> number of the rank, and for those that have ended the other way round
     while True:
         ready, _, _ = select.select([control, awake], [], [])
         if awake in ready:
             os.read(awake, LARGEST)
-            for pid, code in ended():
-                control.send(json.dumps({"number": numbers.pop(pid), "code": code}).encode())
+            for pid, code in list(ended(numbers)):
+                number = numbers.pop(pid)
+                zombies[number] = pid
+                control.send(json.dumps({"number": number, "code": code}).encode())
         if control not in ready:
             continue
         message, ancillary, _, _ = control.recvmsg(LARGEST, socket.CMSG_SPACE(8))
         if not message:
             os._exit(0)
-        descriptors, request = array.array("i", ancillary[0][2]), json.loads(message)
+        request = json.loads(message)
+        if "reap" in request:
+            os.waitpid(zombies.pop(request["number"]), 0)
+            continue
+        descriptors = array.array("i", ancillary[0][2])
         number, threads = request.pop("number"), len(os.listdir("/proc/self/task"))
         pid = ctypes.PyDLL(None)._Fork() if threads == 1 else -1
         if pid == 0:
@@ -75,14 +82,12 @@ def serve(control, place):
         control.send(json.dumps({"number": number, **answer}).encode())
 
 
-def ended():
-    """Yield the id and the exit code of each process that has ended; -N: killed by signal N."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            yield pid, os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
+def ended(pids):
+    """Yield the id and the exit code of each of these children that has ended; -N: killed by signal N. Reaps none."""
+    for pid in pids:
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end:
+            yield pid, end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def become_rank(place, pipe, log, environment, cores, folder, nice):
@@ -177,12 +182,23 @@ class ForkServer:
                     return self.codes.get(number, -signal.SIGKILL)
         return self.codes.get(number)
 
+    def reap(self, number):
+        """Let the server reap a rank that has ended."""
+        with contextlib.suppress(OSError):  # the server has ended, and with it the rank
+            self.control.send(json.dumps({"number": number, "reap": True}).encode())
+
 
 class ForkedProcess:
-    """The process of a rank: the part of subprocess.Popen that RankProcesses uses."""
+    """The process of a rank: the part of RankProcess that RankProcesses uses."""
 
     def __init__(self, server, number, pid):
         self.server, self.number, self.pid = server, number, pid
+        self.reaped = False
+
+    @property
+    def returncode(self):
+        """None: the process has not been reaped."""
+        return None if self.server.is_alive() and not self.reaped else self.poll()
 
     def poll(self):
         return self.server.code(self.number)
@@ -190,6 +206,9 @@ class ForkedProcess:
     def wait(self):
         while self.poll() is None:
             time.sleep(0.005)
+        if not self.reaped:
+            self.reaped = True
+            self.server.reap(self.number)
 
     def send_signal(self, signum):
         if self.poll() is None:

@@ -102,6 +102,17 @@ def is_consequence(code):
     return code == -signal.SIGABRT
 
 
+class RankProcess(subprocess.Popen):
+    """The process of a rank. Only `wait` reaps it: until then no other process can get its id, or that of its group."""
+
+    def poll(self):
+        """The exit code; None: it runs; -N: killed by signal N."""
+        if self.returncode is not None:
+            return self.returncode
+        end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return end and (end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+
+
 class RankProcesses:
     """The processes of a job on this node; a context manager that ends them. Lists are indexed by local rank."""
 
@@ -117,7 +128,7 @@ class RankProcesses:
         try:
             for rank in range(assignment.nproc_per_node):
                 own = {"HARNESS_JOB": self.job, name: str(pipes[rank])}
-                process = subprocess.Popen(
+                process = RankProcess(
                     assignment.command(rank, script),
                     env={**assignment.environment(rank), **own, **(variables or {})},
                     stdin=subprocess.DEVNULL,
@@ -156,7 +167,7 @@ class RankProcesses:
     def dump_tracebacks(self, signum=signal.SIGRTMAX):
         """Ask each running rank to show its current line on its standard error."""
         for process in self.processes:
-            process.send_signal(signum)  # does nothing if the process has ended
+            process.send_signal(signum)  # has no effect if the process has ended
 
     def ask_to_end(self):
         """Send SIGTERM to each rank, but not to its children: the workers of a DataLoader must not end before it."""
@@ -197,5 +208,6 @@ class RankProcesses:
 
     def _signal_groups(self, signum):
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signum)
+            if process.returncode is None:  # else it was reaped, and another process may have its id
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signum)
