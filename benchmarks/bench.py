@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from benchmarks.peers import Peer, PeerError  # noqa: E402
 from harness.pool import Pool, PoolError  # noqa: E402
 from harness.report.tables import fill, table  # noqa: E402
 from harness.start.recipe import path_of  # noqa: E402
+from harness.start.signals import exit_at  # noqa: E402
 from tests.cases import reference_gpt  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
@@ -284,4 +286,5 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
+    exit_at(signal.SIGTERM, signal.SIGHUP)
     sys.exit(main())

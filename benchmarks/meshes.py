@@ -7,6 +7,7 @@ most of these runs.
 """
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from harness.plan.formulas import AXES  # noqa: E402
 from harness.pool import Pool  # noqa: E402
 from harness.report.tables import fill, table  # noqa: E402
+from harness.start.signals import exit_at  # noqa: E402
 from tests.cases import ROOT  # noqa: E402
 from tests.cases import gpt_meshes as gpt  # noqa: E402
 
@@ -115,4 +117,5 @@ def main():
 
 
 if __name__ == "__main__":
+    exit_at(signal.SIGTERM, signal.SIGHUP)
     sys.exit(main())

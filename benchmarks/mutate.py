@@ -17,6 +17,7 @@ import ast
 import math
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.mutations import BY_NUMPY, WORLD, mutants  # noqa: E402
 from harness.pool import Pool, PoolError, pool_cache  # noqa: E402
 from harness.start.recipe import path_of  # noqa: E402
+from harness.start.signals import exit_at  # noqa: E402
 from tests.cases import CASES, GRAPH_ONLY, PROOFS, PROVEN, ROOT, WITHOUT_CASE, mains, modes, runs, whole_run  # noqa: E402
 from tests.cases import gpt_meshes as gpt  # noqa: E402
 from tests.cases.ladder import check_recipe  # noqa: E402
@@ -295,4 +297,5 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
+    exit_at(signal.SIGTERM, signal.SIGHUP)
     sys.exit(main())

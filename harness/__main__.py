@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -64,7 +65,9 @@ def main(command, *arguments):
     if command == "docs":
         from harness.explore import matmul_runs
         from harness.report import atlas_page
+        from harness.start.signals import exit_at
 
+        exit_at(signal.SIGTERM, signal.SIGHUP)
         return atlas_page.main() or matmul_runs.main()
     return job.main([command, *arguments])
 

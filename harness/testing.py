@@ -6,6 +6,7 @@
 import functools
 import inspect
 import pickle
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from harness.measure.sbp import Layout
 from harness.pool import PoolError, pool_cache
 from harness.start.recipe import ROOT
+from harness.start.signals import heeded
 
 RETURNED = f"{Path(__file__).with_name('returned.py')}:returned"
 
@@ -74,6 +76,8 @@ def pickled(name, value):
 
 def pytest_load_initial_conftests(early_config):
     """If the user has a package named harness, imports find that, and only harness.testing is ours."""
+    for number in heeded((signal.SIGTERM, signal.SIGHUP)):
+        signal.signal(number, end)
     paths = [Path(name.split("::")[0]).resolve() for name in early_config.known_args_namespace.file_or_dir]
     folders = {folder for path in paths for folder in (path, *path.parents)}
     if not paths or any(ROOT / room in folders for room in ("tests", "benchmarks")):
@@ -85,6 +89,11 @@ def pytest_load_initial_conftests(early_config):
             for name in [name for name in sys.modules if name.partition(".")[0] == "harness"]:
                 if name != "harness.testing":
                     del sys.modules[name]
+
+
+def end(number, frame):
+    """End pytest at a signal; its fixtures then end the ranks."""
+    pytest.exit(f"{signal.Signals(number).name}: every rank is ended", returncode=128 + number)
 
 
 def in_own_words(error, path):

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 from harness.start.recipe import ROOT
 
 LAUNCH = str(ROOT / "launch.sh")
+QUOTED = shlex.quote(LAUNCH)  # in a command of a shell
 LONG = 300  # seconds for what takes few: only what hangs, or is left behind, takes longer
 LIMIT = 2 * LONG  # of launch.sh, so that a job ends too when the process that waits for it has been killed
 NO_JOB = ("list", "show", "bytes", "verify", "shell", "plan", "test", "docs", "bench", "meshes", "mutate", "--help")

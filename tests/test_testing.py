@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.cases import ROOT
-from tests.jobs import LAUNCH, Run
+from tests.jobs import LAUNCH, QUOTED, Run
 from tests.markdown import blocks
 
 PAGE = ROOT / "docs" / "testing.md"
@@ -95,7 +95,7 @@ def job(tmp_path_factory):
     (folder / "beside.py").write_text("import oneflow as flow\n\ndef layer(x, w):\n    return flow.matmul(x, w)\n")
     [command] = [block.strip() for block in blocks(PAGE, "bash")]
     more = [f"test_{name}.py" for name in programs if name != "mine"]
-    return Run("bash", "-c", " ".join([command.replace("./launch.sh", LAUNCH), *more]), cwd=folder).wait()
+    return Run("bash", "-c", " ".join([command.replace("./launch.sh", QUOTED), *more]), cwd=folder).wait()
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from harness.start.ending import BAD_INPUT, TIME_LIMIT_REACHED
 from harness.start.errors import UsageError
 from harness.start.options import Parser, checked, file_of
 from harness.start.output import say
+from harness.start.signals import exit_at
 
 MEMORY_IN_WORDS = (
     "Peak: how much the resident memory of the process grew while the script ran, numpy's arrays and OneFlow's own "
@@ -97,8 +98,7 @@ def measured(options):
 
 def main(command, arguments):
     """Run `launch.sh show` or `launch.sh bytes` with these arguments; returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # the pool then ends its ranks
+    exit_at(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
         options = checked(arguments, ["--memory"])
         if options.memory and command != "show":

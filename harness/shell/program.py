@@ -14,6 +14,7 @@ from harness.start.ending import BAD_INPUT
 from harness.start.errors import UsageError
 from harness.start.options import Parser, add_script, file_of, fill_in_ranks, find_script
 from harness.start.output import say
+from harness.start.signals import exit_at
 
 
 def options_of(arguments):
@@ -35,8 +36,7 @@ def options_of(arguments):
 
 def main(arguments):
     """Run the shell with these arguments; returns the exit code. Raises OSError if nobody reads the output."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # the session then ends its ranks
+    exit_at(signal.SIGTERM, signal.SIGHUP)
     try:
         options = options_of(arguments)
         return shell(options)

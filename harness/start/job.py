@@ -14,6 +14,7 @@ from harness.start.nodes import Nodes
 from harness.start.options import checked, same_on_all_nodes
 from harness.start.output import Output, encoded, say, write
 from harness.start.ranks import RankAssignment, RankProcesses, check_loopback, is_consequence, reserve_port
+from harness.start.signals import heeded
 from harness.start.silence import HOW_TO_END, Silence
 
 
@@ -35,9 +36,7 @@ class Job:
 
     def run(self):
         """Run the job, with its restarts; returns the exit code for the shell."""
-        end_signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
-            end_signals.remove(signal.SIGHUP)
+        end_signals = heeded([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
         for signum in end_signals:
             signal.signal(signum, lambda signum, frame: self.signals.append(signum))
         signal.signal(signal.SIGUSR1, lambda signum, frame: setattr(self, "dump_requested", True))

@@ -16,6 +16,7 @@ from harness.start.errors import UsageError
 from harness.start.options import checked, file_of
 from harness.start.output import say
 from harness.start.recipe import HARNESS
+from harness.start.signals import exit_at
 from harness.verify.cause import cause_of
 from harness.verify.compare import compare, pairs_by_name, pairs_of
 from harness.verify.findings import Findings, never_updated, other_parameters, suspicious, wrong_entries
@@ -151,8 +152,7 @@ def options_of(arguments):
 
 def main(arguments):
     """Run `launch.sh verify` with these arguments; returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # the pools then end their ranks
+    exit_at(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
         options = options_of(arguments)
         found = findings(options)

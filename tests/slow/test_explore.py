@@ -19,7 +19,7 @@ from harness.start.recipe import load, path_of
 from tests.browser import Browser
 from tests.cases import CASES, ROOT, pipelines
 from tests.cases.ladder import Checks
-from tests.jobs import LAUNCH, Run
+from tests.jobs import QUOTED, Run
 
 PAGE = ROOT / "docs" / "explore" / "index.html"
 RUNS = matmul_runs.read()
@@ -235,7 +235,7 @@ def test_command_that_the_page_shows_runs_its_program(opened, tmp_path):
     browser, pair = opened(), RUNS["runs"]["2"]["S(1) @ S(0)"]
     (tmp_path / "mine.py").write_text(browser.run("return document.getElementById('code').textContent"))
     [command] = re.findall(r"\./launch\.sh.*", browser.text("#program"))
-    job = Run("bash", "-c", command.replace("./launch.sh", LAUNCH), cwd=tmp_path).wait()
+    job = Run("bash", "-c", command.replace("./launch.sh", QUOTED), cwd=tmp_path).wait()
     assert (job.code, job.err) == (0, "") and blocks_in(sorted(job.out.splitlines())) == pair["to"]["B"]["eager"]["out"]
 
 

@@ -13,7 +13,7 @@ import pytest
 from harness.start.cores import available
 from harness.start.ranks import cores_of
 from harness.start.recipe import RECIPES, path_of
-from tests.jobs import LAUNCH, MET, PLAIN, SLEEPS, Run, ended, free_port, has_printed, launch, wait_until
+from tests.jobs import LAUNCH, MET, PLAIN, QUOTED, SLEEPS, Run, ended, free_port, has_printed, launch, wait_until
 from tests.markdown import GALLERY, sections
 
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.01)"  # the test makes the file
@@ -252,16 +252,55 @@ def test_signal_that_comes_when_all_is_over_does_not_change_the_exit_code(script
     assert job.wait().code == 3
 
 
-def test_nohup_goes_on_without_its_terminal(script, tmp_path):
-    job = Run("nohup", LAUNCH, "-n", 1, script(f"print('met', flush=True)\n{UNTIL_GO}"), cwd=tmp_path).until("met")
-    os.killpg(job.process.pid, signal.SIGHUP)
+# A script under each command, and a test file: it shows that it runs by the file `begun`, and waits for the file `go`.
+HANGS_UP = f"""
+is_rank = "RANK" in os.environ
+import oneflow as flow
+
+def test_it():
+    x = flow.ones(4, 4, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+    os.chdir("{{folder}}")
+    open("begun", "w").close()
+    {UNTIL_GO}
+    y = flow.matmul(x, x)
+
+if is_rank:
+    test_it()
+"""
+HELD = ("-n 2", "show -n 2", "bytes -n 2", "verify -n 2", "shell -n 2", "test")
+
+
+@pytest.fixture
+def held(script, tmp_path):
+    """A function from a command, and words before it, to its job, which waits for the file `go`."""
+
+    def start(command, *before):
+        job = Run(*before, LAUNCH, *command.split(), script(HANGS_UP.format(folder=tmp_path), "import os, time\n"), cwd=tmp_path)
+        wait_until((tmp_path / "begun").exists, "the script to begin")
+        os.killpg(job.process.pid, signal.SIGHUP)
+        return job
+
+    return start
+
+
+@pytest.mark.parametrize("command", HELD)
+def test_nohup_goes_on_without_its_terminal(held, tmp_path, command):
+    job = held(command, "nohup")
     (tmp_path / "go").touch()
-    assert job.wait().code == 0
+    assert ended([job]) and job.code == 0, job.err
+
+
+@pytest.mark.parametrize("command", HELD)
+def test_terminal_that_is_closed_ends_every_rank(held, command):
+    job = held(command)
+    assert ended([job]) and job.code == 128 + signal.SIGHUP
+    said = re.findall(r".*SIGHUP: every rank is ended.*", job.out if command == "test" else job.err)
+    assert len(said) == 1 and "Traceback" not in job.err, job.err
 
 
 def test_rank_that_writes_without_end_is_ended_by_the_time_limit(script):
     path = script(f"while rank == 1: sys.stderr.write('x\\n' * 100000)\n{SLEEPS}")
-    [job] = ended([Run("bash", "-c", f"{LAUNCH} -n 2 --timeout 2 {path} 2>&1 | tail -c 2000")])
+    [job] = ended([Run("bash", "-c", f"{QUOTED} -n 2 --timeout 2 {path} 2>&1 | tail -c 2000")])
     assert "rank 1 of 2 is running" in job.out, job.out
 
 
@@ -342,7 +381,7 @@ LIMITS = {  # without the check OneFlow names no limit, and .venv looks broken a
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_limit_that_is_too_low_is_refused(limit):
-    job = Run("bash", "-c", f"{limit} && exec {LAUNCH} data_parallel").wait()
+    job = Run("bash", "-c", f"{limit} && exec {QUOTED} data_parallel").wait()
     assert (job.code, job.out, job.err) == (2, "", f"launch.sh: {LIMITS[limit]}\n")
 
 
@@ -441,7 +480,7 @@ def test_logs_of_a_failure_and_of_the_restart_behind_those_of_an_earlier_job(scr
 
 def test_reader_that_has_enough_ends_the_job(script):
     path = script("for i in range(10**6): print('line')")
-    [job] = ended([Run("bash", "-c", f"{LAUNCH} -n 2 {path} | head -n 1; exit ${{PIPESTATUS[0]}}")])
+    [job] = ended([Run("bash", "-c", f"{QUOTED} -n 2 {path} | head -n 1; exit ${{PIPESTATUS[0]}}")])
     assert (re.sub(r"\[\d] ", "", job.out), job.err, job.code) == ("line\n", "", 141)
 
 
@@ -462,7 +501,7 @@ def test_script_that_forks_ends_well(script):
 
 def test_lines_of_many_ranks_do_not_mix(script):
     lines = "for i in range(3000): sys.stderr.write(f'{rank}' * 99 + '\\n'); print(f'{rank}' * 90)"
-    job = Run("bash", "-c", f"{LAUNCH} -n 4 {script(lines)} 2>&1 | cat").wait()
+    job = Run("bash", "-c", f"{QUOTED} -n 4 {script(lines)} 2>&1 | cat").wait()
     wanted = {f"[{rank}] {str(rank) * length}" for rank in range(4) for length in (90, 99)}
     assert len(job.out.splitlines()) == 4 * 6000 and set(job.out.splitlines()) == wanted
 
@@ -488,5 +527,5 @@ def test_progress_bar_is_shown_while_it_grows(script, tmp_path, stream, more, be
 
 
 def test_full_disk_ends_the_job_with_an_error(script):
-    job = Run("bash", "-c", f"{LAUNCH} -n 1 {script('print(1)')} > /dev/full").wait()
+    job = Run("bash", "-c", f"{QUOTED} -n 1 {script('print(1)')} > /dev/full").wait()
     assert (job.code, job.err) == (1, "launch.sh: [Errno 28] No space left on device: every rank is ended\n")
