@@ -1,6 +1,7 @@
 """One job: the ranks of this node, started and watched until the job ends on all nodes."""
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -83,7 +84,9 @@ class Job:
             if start is None:
                 say(f"{signal.Signals(self.signals[0]).name}: nothing was started")
                 return Outcome(128 + self.signals[0], Cause.SIGNAL, self.nodes.node_rank)
-            assignment = RankAssignment(self.world_size, nproc_per_node=self.nproc_per_node, first=self.first, **start)
+            own = {"nproc_per_node": self.nproc_per_node, "first": self.first}
+            own["reads"] = self.world_size == 1 and not in_background()
+            assignment = RankAssignment(self.world_size, **own, **start)
             output = stack.enter_context(contextlib.closing(Output(self.nproc_per_node, self.prefix, self.logs)))
             name = ["-m", self.options.module] if self.options.module else [self.options.script]
             script = [*name, *self.options.arguments]
@@ -263,6 +266,13 @@ class Job:
             say(f"every rank{self.where} has run to its end, but a collective was never answered{others}")
             for line in unanswered.lines({self.first + k: report.calls for k, report in enumerate(output.reports)}):
                 say(line)
+
+
+def in_background():
+    """Whether another program has the terminal from which our standard input comes."""
+    with contextlib.suppress(OSError):  # it comes from no terminal
+        return os.tcgetpgrp(0) != os.getpgrp()
+    return False
 
 
 def main(arguments):

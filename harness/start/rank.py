@@ -9,6 +9,7 @@ It imports neither OneFlow nor the rest of the harness.
 
 import argparse
 import atexit
+import builtins
 import contextlib
 import ctypes
 import faulthandler
@@ -24,6 +25,8 @@ import time
 import traceback
 
 REFUSED = 2  # argparse's exit code
+NO_TERMINAL = "ranks share no terminal: debug one rank, with ./launch.sh -n 1, or type statements in ./launch.sh shell"
+DEBUGGER = [os.path.join(os.path.dirname(runpy.__file__), file) for file in ("bdb.py", "pdb.py")]
 ERRORS = []  # keeps tracebacks and the graphs in their frames alive: freeing a graph would wait for the other ranks
 
 
@@ -66,8 +69,47 @@ class WaitForRank0:
         return None
 
 
+class AfterImport:
+    """An import hook: calls a function with a module once it has been imported."""
+
+    def __init__(self, name, function):
+        self.name, self.function = name, function
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec and spec.loader:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module):
+                execute(module)
+                self.function(module)
+
+            spec.loader.exec_module = execute_and_call
+        return spec
+
+
+def no_input(*_):
+    """In place of `input` on a rank that has no standard input."""
+    raise EOFError(NO_TERMINAL)
+
+
+def no_debugger(pdb):
+    """Let pdb raise where it would read commands from the standard input that a rank does not have."""
+    interaction = pdb.Pdb.interaction
+
+    def interact(debugger, *arguments):
+        if debugger.stdin is sys.stdin:
+            raise EOFError(NO_TERMINAL)
+        interaction(debugger, *arguments)
+
+    pdb.Pdb.interaction = interact
+
+
 class CountCalls:
-    """An import hook that counts the calls of each function of flow.comm on this rank, by the calling line."""
+    """Counts the calls of each function of flow.comm on this rank, by the calling line."""
 
     def __init__(self):
         self.counts = {}  # (function, other rank of send and recv, file, line) -> number of calls that returned
@@ -76,21 +118,6 @@ class CountCalls:
         """[[function, other rank of send and recv, "file.py:line", number of calls], ...]"""
         counts = self.counts.items()
         return [[*call, f"{os.path.basename(file)}:{line}", times] for (*call, file, line), times in counts]
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "oneflow":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec and spec.loader:
-            execute = spec.loader.exec_module
-
-            def execute_and_wrap(module):
-                execute(module)
-                self.wrap(module)
-
-            spec.loader.exec_module = execute_and_wrap
-        return spec
 
     def wrap(self, oneflow):
         """Replace each function of oneflow.comm by one that counts its calls."""
@@ -128,8 +155,8 @@ def traceback_of(error):
     while entry and entry.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         entry = entry.tb_next
     last = entry
-    while last and last.tb_next:  # remove the frames of CountCalls further down
-        if last.tb_next.tb_frame.f_code.co_filename == __file__:
+    while last and last.tb_next:  # remove the frames of CountCalls and no_debugger further down
+        if last.tb_next.tb_frame.f_code.co_filename in (__file__, *DEBUGGER):
             last.tb_next = last.tb_next.tb_next
         else:
             last = last.tb_next
@@ -201,7 +228,12 @@ def main():
         stream.reconfigure(line_buffering=True)
     load_blas()
     count = CountCalls()
-    sys.meta_path[:0] = [WaitForRank0(), count] if report else [WaitForRank0()]
+    sys.meta_path.insert(0, WaitForRank0())
+    if report:
+        sys.meta_path.insert(0, AfterImport("oneflow", count.wrap))
+    if not report or os.environ["WORLD_SIZE"] != "1":
+        builtins.input = no_input
+        sys.meta_path.insert(0, AfterImport("pdb", no_debugger))
     script, module = sys.argv[1], None
     sys.argv = sys.argv[1:]
     if script == "-m":

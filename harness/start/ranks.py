@@ -74,6 +74,7 @@ class RankAssignment:
     local_rank: Optional[int] = 0  # its LOCAL_RANK, which counts the ranks at this node's address; None: leave it unset
     cores: Optional[list] = None  # of each rank on this node; None: they share all cores evenly
     address: str = "127.0.0.1"  # of rank 0
+    reads: bool = False  # whether the rank, the only one, has our standard input; the others have none
 
     def __post_init__(self):
         self.nproc_per_node = self.nproc_per_node or self.world_size
@@ -131,7 +132,7 @@ class RankProcesses:
                 process = RankProcess(
                     assignment.command(rank, script),
                     env={**assignment.environment(rank), **own, **(variables or {})},
-                    stdin=subprocess.DEVNULL,
+                    stdin=None if assignment.reads else subprocess.DEVNULL,
                     stdout=stdout[rank],
                     stderr=stderr[rank],
                     pass_fds=[pipes[rank]],

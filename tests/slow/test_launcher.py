@@ -13,7 +13,21 @@ import pytest
 from harness.start.cores import available
 from harness.start.ranks import cores_of
 from harness.start.recipe import RECIPES, path_of
-from tests.jobs import LAUNCH, MET, PLAIN, QUOTED, SLEEPS, Run, ended, free_port, has_printed, launch, wait_until
+from tests.jobs import (
+    LAUNCH,
+    MET,
+    PLAIN,
+    QUOTED,
+    SLEEPS,
+    Run,
+    Terminal,
+    ended,
+    free_port,
+    has_printed,
+    launch,
+    piped,
+    wait_until,
+)
 from tests.markdown import GALLERY, sections
 
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.01)"  # the test makes the file
@@ -296,6 +310,48 @@ def test_terminal_that_is_closed_ends_every_rank(held, command):
     assert ended([job]) and job.code == 128 + signal.SIGHUP
     said = re.findall(r".*SIGHUP: every rank is ended.*", job.out if command == "test" else job.err)
     assert len(said) == 1 and "Traceback" not in job.err, job.err
+
+
+DEBUGGED = "x = 41\nbreakpoint()\nprint('x', x + int(input('add? ')))"
+
+
+def test_one_rank_can_be_debugged_in_the_terminal(script):
+    """A prompt is shown, although it ends no line, and Ctrl-C ends the job."""
+    with Terminal("-n", 1, script(DEBUGGED)) as terminal:
+        here = terminal.until("(Pdb) ")
+        terminal.press("x = 50\nc\n")
+        here = terminal.until("add? ", here)
+        terminal.press("2\n")
+        terminal.until("x 52\n", here)
+        assert terminal.wait() == 0
+    with Terminal("-n", 1, script(DEBUGGED)) as terminal:
+        terminal.until("(Pdb) ")
+        terminal.press("\x03")
+        terminal.until("launch.sh: SIGINT: every rank is ended")
+        assert terminal.wait() == 130 and terminal.leaves_nothing()
+
+
+def test_one_rank_reads_what_is_piped_to_launch(script):
+    job = piped("x = 50\nc\n2\n", "-n", "1", script(DEBUGGED))
+    assert (job.returncode, job.stdout.splitlines()[-1]) == (0, "(Pdb) (Pdb) add? x 52"), job.stderr
+
+
+NO_TERMINAL = "ranks share no terminal: debug one rank, with ./launch.sh -n 1, or type statements in ./launch.sh shell"
+ASKS = (
+    "breakpoint()\npass",
+    "import pdb; pdb.set_trace()\npass",
+    "import pdb; pdb.Pdb().set_trace()\npass",
+    "import pdb\ntry: 1 / 0\nexcept ZeroDivisionError: pdb.post_mortem()",
+    "input('go on? ')",
+)
+
+
+@pytest.mark.parametrize("line", ASKS)
+def test_several_ranks_that_ask_for_input_say_what_to_do(script, line):
+    job = launch("-n", 2, script(f"if rank == 0: time.sleep(1000)\n{line}"))
+    *trace, error, failed = job.err.splitlines()
+    assert (job.code, error) == (1, f"[1] EOFError: {NO_TERMINAL}") and "db.py" not in "".join(trace), job.err
+    assert failed == "launch.sh: rank 1 of 2 failed: exit code 1; every rank is ended"
 
 
 def test_rank_that_writes_without_end_is_ended_by_the_time_limit(script):
