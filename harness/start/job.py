@@ -16,7 +16,7 @@ from harness.start.options import checked, same_on_all_nodes
 from harness.start.output import Output, encoded, say, write
 from harness.start.ranks import RankAssignment, RankProcesses, check_loopback, is_consequence, reserve_port
 from harness.start.signals import heeded
-from harness.start.silence import HOW_TO_END, Silence
+from harness.start.silence import HOW_TO_END, Silence, lost
 
 
 class Job:
@@ -206,9 +206,9 @@ class Job:
             return Outcome(ending.BROKEN_PIPE, Cause.READER, node, text)
         rank = ending.first_failure(codes, output.reports)
         if rank is not None:
-            if output.reports[rank].refused and len(codes) < self.nproc_per_node:
-                if time.time() < output.reports[rank].time + ending.REFUSAL_DELAY:
-                    return None  # the others may refuse too
+            report, all_ended = output.reports[rank], len(codes) == self.nproc_per_node
+            if report.refused and not all_ended and time.time() < report.time + ending.REFUSAL_DELAY:
+                return None  # the others may refuse too
             return self.failure(rank, codes[rank], output.reports)
         return Outcome(0, Cause.DONE, node) if len(codes) == self.nproc_per_node else None
 
@@ -261,6 +261,8 @@ class Job:
             if state == "is running" and report.code is not None:
                 state = "has run to its end"
             say(f"rank {self.first + rank} of {self.world_size} {state}")
+        for rank, no_room in output.lost.items():
+            say(lost(self.first + rank, no_room))
         if all(report.code == 0 for report in output.reports) and len(ranks.exit_codes()) < self.nproc_per_node:
             others = ", or the ranks of another node still run" if self.nodes.nnodes > 1 else ""
             say(f"every rank{self.where} has run to its end, but a collective was never answered{others}")

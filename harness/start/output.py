@@ -15,6 +15,9 @@ from typing import Optional
 # the start of a glog message about an error that ends the process
 FATAL = re.compile(rb"F\d{8} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\] ")
 TRACE = re.compile(rb"Stack \(most |  File |  \.\.\.|  <no Python frame>")  # the start of each line of faulthandler
+# from a process of a rank, such as a worker of a DataLoader, that could not send what it has put into a queue
+LOST = re.compile(rb'  File ".*/multiprocessing/queues\.py", line \d+, in _feed')
+NO_ROOM = b"/ipc/shared_memory.cpp"  # where OneFlow found no room in /dev/shm
 NOISE = (b"libibverbs not available",)  # OneFlow warns of it on every host without InfiniBand
 PIPE_SIZE = 65536  # bytes that a pipe of Linux holds
 
@@ -82,6 +85,7 @@ class Output:
         self.reports = [Report() for _ in range(count)]
         # lines from a fatal error on; held back, as it may be a side effect of another rank's failure
         self.fatal = [[] for _ in range(count)]
+        self.lost = {}  # rank -> whether /dev/shm had no room, if something was lost that a process of the rank sent
         self.closed = False  # whether the reader of our standard output or error has closed it
         self.on_terminal = True
         self.printed = time.monotonic()  # when a rank last wrote, other than stacks for the launcher
@@ -153,6 +157,8 @@ class Output:
     def _stderr(self, rank, lines, data):
         shown = []
         for line in self._lines(rank, lines, data):
+            if LOST.match(line) or NO_ROOM in line and rank in self.lost:
+                self.lost[rank] = NO_ROOM in line or self.lost.get(rank, False)
             if self.fatal[rank] or FATAL.match(line):
                 self.fatal[rank].append(line)
             elif not line.startswith(NOISE):

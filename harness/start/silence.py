@@ -1,6 +1,18 @@
 """Decides when a job has been silent for so long that launch.sh shows where its ranks are."""
 
+import shutil
+
 HOW_TO_END = "to end it, press Ctrl-C, or start it with --timeout SECONDS"
+
+
+def lost(rank, no_room):
+    """The line about a rank that waits for what a worker could not send. no_room: whether /dev/shm was full."""
+    text = f"a worker process of rank {rank} could not send a batch, see its traceback above; the rank waits for it"
+    if no_room:
+        size, _, free = shutil.disk_usage("/dev/shm")
+        room = f"/dev/shm has {size / 2**20:.0f} MiB, {free / 2**20:.0f} of them free now"
+        text += f". {room}: give a container more, such as --shm-size 2g, or load with num_workers=0"
+    return text
 
 
 class Silence:

@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import signal
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -289,7 +289,13 @@ def held(script, tmp_path):
     """A function from a command, and words before it, to its job, which waits for the file `go`."""
 
     def start(command, *before):
-        job = Run(*before, LAUNCH, *command.split(), script(HANGS_UP.format(folder=tmp_path), "import os, time\n"), cwd=tmp_path)
+        job = Run(
+            *before,
+            LAUNCH,
+            *command.split(),
+            script(HANGS_UP.format(folder=tmp_path), "import os, time\n"),
+            cwd=tmp_path,
+        )
         wait_until((tmp_path / "begun").exists, "the script to begin")
         os.killpg(job.process.pid, signal.SIGHUP)
         return job
@@ -392,6 +398,44 @@ def test_collective_that_one_rank_calls_more_than_the_other(script, call):
     ended([job.signal(signal.SIGINT)])
     lines = {line for line in job.err.splitlines() if line.startswith("launch.sh: flow.comm.")}
     assert lines == ({f"launch.sh: flow.comm.{ONE_LESS[call]}"} if ONE_LESS[call] else set()), job.err
+
+
+LOADER = """
+import oneflow as flow
+from oneflow.utils.data import DataLoader, Dataset
+class Samples(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return {sample}
+for batch in DataLoader(Samples(), num_workers=1, collate_fn=lambda samples: samples[0]):
+    pass
+"""
+SMALL = 'mount -t tmpfs -o size=4m tmpfs /dev/shm || exit 77; exec "$@"'
+UNSHARED = ["unshare", "--map-root-user", "--mount", "bash", "-c", SMALL, "bash"]
+WAITS_FOR = (
+    "launch.sh: a worker process of rank 0 could not send a batch, see its traceback above; the rank waits for it"
+)
+LOST = {  # what the worker returns -> (words before the command, how the line about it goes on)
+    "lambda: 0": ([], ""),
+    "flow.ones(2000000)": (
+        UNSHARED,
+        ". /dev/shm has 4 MiB, 4 of them free now: give a container more, such as --shm-size 2g, or load with "
+        "num_workers=0",
+    ),
+}
+
+
+@pytest.mark.parametrize("sample", LOST)
+def test_rank_that_waits_for_a_batch_that_was_lost_is_shown_with_the_cause(script, sample):
+    before, words = LOST[sample]
+    if before and subprocess.call([*before, "true"]):
+        pytest.skip("a /dev/shm of its own needs a mount namespace, which this machine does not give")
+    job = Run(*before, LAUNCH, "-n", 1, "--silent", 2, script(LOADER.format(sample=sample), "")).until(
+        "launch.sh: the job continues", stream="stderr"
+    )
+    ended([job.signal(signal.SIGINT)])
+    assert f"{WAITS_FOR}{words}\n" in job.err and "dataloader.py" in job.err, job.err
 
 
 THREAD = """

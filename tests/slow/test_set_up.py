@@ -91,7 +91,7 @@ class Clone:
     uv is on its PATH, in the folder `bin` beside it. Clones in one folder share uv's cache.
     """
 
-    def __init__(self, folder, uv, address, name="it's a \"clone\"\n[1] of $HOME"):
+    def __init__(self, folder, uv, address, name='it\'s a "clone"\n[1] of $HOME'):
         self.path, self.folder, self.bin, self.address = folder / name, folder, folder / "bin", address
         shutil.copytree(ROOT / "harness", self.path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "launch.sh", self.path)
