@@ -76,7 +76,7 @@ def pickled(name, value):
 
 def pytest_load_initial_conftests(early_config):
     """If the user has a package named harness, imports find that, and only harness.testing is ours."""
-    for number in heeded((signal.SIGTERM, signal.SIGHUP)):
+    for number in heeded([signal.SIGHUP]):
         signal.signal(number, end)
     paths = [Path(name.split("::")[0]).resolve() for name in early_config.known_args_namespace.file_or_dir]
     folders = {folder for path in paths for folder in (path, *path.parents)}
@@ -92,7 +92,8 @@ def pytest_load_initial_conftests(early_config):
 
 
 def end(number, frame):
-    """End pytest at a signal; its fixtures then end the ranks."""
+    """End pytest at a signal; its fixtures then end the ranks. A second signal ends it at once."""
+    signal.signal(number, signal.SIG_DFL)
     pytest.exit(f"{signal.Signals(number).name}: every rank is ended", returncode=128 + number)
 
 
