@@ -569,6 +569,35 @@ class Unused(Block):
         self.unused = nn.Linear(HIDDEN, HIDDEN)
 
 
+class Smooth(Block):
+    """OneFlow has no second derivative of GELU."""
+
+    def forward(self, x):
+        return x + self.down(flow.tanh(self.up(self.norm(x))))
+
+
+class Slopes(Plain):
+    """Classifies by the gradient of an energy, as a potential's forces are: its own gradient is of second order."""
+
+    def forward(self, ids):
+        x = self.embedding(ids).detach().requires_grad_()
+        energy = x
+        for block in self.blocks:
+            energy = block(energy)
+        [slope] = flow.autograd.grad(0.1 * energy.square().sum(), x, create_graph=True)
+        return self.head(slope.mean(1))
+
+
+@trait
+def gradient_of_a_gradient():
+    return Slopes([Smooth(), Smooth()])
+
+
+@trait
+def penalty_on_gradients():
+    return Plain([Smooth(), Smooth()])
+
+
 @trait
 def unused_parameters():
     return Plain([Unused(), Block()])
@@ -721,6 +750,8 @@ def losses_and_weights(name, layout=None, graph=False, paths=None, steps=3, micr
             loss = training(targets, *inputs).numpy().mean()
         else:
             loss = nn.functional.cross_entropy(model(*inputs), targets)
+            if name == "penalty_on_gradients":
+                loss = loss + squares_of_gradients(model, *inputs)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -733,6 +764,14 @@ def losses_and_weights(name, layout=None, graph=False, paths=None, steps=3, micr
     if average:
         losses.append(evaluated(average, inputs))
     return losses, {key: value.numpy() for key, value in (average or model).state_dict().items()}
+
+
+def squares_of_gradients(model, ids):
+    """Their sum, to be trained: its own gradient is a product with the Hessian, as in MAML."""
+    out = model(ids)
+    gradients = flow.autograd.grad(out.square().mean(), list(model.blocks.parameters()), create_graph=True)
+    squares = [(g * g).mean() for g in gradients]
+    return sum(square.to_global(placement=out.placement) if out.is_global else square for square in squares)
 
 
 def move_towards(average, model):

@@ -106,7 +106,8 @@ def gather_in_forward(layer, reshard_after_forward):
 
 
 def gathered(parameter):
-    return parameter.to_global(sbp=flow.sbp.broadcast, grad_sbp=parameter.sbp)
+    # without identity, OneFlow's autograd.grad fails for a Parameter
+    return flow._C.identity(parameter).to_global(sbp=flow.sbp.broadcast, grad_sbp=parameter.sbp)
 
 
 def saved_as_shards(whole, shards):
@@ -117,11 +118,11 @@ def saved_as_shards(whole, shards):
 
     def pack(tensor):
         shard = shard_of.get(tensor.global_id()) if tensor.is_global else None
-        return (tensor, None) if shard is None else (None, shard.detach())
+        return (tensor, None) if shard is None else (None, shard)
 
     def unpack(packed):
         tensor, shard = packed
-        return tensor if shard is None else shard.to_global(sbp=flow.sbp.broadcast)
+        return tensor if shard is None else gathered(shard)
 
     return flow.autograd.graph.saved_tensors_hooks(pack, unpack)
 
