@@ -368,6 +368,84 @@ def forward_hook():
     return model
 
 
+@trait
+def weight_norm():
+    return Plain([Block(nn.utils.weight_norm(nn.Linear(HIDDEN, 16))), Block()])
+
+
+def with_pre_hook(hook, raw=True):
+    """A model with a layer whose weight a hook computes before forward. raw: from a parameter of this name."""
+    layer = nn.Linear(HIDDEN, 16)
+    if raw:
+        layer.raw = nn.Parameter(layer.weight.detach().clone())
+    layer.register_forward_pre_hook(hook)
+    return Plain([Block(layer), Block()])
+
+
+def set_weight(layer, inputs):
+    layer.weight = layer.raw * 2.0
+
+
+@trait
+def weight_that_a_hook_sets():
+    """In PyTorch, spectral_norm does so. There is no weight before the first step."""
+    model = with_pre_hook(set_weight)
+    del model.blocks[0].up._parameters["weight"]
+    return model
+
+
+def put_data(layer, inputs):
+    layer.weight.data = (layer.raw * 2.0).detach()
+
+
+@trait
+def parameter_whose_data_a_hook_sets():
+    return with_pre_hook(put_data)
+
+
+def look(layer, inputs):
+    assert inputs[0].shape[-1] == HIDDEN
+
+
+class KeepsOutput(nn.Linear):
+    def forward(self, x):
+        self.output = super().forward(x)
+        return self.output
+
+
+@trait
+def pre_hook_that_looks():
+    model = with_pre_hook(look, raw=False)
+    model.blocks[0].up.__class__ = KeepsOutput
+    return model
+
+
+class Squared(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.original = nn.Parameter(weight)
+
+    def forward(self):
+        return self.original * self.original
+
+
+class Parametrized(nn.Linear):
+    """What torch.nn.utils.parametrize makes of a Linear."""
+
+    def __init__(self):
+        super().__init__(HIDDEN, 16)
+        self.parametrizations = nn.ModuleDict({"weight": Squared(self._parameters.pop("weight").detach())})
+
+    @property
+    def weight(self):
+        return self.parametrizations.weight()
+
+
+@trait
+def parametrized():
+    return Plain([Block(Parametrized()), Block()])
+
+
 class SuperNorm(nn.LayerNorm):
     def forward(self, x):
         return super().forward(x) * 0.5

@@ -65,6 +65,9 @@ def shard(module, ranks, reshard_after_forward=False):
     reshard_after_forward: gather again in backward, as PyTorch's fully_shard does by default; for eager mode alone.
     """
     rows, whole = flow.sbp.split(0), flow.sbp.broadcast
+    for name, layer in module.named_modules():
+        if layer._parameters:
+            refuse_computed_weights(layer, f"{name}." if name else "")
     for parameter in module.parameters():
         sharded = parameter.is_global and (parameter.placement, parameter.sbp) == (ranks, (rows,))
         if not sharded:  # a block of it may have been sharded before
@@ -89,8 +92,10 @@ def gather_in_forward(layer, reshard_after_forward):
     kind = type(layer)
     if getattr(layer, "max_norm", None) is not None:
         raise ValueError(f"{kind.__name__}.forward changes weight in place, as it has max_norm; shards lose that")
+    kept = {}  # what forward itself has put in self
 
     def forward(self, *args, **kwargs):
+        refuse_computed_weights(self, f"{kind.__name__}.", kept)  # a hook may compute them only now
         shards = self._parameters
         self._parameters = {name: w if w is None else gathered(w) for name, w in shards.items()}
         try:
@@ -100,9 +105,21 @@ def gather_in_forward(layer, reshard_after_forward):
                 return kind.forward(self, *args, **kwargs)
         finally:
             self._parameters = shards
+            kept.update(vars(self))
 
     attributes = {"forward": forward, "__module__": kind.__module__, "_gathers_parameters": True}
     layer.__class__ = type(kind.__name__, (kind,), attributes)
+
+
+def refuse_computed_weights(layer, prefix, kept=()):
+    """Raises ValueError if a forward pre-hook computes a weight, as weight_norm does: it would read shards."""
+    hooks = [getattr(hook, "__name__", type(hook).__name__) for hook in layer._forward_pre_hooks.values()]
+    for name, value in vars(layer).items() if hooks else ():
+        if isinstance(value, flow.Tensor) and not (name in kept and kept[name] is value):
+            raise ValueError(
+                f"{prefix}{name} is not a parameter: the forward pre-hook {', '.join(hooks)} computes it, from "
+                "shards; compute it in forward, or make it a parameter first, as nn.utils.remove_weight_norm does"
+            )
 
 
 def gathered(parameter):

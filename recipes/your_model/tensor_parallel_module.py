@@ -67,7 +67,7 @@ class Column(nn.Linear):
 
     def forward(self, x):
         x = x.to_global(sbp=x.sbp, grad_sbp=x.sbp)  # one all-reduce of its gradient, here and nowhere else
-        out = flow.matmul(x, self.weight, transpose_b=True)
+        out = flow.matmul(x, split_weight(self), transpose_b=True)
         return out if self.bias is None else out + self.bias
 
 
@@ -77,9 +77,20 @@ class Row(nn.Linear):
     split = {"weight": S(1), "bias": B}
 
     def forward(self, x):
-        out = flow.matmul(x, self.weight, transpose_b=True)
+        out = flow.matmul(x, split_weight(self), transpose_b=True)
         out = out.to_global(sbp=(*out.sbp[:-1], B))  # the all-reduce; then the bias is added once
         return out if self.bias is None else out + self.bias
+
+
+def split_weight(layer):
+    """The weight of a Column or Row. RuntimeError if it is not split, as where a hook replaces it."""
+    sbp = layer.weight.sbp[-1] if layer.weight.is_global else "local"
+    if sbp != layer.split["weight"]:
+        raise RuntimeError(
+            f"the weight of a {type(layer).__name__} is {sbp}, not {layer.split['weight']}: {computed_by(layer)} has "
+            "replaced what the plan has split; leave the layer out of the plan"
+        )
+    return layer.weight
 
 
 PLAN = {r"blocks\.\d+\.up": Column, r"blocks\.\d+\.down": Row}
@@ -120,10 +131,24 @@ def kinds_of(model, plan):
             raise ValueError(f"no layer of the model is named {pattern}")
         for name, layer in layers.items():
             if not isinstance(layer, nn.Linear):
-                raise ValueError(f"{name} is {type(layer).__name__}: only nn.Linear can be {kind.__name__}")
+                way = "; vocab_parallel.py splits an embedding" if isinstance(layer, nn.Embedding) else ""
+                raise ValueError(f"{name} is {type(layer).__name__}: only nn.Linear can be {kind.__name__}{way}")
+            for key in kind.split:
+                tensor = vars(layer).get(key, layer._parameters.get(key, "computed"))  # None: no bias
+                if tensor is not None and not isinstance(tensor, nn.Parameter):
+                    raise ValueError(
+                        f"{name}.{key} is not a parameter: {computed_by(layer)} computes it, so no plan can split it; "
+                        f"leave {name} out, or make it a parameter first, as nn.utils.remove_weight_norm does"
+                    )
             if kinds.setdefault(layer, kind) is not kind:
                 raise ValueError(f"{name} is {kinds[layer].__name__} and {kind.__name__} in the plan")
     return kinds
+
+
+def computed_by(layer):
+    """What computes a weight: forward pre-hooks, such as WeightNorm, or a property of the layer's class."""
+    hooks = [getattr(hook, "__name__", type(hook).__name__) for hook in layer._forward_pre_hooks.values()]
+    return f"the forward pre-hook {', '.join(hooks)}" if hooks else type(layer).__name__
 
 
 def prepare_for_graph(model):

@@ -23,15 +23,15 @@ RESHARD = {"reshard_after_forward": True}
 FEW_STEPS = {"batch": 6, "hidden_size": 12, "steps": 3, "seed": 1}
 
 
-def trained(trait, layout, recipe):
-    """The expression that trains a model of tests/on_rank_traits.py in a graph, laid out by the recipe."""
+def trained(trait, layout, recipe, graph=True):
+    """The expression that trains a model of tests/on_rank_traits.py, laid out by the recipe."""
     module = "__import__('tests.on_rank_traits', fromlist=['on_rank_traits'])"
-    return f"{module}.losses_and_weights({trait!r}, {layout!r}, True, {{{recipe!r}: __file__}})"
+    return f"{module}.losses_and_weights({trait!r}, {layout!r}, {graph}, {{{recipe!r}: __file__}})"
 
 
 def with_traits(layout):
     """Those of models with an unusual trait, or global already, under a layout; of dropout and a subclass's tensors."""
-    words = f"buffer or subclass or global_already or (trait or dropout) and {layout}"
+    words = f"buffer or subclass or global_already or refused_in_a_line or (trait or dropout) and {layout}"
     files = ("test_your_model.py", "slow/test_traits.py", "slow/test_your_model_bytes.py")
     return [*(f"tests/{file}" for file in files), "-k", words]
 
@@ -53,10 +53,12 @@ def damaged(folder):
         "size": content.replace(b'"F32"', b'"F64"'),
         "cut": content[:-1],
         "other": content.replace(b'"head.bias"', b'"tail.bias"'),
+        "wrapped": (length + 7).to_bytes(8, "little") + content[8:].replace(b'"head.bias"', b'"module.head.bias"'),
     }
     assert length and len(set(files.values())) == len(files)
     for name, data in files.items():
         (Path(folder) / name).write_bytes(data)
+    (Path(folder) / "link").symlink_to("nowhere")
 
 
 def layouts(shapes, optimizer, of_parameter, ids, targets, of_gradient=None):
@@ -132,6 +134,8 @@ def tensor_parallel_sizes(n):
             "lay_out(Classifier(), placements('cpu', 2), {**PLAN, 'blocks.*middle': Row})",
             "lay_out(Classifier(), placements('cpu', 2), {'embedding': Row})",
             "lay_out(Classifier(), placements('cpu', 2), {'head': Row, 'hea.': Column})",
+            trained("weight_norm", "tensor", "tensor_parallel_module"),
+            trained("parameter_whose_data_a_hook_sets", "tensor", "tensor_parallel_module", graph=False),
             *lost_in_a_graph("tensor", "tensor_parallel_module"),
         ],
     ),
@@ -257,6 +261,7 @@ def fully_sharded_sizes(n):
         refused_expressions=[
             "train(flow.placement.all('cpu'), graph=True, reshard_after_forward=True)",
             "shard(nn.Embedding(4, 4, max_norm=1.0), flow.placement.all('cpu'))",
+            trained("weight_norm", "fully sharded", "fully_sharded_module"),
             *lost_in_a_graph("fully sharded", "fully_sharded_module"),
         ],
     ),
@@ -310,7 +315,7 @@ def fully_sharded_module(
         make_files=damaged,
         figures=figures.only_rank_0(lambda *_: ["saved 15 tensors, 6,412 bytes"]),
         other_options=["--weights", PYTORCH],
-        refused=[f"--weights FOLDER/{what}" for what in ("no_file", "short", "zip", "int16", "cut", "size", "other")],
+        refused=[f"--weights FOLDER/{what}" for what in ("no_file", "short", "zip", "int16", "cut", "size", "other", "wrapped", "link")],
     ),
 )
 def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):

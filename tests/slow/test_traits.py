@@ -11,6 +11,7 @@ ON_RANK = str(ROOT / "tests" / "on_rank_traits.py")
 PATHS = {f"{name}_module": str(path_of(f"{name}_module")) for name in ("tensor_parallel", "fully_sharded", "pipeline")}
 LAYOUTS = {"data": 2, "tensor": 2, "data x tensor": 4, "fully sharded": 2, RESHARDED: 2, "pipeline": 2}  # -> ranks
 RUNS = [(layout, graph) for layout in LAYOUTS for graph in (False, True) if not (graph and layout == RESHARDED)]
+SHARDED = ("fully sharded", RESHARDED)
 ALWAYS, IN_A_GRAPH = (False, True), (True,)
 # Trait, or trait and layout -> what it is refused with, under which layouts, and whether in a graph alone
 REFUSED = {
@@ -24,15 +25,31 @@ REFUSED = {
     ),
     "max_norm": ("changes weight in place, which nn.Graph loses", LAYOUTS, IN_A_GRAPH),
     **dict.fromkeys(
-        (("max_norm", "fully sharded"), ("max_norm", RESHARDED)),
-        ("changes weight in place, as it has max_norm", LAYOUTS, ALWAYS),
+        (("max_norm", layout) for layout in SHARDED),
+        ("changes weight in place, as it has max_norm", SHARDED, ALWAYS),
     ),
     "collections_that_parts_change": (
         "forward changes an argument, which nn.Graph loses; return it instead",
         ["pipeline"],
         IN_A_GRAPH,
     ),
-    "forward_hook": ("has a forward hook, which nn.Graph does not call; train in eager mode", LAYOUTS, IN_A_GRAPH),
+    **dict.fromkeys(
+        ("forward_hook", "pre_hook_that_looks"),
+        ("has a forward hook, which nn.Graph does not call; train in eager mode", LAYOUTS, IN_A_GRAPH),
+    ),
+    **dict.fromkeys(
+        (("weight_norm", "tensor"), ("weight_that_a_hook_sets", "tensor"), ("parametrized", "tensor")),
+        ("blocks.0.up.weight is not a parameter: ", ["tensor"], ALWAYS),
+    ),
+    **dict.fromkeys(
+        ((name, layout) for name in ("weight_norm", "weight_that_a_hook_sets") for layout in SHARDED),
+        (".weight is not a parameter: the forward pre-hook ", SHARDED, ALWAYS),
+    ),
+    ("parameter_whose_data_a_hook_sets", "tensor"): (
+        "the weight of a Column is oneflow.sbp.broadcast, not oneflow.sbp.split(dim=0): the forward pre-hook put_data",
+        ["tensor"],
+        ALWAYS,
+    ),
     "sliced_sequential": ("AssertionError", LAYOUTS, IN_A_GRAPH),  # OneFlow's own, for any model
     "lstm": ("LSTM.forward keeps _flat_weights in self, which nn.Graph loses", LAYOUTS, IN_A_GRAPH),
 }
@@ -53,7 +70,7 @@ SHARED = [
     *("no_bias", "scalar_parameter_and_shared_buffer", "super_forward"),
 ]
 PASSED = [f"{kind}_between_parts" for kind in ("tuple", "dict", "named_tuple", "dataclass")]
-EAGER = ["penalty_on_gradients"]  # the loop adds it
+EAGER = ["penalty_on_gradients", "parameter_whose_data_a_hook_sets"]  # the loop adds the first, a graph refuses hooks
 OWN = {
     "fully sharded": [*SHARED, "root_parameter", "max_norm"],
     "pipeline": [*SHARED, *PASSED, "tied_on_one_stage", "two_inputs"],
