@@ -72,3 +72,11 @@ def test_package_imports_only_what_is_allowed(package):
     sources = {path: source for path, source in SOURCES.items() if package_of(path[:-3].replace("/", ".")) == package}
     violations = {path: list(wrong(package, source)) for path, source in sources.items()}
     assert sources and not {path: names for path, names in violations.items() if names}
+
+
+@pytest.mark.parametrize("top", ["recipes", "harness"])
+def test_text_files_are_read_and_written_as_utf_8_under_any_locale(top):
+    texts = re.compile(r"^.*((?<![\w.])open|\.(read|write)_text)\(.*$", re.MULTILINE)
+    sources = [source for path, source in SOURCES.items() if path.startswith(f"{top}/")]
+    lines = [line[0] for source in sources for line in texts.finditer(source)]
+    assert lines and not [line for line in lines if not re.search(r'utf-8|"[rwa]\+?b"', line)]

@@ -161,7 +161,7 @@ def differences(old, new, where=()):
 
 def read():
     """What runs.js has, in the form of `measured`."""
-    return json.loads(PATH.read_text()[len(BEGIN) : -len(END)])
+    return json.loads(PATH.read_text("utf-8")[len(BEGIN) : -len(END)])
 
 
 def text(runs):
@@ -184,6 +184,6 @@ def main():
     runs = measured()
     changed = bool(differences(read(), runs))
     if changed:
-        PATH.write_text(text(runs))
+        PATH.write_text(text(runs), "utf-8")
     print(f"{PATH.relative_to(ROOT)}: {'updated' if changed else 'unchanged'}")
     return 0

@@ -73,7 +73,7 @@ def memory(path, keywords=None, argv=(), module=None):
     held = Held()
     flow.comm.barrier()
     before = memory_size("VmRSS")
-    with open("/proc/self/clear_refs", "w") as references:
+    with open("/proc/self/clear_refs", "w", encoding="utf-8") as references:
         references.write("5")  # resets VmHWM to VmRSS
     with watching(held.see, WATCHED):
         run_script(path, keywords, argv, module)
@@ -85,5 +85,5 @@ def memory(path, keywords=None, argv=(), module=None):
 
 def memory_size(field):
     """Bytes of a field of /proc/self/status: "VmRSS", the resident memory, or "VmHWM", its peak."""
-    with open("/proc/self/status") as lines:
+    with open("/proc/self/status", encoding="utf-8") as lines:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

@@ -48,11 +48,11 @@ def filled(text):
 
 def fill(page):
     """Regenerate a page."""
-    text = page.read_text()
+    text = page.read_text("utf-8")
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
+        Path(folder, "config.json").write_text(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1], "utf-8")
         os.chdir(folder)  # where the page says that config.json is
-        page.write_text(filled(text))
+        page.write_text(filled(text), "utf-8")
         os.chdir("/")
 
 

@@ -72,11 +72,11 @@ def this_machine(ranks=None):
     ranks = ranks or cores
     cores_of_rank = cores // ranks or cores / ranks  # ranks share cores if there are more ranks
     facts = {}
-    with open("/proc/cpuinfo") as file:
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
             name, _, value = line.partition(":")
             facts.setdefault(name.strip(), value.strip())
-    with open("/proc/meminfo") as file:
+    with open("/proc/meminfo", encoding="utf-8") as file:
         memory = int(file.readline().split()[1]) * 1024
     numbers = 16 if "avx512f" in facts.get("flags", "") else 8  # float32 in a vector
     flops = {}

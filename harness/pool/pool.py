@@ -28,7 +28,7 @@ def resident(pid):
     """The bytes of resident memory of a process; 0 if it has ended."""
     if not Path(f"/proc/{pid}").exists():
         return 0
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{pid}/statm").read_text("utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class ForkedRanks(RankProcesses):

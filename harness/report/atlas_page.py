@@ -44,7 +44,7 @@ def page(results):
         "mesh": tables.mesh(results["run", "two_d_sbp", 4, "eager"]),
         "mesh_graph": tables.graph_to_formula(results["run", "two_d_sbp", 4, "graph"]),
     }
-    return tables.fill(ATLAS.read_text(), parts)
+    return tables.fill(ATLAS.read_text("utf-8"), parts)
 
 
 def sections(atlas_tables, pairs):
@@ -64,8 +64,8 @@ def main():
     """Regenerate the page; returns the exit code."""
     print("measuring every conversion and matmul signature: 3 minutes", flush=True)
     text = page(measured(calls()))
-    changed = differs(ATLAS.read_text(), text)
+    changed = differs(ATLAS.read_text("utf-8"), text)
     if changed:
-        ATLAS.write_text(text)
+        ATLAS.write_text(text, "utf-8")
     print(f"{ATLAS.relative_to(ROOT)}: {'updated' if changed else 'unchanged'}")
     return 0

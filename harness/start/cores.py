@@ -45,7 +45,7 @@ def _groups(mounted, own):
     In a container, the mounted tree often begins at the container's cgroup, while `own` has the path on the host.
     """
     with contextlib.suppress(OSError, ValueError):
-        for line in own.read_text().splitlines():
+        for line in own.read_text("utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "cpu" not in controllers.split(","):
                 continue
@@ -58,5 +58,5 @@ def _groups(mounted, own):
 def _quota_of(folder):
     """(CPU time, period) in microseconds: the group may use so much CPU time in each period."""
     if (folder / "cpu.max").exists():
-        return map(int, (folder / "cpu.max").read_text().split())
-    return (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return map(int, (folder / "cpu.max").read_text("utf-8").split())
+    return (int((folder / f"cpu.cfs_{name}_us").read_text("utf-8")) for name in ("quota", "period"))

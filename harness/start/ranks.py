@@ -161,7 +161,7 @@ class RankProcesses:
         """What a rank does, in words."""
         if self.processes[rank].poll() is not None:
             return "has ended"
-        with open(f"/proc/{self.processes[rank].pid}/stat") as stat:
+        with open(f"/proc/{self.processes[rank].pid}/stat", encoding="utf-8", errors="replace") as stat:
             stopped = stat.read().rpartition(")")[2].split()[0] in "Tt"
         return "is stopped (SIGSTOP, or a debugger)" if stopped else "is running"
 

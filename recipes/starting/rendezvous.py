@@ -49,7 +49,7 @@ def init_by_tcp(address):
 
 def init_by_file(path):
     if os.environ["RANK"] == "0":
-        with open(f"{path}.unfinished", "w") as file:
+        with open(f"{path}.unfinished", "w", encoding="utf-8") as file:
             file.write(free_address())
         os.replace(f"{path}.unfinished", path)  # so that no rank reads half an address
     deadline = time.monotonic() + 60
@@ -57,7 +57,7 @@ def init_by_file(path):
         if time.monotonic() > deadline:
             sys.exit(f"rank {os.environ['RANK']} waited 60 seconds for rank 0 to write {path}")
         time.sleep(1)
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
         init_by_tcp(file.read())
 
 
