@@ -11,12 +11,14 @@ from harness.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import MAIN, Checks
 from tests.cases.reference_llama import shapes
+from tests.jobs import LAUNCH, Run
 from tests.safetensors import read, write
 
 ON_RANK = str(ROOT / "tests" / "on_rank_llama.py")
 LLAMA = str(path_of("llama"))
 DATA = ROOT / "tests" / "data" / "llama"
 KNOWN = json.loads((DATA / "transformers.json").read_text())  # by benchmarks/transformers_llama.py
+KINDS = ("", "generation_")  # of config.json
 PROMPTS, NEW_TOKENS = KNOWN["prompts"], 8
 HEADS = {"grouped": (2, 8), "one_kv_head": (1, 12)}  # of keys, and their size
 RUNS = [  # checkpoint, number of ranks, ranks of a stage
@@ -56,7 +58,7 @@ def arrays_of(folder):
 def write_checkpoint(folder, arrays, config):
     """A checkpoint of a single file."""
     write(folder / "model.safetensors", arrays)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config, ensure_ascii=False), "utf-8")
     return folder
 
 
@@ -77,6 +79,53 @@ def test_single_file_of_float16_and_a_config_of_transformers_4(pools, tmp_path):
         off = [np.abs(own - known).max() for own, known in zip(result["logits"], KNOWN["grouped"]["logits"])]
         assert 1e-5 < max(off) < 0.05
         assert result["tokens"] == result["without a cache"]
+
+
+def one_by_default(cases):
+    """These cases of a test, all but the first of them slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow if i else (), id=str(case[-1])) for i, case in enumerate(cases)]
+
+
+def outputs(pool, folder, arrays, **changes):
+    """Logits and tokens of a checkpoint with these changes in its config.json, on rank 0."""
+    folder.mkdir()
+    call = {"folder": str(write_checkpoint(folder, arrays, config_of("grouped", **changes))), "prompts": PROMPTS}
+    result = pool.call(f"{ON_RANK}:generated", path=LLAMA, max_new_tokens=4, **call)[0]
+    return result["logits"], result["tokens"]
+
+
+DEFAULTS = [  # an entry that config.json may lack, as that of Llama 1 does; and its value in transformers
+    ("rope_parameters", {"rope_theta": 10000.0}),
+    ("num_key_value_heads", 4),
+    ("rms_norm_eps", 1e-6),
+    ("tie_word_embeddings", False),
+]
+
+
+@pytest.mark.parametrize("name, value", one_by_default(DEFAULTS))
+def test_entry_that_a_config_lacks_has_the_default_of_transformers(pools, tmp_path, name, value):
+    arrays = {key: 0.01 * array for key, array in arrays_of(DATA / "grouped").items()}  # so that rms_norm_eps counts
+    for key in [key for key in arrays if key.endswith(("k_proj.weight", "v_proj.weight"))]:
+        arrays[key] = np.tile(arrays[key], (2, 1)) if name == "num_key_value_heads" else arrays[key]
+    (logits, tokens), (wanted, wanted_tokens) = (
+        outputs(pools(2), tmp_path / folder, arrays, **{name: entry})
+        for folder, entry in (("lacks it", None), ("has it", value))
+    )
+    assert tokens == wanted_tokens and all((own == other).all() for own, other in zip(logits, wanted))
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_every_token_of_a_list_of_eos_token_id_ends_a_row(pools, tmp_path, where):
+    folder = shutil.copytree(DATA / "grouped", tmp_path / "copy")
+    new = KNOWN["grouped"]["tokens"]
+    ends = [63, new[1][2], new[0][1]]
+    entries = {**json.loads((folder / "config.json").read_text()), "eos_token_id": ends}
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / where).write_text(json.dumps(entries if where == "config.json" else {"eos_token_id": ends}))
+    cut = [row[: min(i for i, token in enumerate([*row, 63]) if token in ends) + 1] for row in new]
+    call = {"folder": str(folder), "prompts": PROMPTS, "max_new_tokens": NEW_TOKENS}
+    for result in pools(2).call(f"{ON_RANK}:generated", path=LLAMA, **call):
+        assert result["tokens"] == result["without a cache"] == cut
 
 
 @pytest.mark.slow
@@ -150,7 +199,12 @@ WRONG = [  # what the arrays of a checkpoint have, or its config; and the error
     ({}, {"num_attention_heads": None}, "config.json has no num_attention_heads"),
     ({}, {"rope_parameters": {"rope_type": "llama3"}}, "config.json has no factor, low_freq_factor, high_freq_factor"),
     ({}, {"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 4"),
-    ({}, {"num_attention_heads": 3, "num_key_value_heads": 3}, "--tensor 2 does not fit 3 heads with 3 of keys and"),
+    (
+        {},
+        {"num_attention_heads": 9, "num_key_value_heads": 3},
+        "--tensor 2 does not fit 9 heads with 3 of keys and values: type --tensor 1 or 3 or 9, and a multiple of it",
+    ),
+    ({}, {"num_attention_heads": 6, "num_key_value_heads": 3}, "--tensor 2 does not fit 6 heads with 3 of keys and"),
     ({}, {"head_dim": 7}, "head_dim 7 is odd; RoPE turns pairs"),
     ({}, {"head_dim": "8"}, "config.json: head_dim is '8', not a whole number"),
     ({}, {"rms_norm_eps": "1e-6"}, "config.json: rms_norm_eps is '1e-6', not a number"),
@@ -167,11 +221,6 @@ def check_refused(pool, error, *arguments):
     """By each rank in one line, before it waits for another."""
     for code, out, err in pool.call(MAIN, path=LLAMA, arguments=[*arguments, "--prompt-ids", "1,5"]):
         Checks.that((code, out) == (2, "") and error in err.splitlines()[-1], err)
-
-
-def one_by_default(cases):
-    """These cases of a test, all but the first of them slow."""
-    return [pytest.param(*case, marks=pytest.mark.slow if i else (), id=case[-1]) for i, case in enumerate(cases)]
 
 
 @pytest.mark.parametrize("arrays, changes, error", one_by_default(WRONG))
@@ -196,6 +245,50 @@ def test_option_that_does_not_fit_is_refused_in_one_line(pools, arguments, error
     arguments = [*arguments, "--checkpoint", str(DATA / "grouped")]
     for code, out, err in pools(2).call(MAIN, path=LLAMA, arguments=arguments):
         assert (code, out) == (2, "") and err.splitlines()[-1].endswith(f": error: {error}")
+
+
+def renamed(change):
+    """The arrays of a checkpoint under other names."""
+    return {change(name): array for name, array in arrays_of(DATA / "grouped").items()}
+
+
+NAMES = [  # a change of the names, and the error
+    (lambda name: f"module.{name}", "PyTorch's DistributedDataParallel adds module."),
+    (lambda name: f"_orig_mod.{name}", "PyTorch's torch.compile adds _orig_mod."),
+    (lambda name: name.replace("self_attn.", "self_attn._orig_mod."), "PyTorch's torch.compile adds _orig_mod."),
+    (
+        lambda name: f"module._orig_mod.{name}",
+        "PyTorch's DistributedDataParallel adds module. and PyTorch's torch.compile adds _orig_mod.",
+    ),
+    (lambda name: f"language.{name}", "all names begin with language."),
+]
+
+
+@pytest.mark.parametrize("change, error", one_by_default(NAMES))
+def test_names_with_a_prefix_are_refused_with_its_cause_and_the_way(pools, tmp_path, change, error):
+    folder = write_checkpoint(tmp_path, renamed(change), config_of("grouped"))
+    check_refused(pools(2), f" in the model: {error}; take it away, as by save_file(", "--checkpoint", str(folder))
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", *(pytest.param(f"{kind}config.json", marks=pytest.mark.slow) for kind in KINDS)]
+)
+def test_link_that_points_nowhere_is_refused_as_what_it_is(pools, tmp_path, name):
+    """As where the snapshots of a Hugging Face cache are copied without its blobs."""
+    folder = write_checkpoint(tmp_path, arrays_of(DATA / "grouped"), config_of("grouped"))
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../../blobs/1a2b")
+    error = f"{name} is a link to ../../blobs/1a2b, which is not there: where it is, copy the folder with cp -rL"
+    check_refused(pools(2), error, "--checkpoint", str(folder))
+
+
+def test_chinese_text_in_a_config_is_read_under_any_locale(tmp_path):
+    """In a job of its own, as a locale holds for a process."""
+    folder = write_checkpoint(tmp_path, arrays_of(DATA / "grouped"), config_of("grouped", comment="中文模型"))
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    arguments = ["--checkpoint", folder, "--prompt-ids", "1,5", "--max-new-tokens", "1"]
+    job = Run(LAUNCH, "-n", 1, LLAMA, *arguments, **locale).wait()
+    assert (job.code, job.err) == (0, "")
 
 
 def test_more_stages_than_layers_are_refused_in_one_line(pools, tmp_path):

@@ -15,6 +15,7 @@ from tests.safetensors import DTYPES, header_of, read, write
 ON_RANK = str(ROOT / "tests" / "on_rank_your_model.py")
 DATA = ROOT / "tests" / "data"
 ON_RANK_TRAITS = str(ROOT / "tests" / "on_rank_traits.py")
+ON_RANK_MAIN = str(ROOT / "tests" / "on_rank_main.py")
 ON_RANK_WEIGHTS = str(ROOT / "tests" / "on_rank_weights.py")
 WEIGHTS = str(path_of("pytorch_weights"))
 MODULES = ("tensor_parallel_module", "fully_sharded_module", "pipeline_module", "pytorch_weights")
@@ -112,6 +113,19 @@ ARRAYS = {  # what is wrong with the arrays -> (the arrays, the error)
         lambda: {**arrays_without(""), "head.weight": np.ones((8, 5))},
         r"head.weight is \(8, 5\), the model has \(5, 8\)",
     ),
+    "of DistributedDataParallel": (
+        lambda: {f"module.{name}": array for name, array in read(file_of("float32")).items()},
+        r"^module.(.*) is \1 in the model: PyTorch's DistributedDataParallel adds module.; take it away, as in "
+        r'load\(model, {name.replace\("module.", ""\): array for name, array in open_safetensors\(path\).items\(\)}\)$',
+    ),
+    "of a compiled block": (
+        lambda: {name.replace("blocks.0.", "blocks.0._orig_mod."): array for name, array in arrays_without("").items()},
+        r"^blocks.0._orig_mod.(.*) is blocks.0.\1 in the model: PyTorch's torch.compile adds _orig_mod.; take it away",
+    ),
+    "of a larger model": (
+        lambda: {f"encoder.text.{name}": array for name, array in read(file_of("float32")).items()},
+        r"^encoder.text.(.*) is \1 in the model: all names begin with encoder.text.; take it away",
+    ),
 }
 
 
@@ -133,6 +147,16 @@ def test_damaged_file_is_refused(pools, tmp_path, what):
 def test_arrays_of_another_model_are_refused(pools, what):
     arrays, pattern = ARRAYS[what]
     check_refused(pools(2), arrays(), pattern)
+
+
+def test_link_that_points_nowhere_is_refused_as_what_it_is(pools, tmp_path):
+    """Also where it is the folder that is one."""
+    (tmp_path / "model.safetensors").symlink_to("../blobs/1a2b")
+    (tmp_path / "latest").symlink_to("step-9")
+    for name, target in (("model.safetensors", "../blobs/1a2b"), ("latest", "step-9")):
+        path = tmp_path / name / ("model.safetensors" if name == "latest" else "")
+        error = f"{tmp_path / name} is a link to {target}, which is not there: where it is, copy the folder with cp -rL"
+        check_refused(pools(2), str(path), f"^{error}$")
 
 
 def test_main_refuses_a_damaged_file_in_a_line(pools, tmp_path):
@@ -282,3 +306,41 @@ def test_parameters_that_a_subclass_adds_to_a_split_layer_are_whole(pools):
     for layouts in pools(4).call(f"{ON_RANK_TRAITS}:layouts", **call):
         added = {name: sbp for name, (sbp, _) in layouts.items() if re.fullmatch(r"blocks\.\d\.\w+\.[ab]", name)}
         Checks.equal((len(added), set(added.values())), (4, {"B, B"}), "the SBPs of", *added)
+
+
+@pytest.mark.parametrize(
+    "name, expression, line",
+    [
+        (
+            "tensor_parallel_module",
+            "lay_out(Classifier(), placements('cpu', 2), {'embedding': Row})",
+            "embedding is Embedding: only nn.Linear can be Row; vocab_parallel.py splits an embedding",
+        ),
+        (
+            "tensor_parallel_module",
+            "lay_out(Classifier(), placements('cpu', 2), {'blocks.0.norm': Column})",
+            "blocks.0.norm is LayerNorm: only nn.Linear can be Column",
+        ),
+        (
+            "tensor_parallel_module",
+            "lay_out(nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4))), placements('cpu', 2), {'0': Column})",
+            "0.weight is not a parameter: the forward pre-hook WeightNorm computes it, so no plan can split it; "
+            "leave 0 out, or make it a parameter first, as nn.utils.remove_weight_norm does",
+        ),
+        (
+            "tensor_parallel_module",
+            "lay_out(nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4), 'bias')), placements('cpu', 2), {'0': Row})",
+            "0.bias is not a parameter: the forward pre-hook WeightNorm computes it, so no plan can split it; "
+            "leave 0 out, or make it a parameter first, as nn.utils.remove_weight_norm does",
+        ),
+        (
+            "fully_sharded_module",
+            "shard(nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4))), flow.placement.all('cpu'))",
+            "0.weight is not a parameter: the forward pre-hook WeightNorm computes it, from shards; "
+            "compute it in forward, or make it a parameter first, as nn.utils.remove_weight_norm does",
+        ),
+    ],
+)
+def test_layer_that_cannot_be_split_is_refused_in_a_line(pools, name, expression, line):
+    for _, words in pools(2).call(f"{ON_RANK_MAIN}:refused", path=PATHS[name], expression=expression):
+        assert words == [line]

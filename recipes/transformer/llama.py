@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import time
 
@@ -29,7 +30,7 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
-WORLD_SIZES = (2, 1, 4, 8, 16, 32, 64)  # numbers of ranks; launch.sh refuses others
+WORLD_SIZES = (2, 1, *range(3, 65))  # numbers of ranks; launch.sh refuses others
 B, S = flow.sbp.broadcast, flow.sbp.split
 LAYOUT = {  # weight, (out, in) as in torch.nn.Linear -> its SBP on the ranks of its stage
     "embed_tokens": S(0),  # words
@@ -68,8 +69,12 @@ class Config:
         tensor, heads, kv_heads = stages[0].ranks.size, self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             raise ValueError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-        if heads % tensor or (kv_heads % tensor and tensor % kv_heads):
-            raise ValueError(f"--tensor {tensor} does not fit {heads} heads with {kv_heads} of keys and values")
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        if tensor not in fitting:
+            raise ValueError(
+                f"--tensor {tensor} does not fit {heads} heads with {kv_heads} of keys and values: "
+                f"type --tensor {' or '.join(map(str, fitting))}, and a multiple of it as -n"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; RoPE turns pairs")
         if min(self.vocab_size, self.intermediate_size) < tensor:
@@ -347,6 +352,7 @@ def logits_of(model, prompts):
 
 
 FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no bfloat16
+WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile", "_fsdp_wrapped_module": "FSDP"}
 IMPLEMENTED = {  # entries of config.json -> the only value that this recipe computes
     "model_type": "llama",
     "hidden_act": "silu",
@@ -380,11 +386,21 @@ ROPE_TYPES = {  # type -> what it needs
 }
 
 
+def is_there(path):
+    """Whether a file is there. ValueError for a link that points nowhere, as in a copied Hugging Face cache."""
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            target = f"{place} is a link to {os.readlink(place)}"
+            raise ValueError(f"{target}, which is not there: where it is, copy the folder with cp -rL")
+    return path.exists()
+
+
 def read_json(path):
+    is_there(path)
     try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError):
-        raise ValueError(f"{path}: not an object in JSON") from None
+        return dict(json.loads(path.read_bytes()))  # UTF-8, whatever the locale is
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: not an object in JSON: {error}") from None
 
 
 def check_numbers(entries, names, kinds=(int, float)):
@@ -418,7 +434,7 @@ def read_config(folder):
     folder = pathlib.Path(folder)
     entries = read_json(folder / "config.json")
     generation = {"eos_token_id": entries.get("eos_token_id", 2)}
-    if (folder / "generation_config.json").exists():
+    if is_there(folder / "generation_config.json"):
         generation = read_json(folder / "generation_config.json")
     rope = read_rope(entries)
     for place, values in ((entries, IMPLEMENTED), (rope, IMPLEMENTED), (entries, GREEDY), (generation, GREEDY)):
@@ -449,8 +465,8 @@ def open_checkpoint(folder):
     An index beside a single file is out of date: transformers does not read it either.
     """
     files, index = [pathlib.Path(folder, "model.safetensors")], pathlib.Path(folder, "model.safetensors.index.json")
-    if not files[0].exists():
-        weight_map = read_json(index).get("weight_map") if index.exists() else None
+    if not is_there(files[0]):
+        weight_map = read_json(index).get("weight_map") if is_there(index) else None
         if not isinstance(weight_map, dict):
             raise ValueError(f"{folder}: no {files[0].name}, and no {index.name} with a weight_map")
         files = [pathlib.Path(folder, name) for name in sorted(set(weight_map.values()))]
@@ -462,6 +478,7 @@ def open_checkpoint(folder):
 
 def open_safetensors(path):
     """The length of a header (8 bytes), the header in JSON, and the numbers of one tensor after another."""
+    is_there(path)
     try:
         data = np.memmap(path, np.uint8, "r")
         length = int.from_bytes(data[:8].tobytes(), "little")
@@ -491,9 +508,25 @@ def weight_shapes(config):
     return {f"{name}.weight": config.shape_of(name.split(".")[-1]) for name in names}
 
 
+def check_names(names, wanted):
+    """Raise ValueError where PyTorch's wrappers have added words to names, such as module., or all have one prefix."""
+    prefix = os.path.commonprefix(list(names)).rpartition(".")[0]
+    for name in names:
+        words = [word for word in name.split(".") if word in WRAPPERS]
+        inner = ".".join(word for word in name.split(".") if word not in WRAPPERS)
+        cause = " and ".join(f"PyTorch's {WRAPPERS[word]} adds {word}." for word in words)
+        if prefix and not words:
+            words, inner, cause = [prefix], name[len(prefix) + 1 :], f"all names begin with {prefix}."
+        if words and name not in wanted and inner in wanted:
+            renamed = "name" + "".join(f'.replace("{word}.", "")' for word in words)
+            way = f"save_file({{{renamed}: w for name, w in load_file(path).items()}}, path) of safetensors.torch"
+            raise ValueError(f"{name} is {inner} in the model: {cause}; take it away, as by {way}")
+
+
 def check_weights(arrays, config):
     """Raise ValueError, in one line, if the arrays are not those of the model."""
     shapes = weight_shapes(config)
+    check_names(arrays, shapes)
     problems = [f"{name} is missing" for name in shapes if name not in arrays]
     for name, array in arrays.items():
         is_unused = name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
@@ -627,7 +660,7 @@ def parse_arguments():
     try:
         stages = placements(args.device, flow.env.get_world_size(), args.tensor)
         if args.checkpoint is None:
-            config = Config()
+            config = Config(num_hidden_layers=max(2, len(stages)))
             weights = random_weights(config, seed=0)
             args.prompt_ids = args.prompt_ids or ["3,4,5", "30", "11,12"]
         elif args.graph:

@@ -31,6 +31,7 @@ from oneflow import nn
 WORLD_SIZES = (2, 1, 3, 4, 8)  # numbers of ranks; launch.sh refuses others
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no bfloat16
+WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile", "_fsdp_wrapped_module": "FSDP"}
 DTYPES = {**FLOATS, "I64": np.int64, "I32": np.int32, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
 
 
@@ -81,6 +82,7 @@ def open_safetensors(path):
 
     Raises ValueError if the file is not complete.
     """
+    check_link(path)
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -105,12 +107,21 @@ def open_safetensors(path):
     return arrays
 
 
+def check_link(path):
+    """Raise ValueError for a link that points nowhere, as in a copied Hugging Face cache: open would find no file."""
+    for place in (pathlib.Path(path), *pathlib.Path(path).parents):
+        if place.is_symlink() and not place.exists():
+            target = f"{place} is a link to {os.readlink(place)}"
+            raise ValueError(f"{target}, which is not there: where it is, copy the folder with cp -rL")
+
+
 def match(model, arrays):
     """[(tensor of the model, its array)], of all parameters and persistent buffers.
 
     Raises ValueError, in one line, if the arrays are not those of the model, before anything is loaded.
     """
     tensors, names_of = model.state_dict(), {}
+    check_names(arrays, tensors)
     for name, w in tensors.items():
         names_of.setdefault(id(w), []).append(name)  # tied weights have several names
     pairs, problems = [], [f"{name} is not in the model" for name in arrays if name not in tensors]
@@ -129,6 +140,21 @@ def match(model, arrays):
     if problems:
         raise ValueError("; ".join(problems))
     return pairs
+
+
+def check_names(names, wanted):
+    """Raise ValueError where PyTorch's wrappers have added words to names, such as module., or all have one prefix."""
+    prefix = os.path.commonprefix(list(names)).rpartition(".")[0]
+    for name in names:
+        words = [word for word in name.split(".") if word in WRAPPERS]
+        inner = ".".join(word for word in name.split(".") if word not in WRAPPERS)
+        cause = " and ".join(f"PyTorch's {WRAPPERS[word]} adds {word}." for word in words)
+        if prefix and not words:
+            words, inner, cause = [prefix], name[len(prefix) + 1 :], f"all names begin with {prefix}."
+        if words and name not in wanted and inner in wanted:
+            renamed = "name" + "".join(f'.replace("{word}.", "")' for word in words)
+            way = f"load(model, {{{renamed}: array for name, array in open_safetensors(path).items()}})"
+            raise ValueError(f"{name} is {inner} in the model: {cause}; take it away, as in {way}")
 
 
 def problems_of(array, w):

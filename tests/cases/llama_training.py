@@ -43,8 +43,17 @@ DAMAGED = {  # what is wrong with a checkpoint -> what changes: entries of its c
     "cut_off": lambda content: content[:-1],
     "cut_off_header": lambda content: content[:100],
     "another_head": lambda content: with_head(content),
+    "wrapped": lambda content: with_names(content, lambda name: f"module.{name}"),
     "float64": lambda content: content.replace(b'"BF16"', b'"F64" '),
 }
+
+
+def with_names(content, change):
+    """A file whose weights have other names."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    text = json.dumps({change(name): entry for name, entry in header.items() if name != "__metadata__"}).encode()
+    return len(text).to_bytes(8, "little") + text + content[8 + length :]
 
 
 def with_head(content):
@@ -73,6 +82,8 @@ def damaged(folder):
         (copy / "model.safetensors").write_bytes(fault(content) if callable(fault) else content)
     without = shutil.copytree(Path(folder, "one_layer"), Path(folder, "no_files"))
     (without / "model.safetensors").unlink()
+    link = shutil.copytree(without, Path(folder, "link"))
+    (link / "model.safetensors").symlink_to("nowhere")
 
 
 def held(n, rank, facts, graph, report):
@@ -94,6 +105,8 @@ def llama_sizes(n):
             "seed": 1,
         }
     )
+    if n == 3:  # which does not divide the 4 heads that are the default
+        other.update({"num_attention_heads": 9, "num_key_value_heads": 3})
     stages = {"tensor": n // 2, "num_hidden_layers": 3, "tie_word_embeddings": True, "steps": 2}
     return {"other": other, **({"stages": stages} if n > 1 else {})}
 
@@ -124,11 +137,11 @@ def llama_sizes(n):
         refused=[
             *REFUSED,
             "--tensor 1 --prompt-ids 1 --checkpoint FOLDER/one_layer",
-            *(f"--prompt-ids 1 --checkpoint FOLDER/{name}" for name in [*DAMAGED, "no_files"]),
+            *(f"--prompt-ids 1 --checkpoint FOLDER/{name}" for name in [*DAMAGED, "no_files", "link"]),
         ],
         make_files=damaged,
     ),
-    measured_at={"num_key_value_heads": 4, "hidden_size": 256, "batch": 16, "seq_len": 16},
+    measured_at={"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 256, "batch": 16, "seq_len": 16},
 )
 def llama(
     n,

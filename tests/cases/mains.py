@@ -238,7 +238,7 @@ def arguments_on(name, n):
     """The arguments with which main runs on n ranks."""
     more = {
         "gpt": {3: ["--pipeline", "3", "--num-layers", "3"], 8: ["--tensor", "2", "--pipeline", "2"]},
-        "llama": {8: ["--tensor", "4"]},
+        "llama": {3: ["--tensor", "1"], 8: ["--tensor", "4"]},
         "training_run": dict.fromkeys((2, 6), ["--steps", "4", "--save-every", "2"]),  # its default takes long
     }
     return [*main_of(name).arguments, *more.get(name, {}).get(n, [])]
@@ -317,7 +317,7 @@ TAKEN = {
     "four parts": ((2, 1, 3, 4), "pipeline_module"),
     "any mesh": ((2, 1, *range(3, 1025)), "gpt"),
     "a number that divides the 12 rows of a micro-batch": ((2, 1, 3, 4, 6, 12), "training_run"),
-    "as many as heads of a model, which are powers of two, times stages": ((2, 1, 4, 8, 16, 32, 64), "llama"),
+    "as many as heads of a model, times stages": ((2, 1, *range(3, 65)), "llama"),
 }
 WORLD_SIZES = {name: sizes for sizes, names in TAKEN.values() for name in names.split()}
 
