@@ -315,7 +315,10 @@ def fully_sharded_module(
         make_files=damaged,
         figures=figures.only_rank_0(lambda *_: ["saved 15 tensors, 6,412 bytes"]),
         other_options=["--weights", PYTORCH],
-        refused=[f"--weights FOLDER/{what}" for what in ("no_file", "short", "zip", "int16", "cut", "size", "other", "wrapped", "link")],
+        refused=[
+            f"--weights FOLDER/{what}"
+            for what in ("no_file", "short", "zip", "int16", "cut", "size", "other", "wrapped", "link")
+        ],
     ),
 )
 def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):
