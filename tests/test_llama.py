@@ -104,7 +104,9 @@ DEFAULTS = [  # an entry that config.json may lack, as that of Llama 1 does; and
 
 @pytest.mark.parametrize("name, value", one_by_default(DEFAULTS))
 def test_entry_that_a_config_lacks_has_the_default_of_transformers(pools, tmp_path, name, value):
-    arrays = {key: 0.01 * array for key, array in arrays_of(DATA / "grouped").items()}  # so that rms_norm_eps counts
+    arrays = arrays_of(DATA / "grouped")
+    if name == "rms_norm_eps":  # small numbers, so that it counts
+        arrays = {key: 0.01 * array for key, array in arrays.items()}
     for key in [key for key in arrays if key.endswith(("k_proj.weight", "v_proj.weight"))]:
         arrays[key] = np.tile(arrays[key], (2, 1)) if name == "num_key_value_heads" else arrays[key]
     (logits, tokens), (wanted, wanted_tokens) = (
@@ -185,6 +187,8 @@ def test_main_writes_the_tokens_of_transformers(pools, tensor, layers):
         assert rank or [line for line in lines if line in wanted] == wanted
 
 
+LAST_ROW_DIFFERS = np.zeros((600, 32), np.float32)
+LAST_ROW_DIFFERS[-1, -1] = 1
 WRONG = [  # what the arrays of a checkpoint have, or its config; and the error
     ({"model.norm.weight": None}, {}, "model.norm.weight is missing"),
     ({"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}, {}, "q_proj.bias is not in the model"),
@@ -213,6 +217,11 @@ WRONG = [  # what the arrays of a checkpoint have, or its config; and the error
     ({}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "both rope_scaling and rope_parameters are given"),
     ({}, {"rope_parameters": "llama3"}, "rope_scaling or rope_parameters is not an object"),
     ({}, {"tie_word_embeddings": True}, "lm_head is not embed_tokens, and config.json says tie_word_embeddings"),
+    (
+        {"model.embed_tokens.weight": np.zeros((600, 32), np.float32), "lm_head.weight": LAST_ROW_DIFFERS},
+        {"tie_word_embeddings": True, "vocab_size": 600},
+        "lm_head is not embed_tokens, and config.json says tie_word_embeddings; which one is right?",
+    ),
     ({}, {"intermediate_size": 1}, "--tensor 2 is more than a weight has rows"),
 ]
 

@@ -185,7 +185,7 @@ def arrays(pools):
 
 
 @pytest.mark.parametrize("k, layout", enumerate(LAYOUTS), ids=LAYOUTS)
-def test_each_rank_holds_its_slices_and_a_saved_file_has_them_all(pools, tmp_path, arrays, k, layout):
+def test_pytorch_weights_are_sliced_for_each_rank_and_a_saved_file_has_them_all(pools, tmp_path, arrays, k, layout):
     """The file has one name of the tied weight, as safetensors.torch.save_model writes it; the saved one has both."""
     dropped = TIED[k % 2]
     source, target = tmp_path / "pytorch.safetensors", tmp_path / "saved.safetensors"
@@ -247,7 +247,7 @@ OF_A_KIND = {  # what is wrong with the arrays -> (layout, what is changed in th
 
 
 @pytest.mark.parametrize("what", OF_A_KIND)
-def test_tensor_that_cannot_be_filled_is_refused(pools, arrays, what):
+def test_pytorch_weights_that_cannot_be_filled_are_refused(pools, arrays, what):
     layout, change, message = OF_A_KIND[what]
     call = {"arrays": {**arrays, **change(arrays)}, "layout": layout, "paths": PATHS}
     for answer in pools(4).call(f"{ON_RANK_WEIGHTS}:refusal", **call):
