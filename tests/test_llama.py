@@ -212,6 +212,7 @@ WRONG = [  # what the arrays of a checkpoint have, or its config; and the error
     ({}, {"head_dim": 7}, "head_dim 7 is odd; RoPE turns pairs"),
     ({}, {"head_dim": "8"}, "config.json: head_dim is '8', not a whole number"),
     ({}, {"rms_norm_eps": "1e-6"}, "config.json: rms_norm_eps is '1e-6', not a number"),
+    ({}, {"eos_token_id": ["</s>"]}, "eos_token_id is ['</s>'], not a number or a list of numbers"),
     ({}, {"rope_parameters": {"rope_theta": "x"}}, "config.json: rope_theta is 'x', not a number"),
     ({}, {"rope_parameters": {"rope_type": ["llama3"]}}, "RoPE of type ['llama3']; this recipe computes"),
     ({}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "both rope_scaling and rope_parameters are given"),

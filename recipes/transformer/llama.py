@@ -448,14 +448,17 @@ def read_config(folder):
     check_numbers(entries, (*sizes, "num_key_value_heads", "head_dim"), int)
     check_numbers(entries, ["rms_norm_eps"])
     heads, eos = entries["num_attention_heads"], generation.get("eos_token_id")
+    ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) for token in ends):
+        raise ValueError(f"eos_token_id is {eos!r}, not a number or a list of numbers")
     return Config(
         **{name: entries[name] for name in sizes},
         num_key_value_heads=entries.get("num_key_value_heads") or heads,
         head_dim=entries.get("head_dim") or entries["hidden_size"] // heads,
-        rms_norm_eps=entries.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=1e-6 if entries.get("rms_norm_eps") is None else entries["rms_norm_eps"],
         rope_parameters=rope,
         tie_word_embeddings=entries.get("tie_word_embeddings", False),
-        eos_token_id=[eos] if isinstance(eos, int) else eos,
+        eos_token_id=ends,
     )
 
 

@@ -31,6 +31,7 @@ DAMAGED = {  # what is wrong with a checkpoint -> what changes: entries of its c
     "no_vocabulary": {"vocab_size": None},
     "odd_head": {"head_dim": 7},
     "text_for_a_number": {"head_dim": "8"},
+    "text_for_a_token": {"eos_token_id": "</s>"},
     "two_ropes": {"rope_scaling": {"type": "linear", "factor": 2.0}},
     "text_for_rope": {"rope_parameters": "llama3"},
     "three_heads_of_keys": {"num_key_value_heads": 3},

@@ -286,7 +286,7 @@ def fully_sharded_module(
     layout = layouts(shapes, optimizer, sharded.get, ids=rows, targets=rows)
     matmuls = matmuls_of(batch, hidden_size, rows, [replicated] * 3, rows, rows, rows, num_layers)
     in_forward = [(own, replicated, own[0]) for own in sharded.values()]
-    in_backward = [(own, replicated) for own in reversed(list(sharded.values()))] if reshard_after_forward else []
+    in_backward = in_forward[::-1] if reshard_after_forward else []
     return case_of(
         layout,
         shapes,
