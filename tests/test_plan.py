@@ -396,6 +396,19 @@ def test_config_of_another_kind_is_refused(tmp_path, config, says):
         of_config(path)
 
 
+def test_link_that_points_nowhere_is_refused_as_what_it_is(tmp_path):
+    path = tmp_path / "config.json"
+    path.symlink_to("../../blobs/1a2b")
+    with pytest.raises(ConfigError, match="config.json is a link to ../../blobs/1a2b, which is not there"):
+        of_config(path)
+
+
+def test_byte_order_mark_of_a_config_is_skipped(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_7B), "utf-8-sig")
+    assert formulas.parameters(of_config(path)) == 6738415616
+
+
 def test_it_runs_in_a_clone_without_environment_and_makes_none(tmp_path):
     shutil.copy(ROOT / "launch.sh", tmp_path)
     shutil.copytree(ROOT / "harness", tmp_path / "harness", ignore=shutil.ignore_patterns("__pycache__"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +82,10 @@ def of_config(path, seq_len=None):
 
     Raises ConfigError if it does not describe a dense decoder.
     """
+    if os.path.islink(path) and not os.path.exists(path):
+        raise ConfigError(f"{path} is a link to {os.readlink(path)}, which is not there")
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             config = json.load(file)
     except (OSError, ValueError) as error:
         why = f"{error.strerror}; name a config.json on this machine" if isinstance(error, OSError) else "not JSON"
