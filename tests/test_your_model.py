@@ -344,3 +344,10 @@ def test_parameters_that_a_subclass_adds_to_a_split_layer_are_whole(pools):
 def test_layer_that_cannot_be_split_is_refused_in_a_line(pools, name, expression, line):
     for _, words in pools(2).call(f"{ON_RANK_MAIN}:refused", path=PATHS[name], expression=expression):
         assert words == [line]
+
+
+@pytest.mark.parametrize("layout", ["fully sharded", "fully sharded, resharded after forward"])
+def test_gradient_of_a_gradient_is_that_of_one_device(pools, layout):
+    call = {"names": ["gradient_of_a_gradient", "penalty_on_gradients"], "layout": layout, "graph": False}
+    for outcomes in pools(2).call(f"{ON_RANK_TRAITS}:outcomes", paths=PATHS, **call):
+        Checks.that(all(isinstance(off, float) and off < 1e-6 for off in outcomes.values()), outcomes)
