@@ -292,6 +292,8 @@ MESSAGES = {  # of the index, for which it has no entry: what raises it on 2 ran
     'Can\'t construct placement with "cuda" type because there is no device!': 'flow.placement.all("cuda")',
     "random source op only support broadcast or split": "flow.randn(4, placement=ranks, sbp=flow.sbp.partial_sum)",
     "cannot be splitted by parallel_num: 2 at axis 0": "InAGraph()(one_row)",
+    "A lazy tensor can not be applied to argwhere.": "Picked(flow.argwhere)(one_row)",
+    "Advanced indexing by boolean(mask) tensor only valid in eager mode.": "Picked(lambda x: x[x > 0])(one_row)",
     "SyncBatchNorm expected input tensor to be on GPU": "flow.nn.SyncBatchNorm(2)(flow.ones(4, 2))",
 }
 BEFORE = """
@@ -300,6 +302,11 @@ import oneflow as flow
 class InAGraph(flow.nn.Graph):
     def build(self, x):
         return x.to_global(sbp=flow.sbp.split(0))
+
+class Picked(flow.nn.Graph):
+    def __init__(self, pick):
+        super().__init__()
+        self.build = pick
 
 ranks = flow.placement.all("cpu")
 one_row = flow.ones(1, 4, placement=ranks, sbp=flow.sbp.broadcast)
