@@ -26,7 +26,8 @@ def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
 
     On every rank the function returns {name: (global tensor, SBP, numpy array)}: the tensor, the SBP that it must have
     (on a mesh a tuple of SBPs), and its full value. The test fails if the SBP, the shape, a rank's shard or the value
-    differs, and names the tensor and the rank. rtol, atol: as in np.testing.assert_allclose.
+    differs, and names the tensor and the rank. rtol, atol: as in np.testing.assert_allclose. It may return nothing, and
+    use pytest.skip, xfail and the like, if it does so on every rank.
 
     The function may have parameters, such as those of pytest.mark.parametrize: the ranks get copies of their values.
     """
@@ -43,10 +44,14 @@ def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
             where = {"path": path_for(function, path), "module": function.__module__, "name": function.__qualname__}
             values = {name: pickled(name, value) for name, value in arguments.items()}
             try:
-                results = pools(world_size).call(RETURNED, **where, arguments=values)
-                problems = list(differences(results, rtol, atol))
+                results = dict(enumerate(pools(world_size).call(RETURNED, **where, arguments=values)))
+                problems = list(unlike(results, world_size))
+                if not problems:
+                    end_as_the_ranks(*results[0])
+                    problems = list(differences([tensors for _, tensors in results.values()], rtol, atol))
             except PoolError as error:
-                problems = [in_own_words(error, path)]
+                others = unlike(error.answers, world_size) if error.hung and error.answers else ()
+                problems = [*others, in_own_words(error, path)]
             if problems:
                 pytest.fail("\n".join(problems).lstrip(), pytrace=False)
 
@@ -106,8 +111,31 @@ def in_own_words(error, path):
     return "\n".join(lines)
 
 
+def unlike(results, world_size):
+    """Yield a line if the ranks did not end the test in the same way. results: {rank: result of `returned`}."""
+    ends = {rank: (how, *(sorted(value) if how == "returned" else ())) for rank, (how, value) in results.items()}
+    if len(ends) < world_size or len(set(ends.values())) > 1:
+        words = []
+        for rank, (how, value) in results.items():
+            what = ", ".join(value) or "nothing" if how == "returned" else value
+            words.append(f"rank {rank} of {world_size}: {how} {what}")
+        yield f"{'; '.join(words)}: all ranks must end a test in the same way"
+
+
+def end_as_the_ranks(how, reason):
+    """End pytest's test as the test on the ranks ended."""
+    if how == "exit":
+        pytest.exit(*reason)
+    elif how == "skip":
+        raise pytest.skip.Exception(reason, _use_item_location=True)  # the line of the test, in pytest's summary
+    elif how == "xfail":
+        pytest.xfail(reason)
+    elif how == "fail":
+        pytest.fail(reason, pytrace=False)
+
+
 def differences(results, rtol, atol):
-    """Yield the text of each difference. results: of `returned` on each rank."""
+    """Yield the text of each difference. results: what the test returned on each rank."""
     for rank, tensors in enumerate(results):
         for name, tensor in tensors.items():
             where, expected = f"{name}: rank {rank} of {len(results)}", tensor["expected"]

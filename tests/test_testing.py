@@ -83,6 +83,56 @@ def test_refused(function):
 """
 
 
+OUTCOMES = """
+import unittest
+import oneflow as flow
+import pytest
+from harness.testing import on_ranks
+
+first = flow.env.get_rank() == 0
+
+@on_ranks(1, 2)
+def test_skips_by_ranks(world_size):
+    if world_size == 2:
+        pytest.skip("an odd number of heads")
+
+@on_ranks(2)
+def test_needs_a_package():
+    pytest.importorskip("a_package_that_is_not_here")
+
+@on_ranks(2)
+def test_skips_as_unittest():
+    raise unittest.SkipTest("by unittest")
+
+@on_ranks(2)
+def test_expects_to_fail():
+    pytest.xfail("known to be wrong")
+
+@on_ranks(2)
+def test_fails_by_name():
+    pytest.fail("the loss is wrong")
+
+@on_ranks(2)
+def test_raises_not():
+    with pytest.raises(ValueError):
+        pass
+
+@on_ranks(2)
+def test_skips_on_one_rank():
+    if first:
+        pytest.skip("no rows")
+
+@on_ranks(2)
+def test_returns_other_names():
+    x = flow.ones(2, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+    return {"a" if first else "b": (x, flow.sbp.split(0), [1, 1])}
+
+@on_ranks(2)
+def test_returns_a_number():
+    return 1
+"""
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """The command of the page, with its example, the same without its split, and the programs above."""
@@ -90,12 +140,13 @@ def job(tmp_path_factory):
     forgotten = ".to_global(sbp=S(0))"
     assert f"`{forgotten}`" in PAGE.read_text() and forgotten in example
     programs = {"mine": example, "forgets": example.replace(forgotten, ""), "marks": PARAMETERS, "fails": FAILS}
+    programs["outcomes"] = OUTCOMES
     for name, program in programs.items():
         (folder / f"test_{name}.py").write_text(program)
     (folder / "beside.py").write_text("import oneflow as flow\n\ndef layer(x, w):\n    return flow.matmul(x, w)\n")
     [command] = [block.strip() for block in blocks(PAGE, "bash")]
     more = [f"test_{name}.py" for name in programs if name != "mine"]
-    return Run("bash", "-c", " ".join([command.replace("./launch.sh", QUOTED), *more]), cwd=folder).wait()
+    return Run("bash", "-c", " ".join([command.replace("./launch.sh", QUOTED), *more, "-rsxf"]), cwd=folder).wait()
 
 
 @pytest.mark.slow
@@ -112,9 +163,28 @@ def test_example_without_its_split_names_tensor_rank_expected_and_found(job):
 
 @pytest.mark.slow
 def test_parameters_and_marks_of_pytest(job):
-    assert "6 failed, 13 passed, 1 skipped, 1 xfailed" in job.out, job.out
+    assert "11 failed, 14 passed, 4 skipped, 2 xfailed" in job.out, job.out
     assert "test_value[2] - Failed: Not equal to tolerance" in job.out, job.out
     assert "on_ranks: function cannot be copied to the ranks: Can't pickle <function <lambda>" in job.out, job.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        "test_outcomes.py:9: an odd number of heads",
+        "test_outcomes.py:14: could not import 'a_package_that_is_not_here'",
+        "test_outcomes.py:18: by unittest",
+        "::test_expects_to_fail[2] - reason: known to be wrong",
+        "AssertionError: the loss is wrong",
+        "AssertionError: DID NOT RAISE <class 'ValueError'>",
+        "rank 0 of 2: skip no rows; rank 1 of 2: returned nothing: all ranks must end a test in the same way",
+        "rank 0 of 2: returned a; rank 1 of 2: returned b: all ranks must end a test in the same way",
+        "it returned int, expected {name: (tensor, SBP, array)} or nothing",
+    ],
+)
+def test_outcome_of_pytest_on_the_ranks_is_that_of_the_test(job, line):
+    assert line in job.out, job.out
 
 
 NAMED_LIKE_OURS = """
