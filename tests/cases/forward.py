@@ -177,7 +177,9 @@ def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_featur
     {"other": {"batch": 8, "in_features": 12, "out_features": 20, "seed": 1}},
     main=Main(
         refused_expressions=[
-            f"run(placements('cpu', 4), {size}=6)" for size in ("batch", "in_features", "out_features")
+            f"run({mesh}, {size}=6)"
+            for mesh in ("placements('cpu', 4)", "flow.placement('cpu', [[0, 1, 2, 3]])")
+            for size in ("batch", "in_features", "out_features")
         ]
     ),
 )

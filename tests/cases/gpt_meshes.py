@@ -91,6 +91,9 @@ PROOFS["gpt"] = Proof(
         refused=[
             *("--pipeline 2 --num-layers 1", "--seq-len 7", "--batch-size 7", "--data 3", "--recompute full"),
             *("--experts 1", "--experts 2 --context-parallel"),
+            # each size by its axis of the mesh, 2 x 1 or 1 x 2
+            *("--tensor 2 --num-heads 1", "--tensor 2 --sequence-parallel --seq-len 31", "--experts 3"),
+            *("--context-parallel --seq-len 31", "--shard-weights --num-heads 3 --hidden-size 9"),
         ],
         refused_expressions=["placements('cpu', 2, data=1)"],
         refused_elsewhere=("raise CheckpointError(", "# on all ranks"),  # tests/test_checkpoints.py

@@ -99,7 +99,9 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
     variants=[{"hidden_size": 8}],  # little weight: what is left runs along axis 1
     main=Main(
         refused_expressions=[
-            f"train(placements('cpu', 4), {size}=6)" for size in ("batch", "in_features", "hidden_size", "out_features")
+            f"train({mesh}, {size}=6)"
+            for mesh in ("placements('cpu', 4)", "flow.placement('cpu', [[0, 1, 2, 3]])")
+            for size in ("batch", "in_features", "hidden_size", "out_features")
         ]
     ),
 )
