@@ -12,6 +12,7 @@ from harness.report import atlas
 from harness.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, TRANSFORMERS, WITHOUT_CASE, modes
 from tests.cases.forward import SIGNATURES
+from tests.cases.pipelines import in_turns, rows_of_chunks, rows_of_schedule
 
 RECIPE_NAMES = [*CASES, *WITHOUT_CASE]
 
@@ -149,6 +150,50 @@ def test_docstring_answers_the_questions_of_a_reader(name):
     for begin in ("Moves: ", f"Run:   ./launch.sh {path}{options}", "Use it ", "Source: "):
         assert any(line.startswith(begin) for line in lines), begin
     assert any(line.endswith(f"{path}{options}") and "./launch.sh" not in line for line in lines)
+
+
+def value_of(formula, **numbers):
+    """Of a formula of the docstrings, such as 2 (n-1)/n or (n-1)/(3m+n-1)."""
+    python = re.sub(r"(\d) ?(?=[(mn])|v(?=m)", r"\g<0>*", formula.replace("^", "**"))
+    return eval(python, numbers)
+
+
+def waiting(rows, stages):
+    """The share of a step that each rank waits, by its table of calls. B takes two turns."""
+    turns = len(in_turns(rows, stages))
+    return {round(1 - sum(1 + (op == "B") for op, _, _ in row) / turns, 12) for row in rows}
+
+
+@pytest.mark.parametrize("n, m", [(2, 4), (3, 6), (4, 4)])
+def test_a_rank_waits_the_share_of_the_docstring(n, m):
+    formula = r"(\(n-1\)/\([\w+-]+\))"
+    shares = dict(re.findall(rf"^ +(\w+) .* {formula}", docstring("pipeline_schedules"), flags=re.MULTILINE))
+    assert list(shares) == ["gpipe", "1f1b", "zero_bubble"]
+    interleaved, one_f_one_b = re.findall(formula, docstring("interleaved_pipeline"))
+    [of_training] = re.findall(formula, docstring("train_pipeline"))
+    for schedule, share in [*shares.items(), ("1f1b", one_f_one_b), ("gpipe", of_training)]:
+        wanted = {round(value_of(share, n=n, m=m), 12)}
+        assert waiting(rows_of_schedule(schedule, n, m), n) == wanted, (schedule, share)
+    for v in (2, 3):
+        wanted = {round(value_of(interleaved, n=n, m=m, v=v), 12)}
+        assert waiting(rows_of_chunks(n, m, v), n * v) == wanted, interleaved
+
+
+SENT = {  # recipe -> the tensors of whose bytes "Moves:" begins with the share that each rank sends in a step
+    **dict.fromkeys(("train_data_parallel", "ddp"), "w0 w1"),
+    **dict.fromkeys(("all_gather_kv", "ulysses"), "q"),
+    "train_model_parallel": "y",
+    "elastic_training": "w",
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_a_rank_sends_the_share_of_the_docstring(name):
+    [formula] = re.findall(r"^Moves:.*?((?:\d )?\(n-1\)/n(?:\^2)?) x ", docstring(name), flags=re.MULTILINE | re.DOTALL)
+    for n in (2, 4):
+        case = CASES[name](n)
+        size = sum(case.values[tensor].exact.size for tensor in SENT[name].split())
+        np.testing.assert_allclose(case.sends, value_of(formula, n=n) * size, err_msg=formula)
 
 
 MODULES = "tensor_parallel_module fully_sharded_module pipeline_module"

@@ -4,7 +4,17 @@ import numpy as np
 
 from harness.measure.sbp import NAMES as SBPS
 from tests.cases import figures, reference
-from tests.cases.recipe_case import DERIVED, INPUT, Case, Main, all_reduce, case_of_recipe, placed, through_stages
+from tests.cases.recipe_case import (
+    DERIVED,
+    INPUT,
+    NOT_SQUARE,
+    Case,
+    Main,
+    all_reduce,
+    case_of_recipe,
+    placed,
+    through_stages,
+)
 from tests.cases.reference import Value
 
 UNEVEN_LAYERS = {"batch": 7, "in_features": 6, "hidden_size": 10, "out_features": 9, "seed": 1}
@@ -178,7 +188,7 @@ def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_featur
     main=Main(
         refused_expressions=[
             f"run({mesh}, {size}=6)"
-            for mesh in ("placements('cpu', 4)", "flow.placement('cpu', [[0, 1, 2, 3]])")
+            for mesh in ("placements('cpu', 4)", *(f"flow.placement('cpu', {ranks})" for ranks in NOT_SQUARE))
             for size in ("batch", "in_features", "out_features")
         ]
     ),

@@ -8,6 +8,7 @@ CASES, SIZES, GRAPH_ONLY = {}, {}, set()  # by the name of the recipe; filled by
 PROOFS = {}  # name of the recipe -> Proof
 
 
+NOT_SQUARE = ([[0, 1, 2, 3]], [[0], [1], [2], [3]])  # meshes on which a size that is divided by the wrong axis shows
 INPUT, DERIVED = "an input: what is computed from it is compared", "what is made of it is compared"
 
 

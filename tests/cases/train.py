@@ -4,6 +4,7 @@ import numpy as np
 
 from tests.cases import figures, reference
 from tests.cases.recipe_case import (
+    NOT_SQUARE,
     Case,
     Main,
     all_reduce,
@@ -100,7 +101,7 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
     main=Main(
         refused_expressions=[
             f"train({mesh}, {size}=6)"
-            for mesh in ("placements('cpu', 4)", "flow.placement('cpu', [[0, 1, 2, 3]])")
+            for mesh in ("placements('cpu', 4)", *(f"flow.placement('cpu', {ranks})" for ranks in NOT_SQUARE))
             for size in ("batch", "in_features", "hidden_size", "out_features")
         ]
     ),

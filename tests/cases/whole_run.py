@@ -58,7 +58,7 @@ PROOFS["training_run"] = Proof(
         other_options=["--micro-batches", "4"],
         refused=["--tensor 3", "--micro-batches 5"],
         refused_expressions=[
-            "Config(batch_size=9).check(placements('cpu', 2))",
+            "Config(batch_size=6, micro_batches=2).check(placements('cpu', 2))",
             "Config(num_heads=3).check(placements('cpu', 2, 2))",
             "Config(train_samples=20).check(placements('cpu', 2))",
             "Config(test_samples=0).check(placements('cpu', 2))",
