@@ -246,14 +246,16 @@ def arguments_on(name, n):
 
 
 def other_runs(name):
-    """(number of ranks, arguments) besides the first: 3 ranks or the next number, in a graph; then 7, which divides no size
-    of a recipe, or the largest up to 8.
+    """(number of ranks, arguments) besides the first: 3 ranks or the next number, in a graph; one rank; and 7, which
+    divides no size of a recipe, or the largest up to 8.
 
     Other options are tried on those. training_run compiles eight graphs, so on its first number.
     """
     first, *others = proven_on(name)
     following = first if name == "training_run" else 3 if 3 in others else (others or [first])[0]
     taken = world_sizes(path_of(name))
+    if first != 1 and 1 in taken:
+        yield 1, []
     largest = 7 if 7 in taken and name != "gpt" else max(n for n in taken if n <= 8)
     if following != first or len(modes(name)) == 2:
         yield following, ["--graph"] * (len(modes(name)) == 2)
