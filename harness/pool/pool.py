@@ -20,6 +20,7 @@ from harness.pool.forked import POSSIBLE, fork_server
 from harness.start.ranks import RankAssignment, RankProcesses, is_consequence, reserve_port
 
 WORKER = str(Path(__file__).with_name("worker.py"))
+LONGEST_WAIT = 1e6  # seconds: poll() takes less than 2**31 milliseconds
 LARGE = 2**30  # bytes of resident memory: ranks are replaced when one has more
 START_TIMEOUT = 300  # seconds until new ranks are connected; on a busy machine that may take a minute
 
@@ -119,11 +120,26 @@ class Pool:
             self.repeated.append(function)
             return self._call(function, arguments)
 
-    def _call(self, function, arguments):
+    def begin(self, function, **arguments):
+        """Begin a call, while other pools run theirs; `results` returns its results. Raises PoolError."""
+        self._start_if_needed()
+        self.begun = function
+        with contextlib.suppress(OSError):  # a rank is ending, which `results` notices
+            for connection in self.connections:
+                connection.send((function, arguments))
+
+    def results(self):
+        """The results, by rank, of the call that has begun. Raises PoolError."""
+        return self._answers(self.begun, self.timeout)
+
+    def _start_if_needed(self):
         if self.ranks is None or self.ranks.exit_codes():
             self.close()
             self._start()
             self._answers("the start", START_TIMEOUT)
+
+    def _call(self, function, arguments):
+        self._start_if_needed()
         results = self._answers(function, self.timeout, (function, arguments))
         if self.repeat and any(resident(process.pid) > LARGE for process in self.ranks.processes):
             self.close()  # a rank never frees its graphs
@@ -152,7 +168,8 @@ class Pool:
             for connection in self.connections if request else ():
                 connection.send(request)
             while len(answers) < self.world_size and not failure and time.monotonic() < deadline:
-                for connection in wait(self.connections, max(0, deadline - time.monotonic())):
+                seconds = min(LONGEST_WAIT, max(0, deadline - time.monotonic()))
+                for connection in wait(self.connections, seconds):
                     rank = self.connections.index(connection)
                     answers[rank], traceback = connection.recv()
                     left = self.time_left(answers[rank])
