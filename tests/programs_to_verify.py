@@ -214,6 +214,26 @@ def rows_of_an_embedding(wrong):
     train(table, lambda ids: ((table.weight[ids] if wrong else table(ids)) ** 2).sum(), data=data)
 
 
+def column_of_a_mesh(wrong):
+    """x[i] in place of gather, whose gradient arrives in P: no copies differ, but the gradient is not all of it."""
+    rows = flow.placement("cpu", [[rank] for rank in range(ranks())])
+    flow.manual_seed(0)
+    table = nn.Linear(3, 8, bias=False).to_global(placement=rows, sbp=(B, B))
+    table.weight.data = table.weight.data.to_global(sbp=(S(0), B))
+
+    def data(rng):
+        ids = flow.tensor(rng.integers(8, size=4), placement=rows, sbp=(B, B))
+        x = flow.tensor(rng.standard_normal((4, 6), dtype=np.float32), placement=rows, sbp=(S(1), B))
+        return ids, x, flow.tensor(rng.standard_normal((6, 1), dtype=np.float32), placement=rows, sbp=(S(0), B))
+
+    def loss(ids, x, w):
+        column = table.weight[:, 0]
+        picked = column[ids] if wrong else flow._C.gather(column, ids, 0)
+        return (picked.to_global(sbp=(B, B)) * flow.matmul(x, w)[:, 0]).sum()
+
+    train(table, loss, data=data)
+
+
 def rotated(x, wrong):
     """Interleaved pairs (a, b) -> (-b, a) of the last dimension."""
     pairs = x.reshape(*x.shape[:-1], -1, 2)
@@ -290,16 +310,18 @@ def mask_without_offset(wrong):
     train_attention("mask" if wrong else "")
 
 
-def positions_without_offset(wrong):
-    """Each rank adds the positions from 0 on."""
+def labels_without_offset(wrong):
+    """Row i of a similarity matrix belongs to item i of the batch; each rank numbers its own rows from 0."""
+    mlp = model()
 
-    def add(x):
+    def loss(x, _):
         own = 8 // ranks()
         first = 0 if wrong else own * flow.env.get_rank()
-        positions = flow.arange(first, first + own).float().reshape(own, 1) / 8
-        return x + positions.to_global(placement=x.placement, sbp=S(0))
+        labels = flow.arange(first, first + own).to_global(placement=x.placement, sbp=S(0))
+        out = mlp(x)
+        return cross_entropy(flow.matmul(out, out.to_global(sbp=B), transpose_b=True), labels)
 
-    train_attention("", add)
+    train(mlp, loss)
 
 
 def softmax_of_own_columns(wrong):
@@ -317,22 +339,6 @@ def softmax_of_own_columns(wrong):
         return (probs * probs).sum()
 
     train(head, loss, data=in_b)
-
-
-def norm_of_own_features(wrong):
-    """Layer normalization of a split hidden size by each rank's own features."""
-    mlp = tensor_parallel()
-
-    def loss(x, y):
-        hidden = mlp.up(x)
-        if wrong:
-            local = hidden.to_local()
-            normed = nn.functional.layer_norm(local, local.shape[1:]).to_global(placement=x.placement, sbp=S(1))
-        else:
-            normed = nn.functional.layer_norm(hidden.to_global(sbp=B), (16,))
-        return cross_entropy(mlp.down(normed), y)
-
-    train(mlp, loss, data=in_b)
 
 
 def gradients_added_twice(wrong):

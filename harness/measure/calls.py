@@ -10,6 +10,7 @@ CREATORS = ("tensor", "ones", "zeros", "empty", "full", "rand", "randn")
 RANDOM = ("randint", "randperm", "normal", "bernoulli", "multinomial", "randn_like", "randint_like")
 DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 OPTIMIZERS = [kind for kind in vars(flow.optim).values() if isinstance(kind, type) and "step" in vars(kind)]
+CLIPPING = (flow.nn.utils, flow.nn.utils.clip_grad, flow.optim.optimizer)  # modules with the name clip_grad_norm_
 # kind of call -> (owner, attribute) of every name by which a script, or a layer of OneFlow, calls the function
 PLACES = {
     "matmul": [
@@ -23,6 +24,7 @@ PLACES = {
     "to_global": [(flow.Tensor, "to_global")],
     "to_local": [(flow.Tensor, "to_local")],
     "backward": [(flow.Tensor, "backward")],
+    "autograd": [(flow.autograd, "grad"), (flow.autograd, "backward")],
     "read": [(flow.Tensor, "numpy"), (flow.Tensor, "item"), (flow.Tensor, "__repr__")],
     "create": [(flow, name) for name in CREATORS],
     "random": [*((flow, name) for name in RANDOM), (flow._C, "uniform_")],
@@ -33,7 +35,9 @@ PLACES = {
     "new graph": [(flow.nn.Graph, "__init__")],
     "set_stage": [(flow.nn.graph.GraphModule, "set_stage")],
     "zero_grad": [(flow.optim.Optimizer, "zero_grad")],
+    "clip": [(owner, "clip_grad_norm_") for owner in CLIPPING],
     "update": [(kind, "step") for kind in OPTIMIZERS],
+    "index": [(flow.Tensor, "__getitem__"), *((owner, "gather_nd") for owner in (flow, flow._C))],
     "cross_entropy": [(flow._C, "sparse_softmax_cross_entropy")],
     "send": [(flow.comm, "send")],
     "recv": [(flow.comm, "recv")],
@@ -73,8 +77,22 @@ def watching(handler, kinds=tuple(PLACES)):
 
         return call
 
+    init = flow.optim.Optimizer.__init__
+
+    @functools.wraps(init)
+    def init_optimizer(optimizer, *arguments, **keywords):
+        """Also watch the step of optimizers that the script defines."""
+        init(optimizer, *arguments, **keywords)
+        if type(optimizer) not in OPTIMIZERS:
+            step = optimizer.step  # does not take the optimizer
+            own = watched("update", "step", lambda _, *arguments, **keywords: step(*arguments, **keywords))
+            optimizer.step = functools.partial(own, optimizer)
+
     places = {place: kind for kind in kinds for place in PLACES[kind]}
-    with replaced({(owner, name): watched(kind, name, getattr(owner, name)) for (owner, name), kind in places.items()}):
+    functions = {(owner, name): watched(kind, name, getattr(owner, name)) for (owner, name), kind in places.items()}
+    if "update" in kinds:
+        functions[flow.optim.Optimizer, "__init__"] = init_optimizer
+    with replaced(functions):
         yield
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from harness.measure.sbp import Split, parse
-from harness.verify.compare import comparable
+from harness.verify.compare import comparable, diverging
 from harness.verify.values import difference
 
 PAGE = "docs/silently-wrong.md#"
@@ -51,6 +51,21 @@ def from_run_to_run(first, comparison, parallel, again):
     return "it differs from run to run: random numbers without a seed, or ranks that do not wait for each other"
 
 
+def diverging_parameter(first, comparison, parallel, again):
+    names = diverging(parallel)
+    if not names or first.value.step < 2:
+        return None
+    return f"it comes after an update of {names[0]}, which is local, and different on each rank by now"
+
+
+def gradient_of_an_index(first, comparison, parallel, again):
+    """The gradient of x[i], with a tensor as i, has arrived before."""
+    place = first.value.facts.get("indexed")
+    if place is None or first.key.kind not in ("gradient", "gradient of an output"):
+        return None
+    return f"in {place}, x[i] with tensors in i has a wrong gradient where x or i is split, or it is in P ({ROWS})"
+
+
 def copies_apart(first, comparison, parallel, again):
     if not first.apart:
         return None
@@ -61,8 +76,6 @@ def copies_apart(first, comparison, parallel, again):
         return f"{words}: each rank takes the statistics of its own rows ({BATCH_NORM})"
     if first.key.kind == "entry":
         return f"{words}: each rank has drawn its own ({RANDPERM})"
-    if first.key.kind == "gradient" and first.alone.ndim > 1:
-        return f"{words}: weight[ids] has such a gradient ({ROWS}), or a line changes what only its own rank holds"
     return f"{words}: a line changes what only its own rank holds, as clipping by the norm of a rank's own part does"
 
 
@@ -194,6 +207,10 @@ def where_it_is(first, comparison):
     if first.key.kind == "parameter" and "gradient" in kinds:
         causes = "the learning rate, clipping, the optimizer's state or its groups"
         return f"the gradients are right and the update is not: {causes} ({BEGIN})"
+    if first.key.kind == "gradient at the update":
+        return f"backward is right, and a line between it and the update is not, as one that clips ({BEGIN})"
+    if first.key.kind == "norm" and "gradient" in kinds:
+        return f"the gradients are right and their norm is not: clipping by groups, or another type of norm ({BEGIN})"
     if first.key.kind.startswith("gradient") and "loss" in kinds:
         return f"forward and the loss are right and backward is not ({BEGIN})"
     return None
@@ -201,6 +218,8 @@ def where_it_is(first, comparison):
 
 CAUSES = (
     from_run_to_run,
+    diverging_parameter,
+    gradient_of_an_index,
     copies_apart,
     parameter_in_p,
     not_a_number,

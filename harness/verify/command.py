@@ -1,12 +1,12 @@
 """`launch.sh verify`: run a script on n ranks and on one rank with the same entries, and compare what both compute."""
 
+import contextlib
 import functools
 import json
 import re
 import shlex
 import signal
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from harness.pool import Pool, PoolError
@@ -18,7 +18,17 @@ from harness.start.recipe import HARNESS
 from harness.start.signals import exit_at
 from harness.verify.cause import cause_of
 from harness.verify.compare import compare, pairs_by_name, pairs_of
-from harness.verify.findings import Findings, never_updated, other_parameters, suspicious, wrong_entries
+from harness.verify.findings import (
+    Findings,
+    local_parameters,
+    missing_gradients,
+    never_updated,
+    no_updates,
+    other_parameters,
+    suspicious,
+    unused_runs,
+    wrong_entries,
+)
 from harness.verify.values import Run
 
 OBSERVE = f"{HARNESS / 'verify' / 'observer.py'}:observe_script"
@@ -35,21 +45,49 @@ class CannotVerify(Exception):
     """Its text says why a script cannot be verified."""
 
 
-def on_new_ranks(ranks, timeout, **arguments):
-    """The answers of observe_script, by rank. Raises PoolError."""
-    with Pool(ranks, timeout) as pool:
-        return pool.call(OBSERVE, **arguments)
+def on_new_ranks(calls, timeout):
+    """The answers of observe_script, by rank, to calls that run at the same time: [(ranks, arguments)].
+
+    Raises PoolError. All in this thread, so that a signal's SystemExit ends all ranks at once.
+    """
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(Pool(ranks, timeout)) for ranks, _ in calls]
+        for pool, (_, arguments) in zip(pools, calls):
+            pool.begin(OBSERVE, **arguments)
+        return [pool.results() for pool in pools]
 
 
-def observed(call, ranks, folder, **arguments):
-    """Run a script by `call`, such as on_new_ranks; returns (its Run, why it cannot be replayed or None)."""
-    folder.mkdir()
-    answers = call(ranks, folder=str(folder), **arguments)
-    return Run(folder, ranks), answers[0]
+class Runner:
+    """Runs scripts, and reads what they have recorded into folders of their own inside `folder`."""
+
+    def __init__(self, call, folder):
+        """call: on_new_ranks with a timeout, or what does the same."""
+        self.call, self.folder = call, folder
+
+    def observed(self, ranks, name, **arguments):
+        """(Run of a script, why it cannot be compared or None). Raises PoolError."""
+        return self.all_observed(ranks, {name: arguments})[0]
+
+    def all_observed(self, ranks, runs):
+        """The same of several runs at once. runs: {name of the folder: arguments}."""
+        for name in runs:
+            (self.folder / name).mkdir()
+        calls = [(ranks, {"folder": str(self.folder / name), **arguments}) for name, arguments in runs.items()]
+        answers = self.call(calls)
+        return [(Run(self.folder / name, ranks), by_rank[0]) for name, by_rank in zip(runs, answers)]
 
 
-def on_one_rank(call, folder, parallel, **arguments):
-    """(the Run of a script on one rank, the number of ranks that it was told). Raises CannotVerify.
+def on_n_ranks(runner, ranks, **arguments):
+    """The Run of a script on n ranks. Raises CannotVerify, PoolError."""
+    parallel, cannot = runner.observed(ranks, "parallel", **arguments)
+    if cannot:
+        raise CannotVerify(cannot)
+    refuse_random(parallel)
+    return parallel
+
+
+def on_one_rank(runner, parallel, **arguments):
+    """(the Run of the same script on one rank, the number of ranks that it was told). Raises CannotVerify.
 
     It is told 1, so that factors of n are checked too, and if it then makes other entries, the n of the run `parallel`.
     """
@@ -57,7 +95,7 @@ def on_one_rank(call, folder, parallel, **arguments):
     for told_size in dict.fromkeys((1, parallel.world_size)):
         told_so = {"world_size": told_size, "strict": told_size == 1}
         try:
-            run, cannot = observed(call, 1, folder / f"told {told_size}", **told_so, **arguments)
+            run, cannot = runner.observed(1, f"told {told_size}", **told_so, **arguments)
         except PoolError as error:
             cannot = shortened(error, arguments["script"]["path"])
         if cannot is None:
@@ -66,47 +104,81 @@ def on_one_rank(call, folder, parallel, **arguments):
     raise CannotVerify(f"on one rank the script does something else: {reasons[parallel.world_size]}")
 
 
+def on_single_device(runner, **arguments):
+    """The Run of another script, for one device. Raises CannotVerify, PoolError."""
+    alone, cannot = runner.observed(1, "single", **arguments)
+    if cannot:
+        raise CannotVerify(cannot)
+    refuse_random(alone)
+    return alone
+
+
+def with_other_rounding(runner, **arguments):
+    """The Runs on one rank whose entries are changed in their last bit, differently in each. Raises CannotVerify."""
+    observed = runner.all_observed(1, {f"nudged {seed}": {**arguments, "nudge": seed} for seed in NUDGES})
+    for _, cannot in observed:
+        if cannot:
+            raise CannotVerify(f"with other rounding the script does something else: {cannot}")
+    return [run for run, _ in observed]
+
+
 def findings(options, call=None):
     """The Findings of a script. Raises UsageError, CannotVerify, or PoolError if it fails on n ranks.
 
-    call: runs observe_script one after another, in place of on_new_ranks.
+    call: what runs observe_script, in place of on_new_ranks.
     """
-    threads = 1 if call else len(NUDGES)
     if call is None:
         timeout = TIMEOUT if options.timeout is None else options.timeout or 1e9
         call = functools.partial(on_new_ranks, timeout=timeout)
     script = {"path": file_of(options), "module": options.module, "argv": options.arguments}
     single = script if options.against is None else single_device(options.against)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        parallel, _ = observed(call, options.nproc_per_node, folder / "parallel", script=script, steps=options.steps)
-        refuse_random(parallel)
+        runner = Runner(call, Path(name))
+        parallel = on_n_ranks(runner, options.nproc_per_node, script=script, steps=options.steps)
         arguments = {"script": single, "steps": options.steps, "replay": (str(parallel.folder), parallel.world_size)}
         if options.against is None:
-            alone, told_size = on_one_rank(call, folder, parallel, **arguments)
+            alone, told_size = on_one_rank(runner, parallel, **arguments)
             arguments.update(world_size=told_size, strict=told_size == 1)
         else:
-            (alone, _), told_size = observed(call, 1, folder / "single", **arguments), 1
-            refuse_random(alone)
-
-        def nudged(seed):
-            run, cannot = observed(call, 1, folder / f"nudged {seed}", nudge=seed, **arguments)
-            if cannot:
-                raise CannotVerify(f"with other rounding the script does something else: {cannot}")
-            return run
-
-        with ThreadPoolExecutor(threads) as executor:
-            others = list(executor.map(nudged, NUDGES))
+            alone, told_size = on_single_device(runner, **arguments), 1
+        others = with_other_rounding(runner, **arguments)
         matching = pairs_of if options.against is None else pairs_by_name
         comparison = compare(parallel, alone, others, *matching(parallel, alone))
         if not comparison.agreeing and not comparison.differing:
             raise CannotVerify(NOTHING)
-        cause = None
+        cause, failed = None, None
         if comparison.first:
-            again, _ = observed(call, options.nproc_per_node, folder / "again", script=script, steps=options.steps)
+            again, failed = second_run(runner, options.nproc_per_node, script=script, steps=options.steps)
             cause = cause_of(comparison, parallel, again)
-        wrong = [*never_updated(parallel), *wrong_entries(parallel), *other_parameters(alone)]
-        return Findings(options, told_size, comparison, cause, wrong, suspicious(parallel, alone))
+        return Findings(
+            options,
+            told_size,
+            comparison,
+            cause,
+            wrong_lines(options, parallel, alone),
+            suspicious(parallel, alone),
+            [*no_updates(parallel), *unused_runs(others, failed)],
+        )
+
+
+def second_run(runner, ranks, **arguments):
+    """(a second Run on n ranks, {} if it fails; how it failed or None)"""
+    try:
+        return runner.observed(ranks, "again", **arguments)[0], None
+    except PoolError as error:
+        return {}, shortened(error, arguments["script"]["path"])
+
+
+def wrong_lines(options, parallel, alone):
+    """Lines on mistakes beside the values that differ."""
+    other = "on one rank" if options.against is None else f"in {Path(shlex.split(options.against)[0]).name}"
+    return [
+        *missing_gradients(parallel, alone, other),
+        *never_updated(parallel),
+        *local_parameters(parallel),
+        *wrong_entries(parallel, alone),
+        *other_parameters(alone),
+    ]
 
 
 def single_device(command):

@@ -7,9 +7,10 @@ import numpy as np
 
 from harness.verify.values import Key, Value, difference
 
+NAMELESS = ("loss", "norm")  # kinds of which two scripts have the same, whatever its name
 BY_NAME = (
-    *("initial", "input", "output", "gradient of an output"),
-    *("loss", "gradient", "parameter", "buffer", "graph output"),
+    *("initial", "input", "output", "gradient of an output", "loss", "gradient", "norm"),
+    *("gradient at the update", "parameter", "buffer", "graph output"),
 )
 GRAPH_AND_EAGER = 2e-5  # relative: Adam's bias correction is float32 in a graph and float64 in eager mode
 MARGIN = 30  # times what the nudged runs differ: in five recipes, right runs differed by 4 times at most
@@ -71,7 +72,7 @@ def pairs_by_name(parallel, alone):
         for key in run.keys:
             if key.kind in BY_NAME:
                 kind = "loss" if key.kind == "graph output" and run[key].shape == () else key.kind
-                name = "" if kind == "loss" else key.name
+                name = "" if kind in NAMELESS else key.name
                 seen[kind, name] += 1
                 keys[kind, name, seen[kind, name]] = key
         numbered.append(keys)
@@ -84,42 +85,80 @@ def compare(parallel, alone, nudged, pairs, skipped):
 
     pairs, skipped: of pairs_of or pairs_by_name.
     """
-    agreeing, differing, kinks = [], [], 0
-    undetermined = {}  # name of a parameter -> where its gradient may have any sign
-    relative = relative_rounding(alone, nudged, [pair[1] for pair in pairs])
-    modes = [any(key.kind == "graph output" for key in run.keys) for run in (parallel, alone)]
-    if modes[0] != modes[1]:
-        parameters = [key for key in relative if key[0] == "parameter"]
-        relative.update({key: max(relative[key], GRAPH_AND_EAGER) for key in parameters})
-    for key, key_of_one in pairs:
-        value = parallel[key]
-        of_many, of_one = comparable(parallel, key), comparable(alone, key_of_one)
-        if of_many is None or of_one is None or of_many.shape != of_one.shape:
-            skipped.append(key)
-            continue
-        rounding = relative[key_of_one[:3]] * largest(of_one)
-        apart = [pair for pair in parallel.apart(key) if pair[2] > rounding]
-        ignored = undetermined.get(key.name) if key.kind == "parameter" else None
-        if ignored is not None and ignored.any():
-            of_many = np.where(ignored, of_one, of_many)
-        if value.facts.get("computed"):  # such as the addends of a mean that is divided later
-            of_many = of_one
-        error = max([difference(of_many, of_one), *(pair[2] for pair in apart)])
-        if key.kind == "gradient":
-            unsure = (np.abs(of_one) <= rounding) & ((of_one != 0) | (of_many != 0))
-            undetermined[key.name] = unsure | undetermined.get(key.name, False)
-        if error > rounding and not apart:
-            if is_kink(of_many, of_one, rounding):
-                kinks += 1
-                error = 0.0
-            elif kinks and relative_norm(of_many, of_one) <= AFTER_A_KINK:
-                error = 0.0
-        if error > rounding:
-            differing.append(Outcome(key, value, error, rounding, of_many, of_one, apart))
-        elif not differing:
-            agreeing.append(key)
+    comparer = Comparer(parallel, alone, tolerances(parallel, alone, nudged, pairs))
+    for pair in pairs:
+        comparer.add(*pair)
     steps = max((parallel[key].step for key in parallel.keys if key.kind == "parameter"), default=0)
-    return Comparison(agreeing, differing, skipped, steps, kinks)
+    return Comparison(comparer.agreeing, comparer.differing, skipped + comparer.skipped, steps, comparer.kinks)
+
+
+def tolerances(parallel, alone, nudged, pairs):
+    """relative_rounding of the values of `alone` in these pairs; more where one run trains in a graph."""
+    relative = relative_rounding(alone, nudged, [pair[1] for pair in pairs])
+    has_graph = [any(key.kind == "graph output" for key in run.keys) for run in (parallel, alone)]
+    if has_graph[0] != has_graph[1]:
+        for key in relative:
+            if key[0] == "parameter":
+                relative[key] = max(relative[key], GRAPH_AND_EAGER)
+    return relative
+
+
+class Comparer:
+    """Compares the values of two runs, one after another, in the order of the script."""
+
+    def __init__(self, parallel, alone, relative):
+        """relative: that of relative_rounding."""
+        self.parallel, self.alone, self.relative = parallel, alone, relative
+        self.agreeing, self.differing, self.skipped, self.kinks = [], [], [], 0
+        self.undetermined = {}  # name of a parameter -> where its gradient may have any sign
+
+    def add(self, key, key_of_one):
+        """Compare a value of `parallel` with one of `alone`."""
+        of_many, of_one = comparable(self.parallel, key), comparable(self.alone, key_of_one)
+        value = self.parallel[key]
+        if of_many is None or of_one is None or of_many.shape != of_one.shape:
+            if value.layout.sbp != "local":  # else `diverging` tells
+                self.skipped.append(key)
+            return
+        rounding = self.relative[key_of_one[:3]] * largest(of_one)
+        apart = [pair for pair in self.parallel.apart(key) if pair[2] > rounding]
+        outcome = Outcome(key, value, 0.0, rounding, of_many, of_one, apart)
+        if key.kind == "gradient":
+            self.note_signs(outcome)
+        outcome.error = max([self.error_of_whole(outcome), *(pair[2] for pair in apart)])
+        if outcome.error > rounding:
+            self.differing.append(outcome)
+        elif not self.differing:
+            self.agreeing.append(key)
+
+    def error_of_whole(self, outcome):
+        """The largest difference of two whole values, without what rounding may have caused."""
+        of_many, of_one, name = outcome.parallel, outcome.alone, outcome.key.name
+        if outcome.value.facts.get("computed"):  # such as the addends of a mean that is divided later
+            return 0.0
+        if outcome.key.kind == "parameter" and name in self.undetermined:
+            outcome.parallel = of_many = np.where(self.undetermined[name], of_one, of_many)
+        error = difference(of_many, of_one)
+        if error <= outcome.rounding or outcome.apart:
+            return error
+        if is_kink(of_many, of_one, outcome.rounding):
+            self.kinks += 1
+            return 0.0
+        return 0.0 if self.kinks and relative_norm(of_many, of_one) <= AFTER_A_KINK else error
+
+    def note_signs(self, outcome):
+        """Note where the gradient of a parameter is as small as rounding: Adam may move it either way there."""
+        of_many, of_one, name = outcome.parallel, outcome.alone, outcome.key.name
+        unsure = (np.abs(of_one) <= outcome.rounding) & ((of_one != 0) | (of_many != 0))
+        self.undetermined[name] = unsure | self.undetermined.get(name, False)
+
+
+def diverging(run):
+    """The names of local parameters that begin with the same value on all ranks, and then differ."""
+    local = [key for key in run.keys if run[key].layout.sbp == "local"]
+    equal = {key.name for key in local if key.kind == "initial" and run.whole(key) is not None}
+    updated = [key for key in local if key.kind == "parameter" and key.name in equal]
+    return list(dict.fromkeys(key.name for key in updated if run.whole(key) is None))
 
 
 def is_kink(of_many, of_one, rounding):

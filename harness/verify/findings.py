@@ -5,7 +5,7 @@ from typing import Optional
 
 import numpy as np
 
-from harness.verify.compare import MARGIN
+from harness.verify.compare import MARGIN, diverging
 from harness.verify.values import at
 
 NAMES = {  # kind of a value -> what it is called
@@ -19,6 +19,9 @@ NAMES = {  # kind of a value -> what it is called
     "loss": "the loss",
     "gradient of an output": "the gradient of the output of {}",
     "gradient": "the gradient of {}",
+    "gradient from grad": "the gradient of {} from autograd.grad",
+    "norm": "the norm of the gradients, from {}",
+    "gradient at the update": "the gradient of {} at the update",
     "parameter": "{} after the update",
     "buffer": "the buffer {} after the update",
     "graph output": "the output of {}",
@@ -33,6 +36,8 @@ PLURALS = {
     "loss": "losses",
     "gradient of an output": "gradients of outputs",
     "gradient": "gradients of parameters",
+    "norm": "norms of gradients",
+    "gradient at the update": "gradients at the update",
     "parameter": "parameters after an update",
     "buffer": "buffers",
     "graph output": "outputs of graphs",
@@ -54,6 +59,7 @@ class Findings:
     cause: Optional[str] = None
     wrong_entries: list = field(default_factory=list)  # lines
     suspicious: list = field(default_factory=list)  # lines on what is right in value
+    not_seen: list = field(default_factory=list)  # lines on what this verify could not compare or use
 
     @property
     def differs(self):
@@ -74,6 +80,7 @@ class Findings:
             "first_difference": first and self.first_as_dict(first),
             "likely_cause": self.cause,
             "suspicious": self.suspicious,
+            "not_seen": self.not_seen,
         }
 
     def first_as_dict(self, first):
@@ -110,7 +117,7 @@ class Findings:
         if self.told_size > 1:
             words = f"on one rank the script was told that there are {self.told_size}"
             lines.append(f"not noticed: a factor of {self.told_size} too many or too few, as {words}")
-        return "\n".join([*lines, *dict.fromkeys(self.suspicious)])
+        return "\n".join([*lines, *self.not_seen, *dict.fromkeys(self.suspicious)])
 
     def lines_of_first(self, first):
         value, agreeing = first.value, self.comparison.agreeing
@@ -162,9 +169,68 @@ def ratio_of(first):
     return ratio if np.abs(parallel - ratio * alone).max(initial=0) <= first.rounding * max(1, abs(ratio)) else None
 
 
-def wrong_entries(parallel):
-    """A line for each place where every rank passes the same batch to S in every step: the tensor has it n times."""
-    return [f"wrong: {words}" for words, changes in passed_to_all(parallel) if changes]
+def missing_gradients(parallel, alone, other):
+    """A line for parameters that get a gradient in one of two runs only. other: what runs on one rank."""
+    lines, n_ranks = [], f"on {parallel.world_size} ranks"
+    for run, reference, here, there in ((parallel, alone, n_ranks, other), (alone, parallel, other, n_ranks)):
+        with_gradient = names_of_kind(run, "gradient")
+        if with_gradient:  # a graph with micro-batches gives none
+            names = names_of_kind(reference, "gradient") - with_gradient
+            names = [name for name in names_of_kind(run, "initial", "parameter") if name in names]
+            if names:
+                lines.append(f"wrong: no gradient {here}, but one {there}: {shortened(names)}")
+    return lines
+
+
+def names_of_kind(run, *kinds):
+    """The names of a run's values of these kinds, in order, as the keys of a dict."""
+    return dict.fromkeys(key.name for key in run.keys if key.kind in kinds).keys()
+
+
+def local_parameters(parallel):
+    """A line for parameters that are local, and so diverge."""
+    names = diverging(parallel)
+    words = "is local, not global, so its gradient is not reduced, and the copies of the ranks differ after an update"
+    return [f"wrong: {shortened(names)} {words} ({DROPPED})"] if names else []
+
+
+def no_updates(parallel):
+    """A line if the script computes gradients, and verify sees no update by them."""
+    kinds = {key.kind for key in parallel.keys}
+    if not kinds & {"loss", "gradient", "gradient from grad"} or "parameter" in kinds:
+        return []
+    words = "no parameter of a module or variable has changed between backward and the next forward"
+    return [f"no training step was seen, so no updates are compared and --steps ends nothing: {words}"]
+
+
+def unused_runs(others, again_raised=None):
+    """A line if a run that measures rounding, or the second one on n ranks, ended with an exception."""
+    raised = [facts["raised"] for run in others for facts in run.facts if facts["raised"]]
+    lines = []
+    if raised:
+        words = f"{len(raised)} of {len(others)} runs with changed last bits raised an exception"
+        lines.append(f"rounding: {words} ({raised[0]}); of these only the values before it are used")
+    if again_raised:
+        lines.append(f"not checked: whether it differs from run to run, as a second run failed: {again_raised}")
+    return lines
+
+
+def wrong_entries(parallel, alone):
+    """A line for each place where every rank passes the same to S, so that the tensor has it n times.
+
+    Wrong is what changes from step to step, as a batch does, and what the script does not repeat on one rank.
+    """
+    lines, others = [], places_of_other_blocks(alone)
+    for place, words, changes in passed_to_all(parallel):
+        if place in others:
+            lines.append(f"wrong: {words}; on one rank the script makes other numbers")
+        elif changes:
+            lines.append(f"wrong: {words}")
+    return lines
+
+
+def places_of_other_blocks(alone):
+    return {place for facts in alone.facts for place in facts["other_blocks"]}
 
 
 def never_updated(parallel):
@@ -177,7 +243,7 @@ def never_updated(parallel):
 
 
 def passed_to_all(parallel):
-    """Yield (a line, whether the values change from call to call) of each place where all ranks pass the same to S.
+    """Yield (place, words, whether the values change from call to call) where all ranks pass the same to S.
 
     Values that do not change may be intended, such as the positions or the mask of each row.
     """
@@ -192,7 +258,7 @@ def passed_to_all(parallel):
             layout, shape = parallel[key].layout, passed[0][0]
             words = f"each rank passes the same {shape} to {layout.sbp}, so the tensor {parallel[key].shape} has it"
             hashes = {value_hash for _, passed in calls for _, value_hash, _ in passed}
-            yield f"{at(place)}: {words} {len(layout.members)} times ({COPIES})", len(hashes) > 1
+            yield at(place), f"{at(place)}: {words} {len(layout.members)} times ({COPIES})", len(hashes) > 1
 
 
 def is_same_on_all(passed):
@@ -209,9 +275,13 @@ def other_parameters(alone):
     ):
         names = alone.facts[0].get(key, [])
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            lines.append(f"wrong: {words} parameters of these names and shapes: {', '.join(names[:5])}{more}")
+            lines.append(f"wrong: {words} parameters of these names and shapes: {shortened(names)}")
     return lines
+
+
+def shortened(names):
+    """The first names of a list."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def has_nan(array):
@@ -220,8 +290,10 @@ def has_nan(array):
 
 def suspicious(parallel, alone):
     """Lines on what is right in value, and may not be intended."""
-    lines = {words: f"look at {words}" for words, changes in passed_to_all(parallel) if not changes}
-    for place in {place for facts in alone.facts for place in facts["other_blocks"]}:
+    others = places_of_other_blocks(alone)
+    copies = list(passed_to_all(parallel))
+    lines = {place: f"look at {words}" for place, words, changes in copies if not changes and place not in others}
+    for place in others - {place for place, *_ in copies}:
         words = (
             "this local tensor has other numbers when the script runs on one rank; do they depend on other rows, or on "
             "the process, as the order of a set does?"

@@ -1,5 +1,6 @@
 """The values that ranks have seen: written by each rank while the script runs, read and put together afterwards."""
 
+import os
 import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,20 +43,24 @@ class Writer:
     """Writes the values that this rank sees to two files in a folder: their blocks, and then their list."""
 
     def __init__(self, folder, rank):
-        self.list_path, self.values = Path(folder, f"{rank}.list"), []
+        self.list_path, self.values = Path(folder, f"{rank}.list"), {}
         self.blocks = open(Path(folder, f"{rank}.blocks"), "wb")  # noqa: SIM115
 
     def add(self, value, block):
-        """Add a Value. block: this rank's array, or None."""
+        """Add a Value, in place of an earlier one of its key. block: this rank's array, or None."""
+        earlier = self.values.pop(value.key, None)
         if block is not None:
-            value.offset, value.block_shape = self.blocks.tell(), block.shape
+            fits = earlier is not None and (earlier.block_shape, earlier.dtype) == (block.shape, value.dtype)
+            again = fits and earlier.offset is not None
+            value.offset = self.blocks.seek(earlier.offset) if again else self.blocks.seek(0, os.SEEK_END)
+            value.block_shape = block.shape
             self.blocks.write(np.ascontiguousarray(block).tobytes())
-        self.values.append(value)
+        self.values[value.key] = value
 
     def close(self, **facts):
         """Write the list, with what else is known of the run."""
         self.blocks.close()
-        self.list_path.write_bytes(pickle.dumps({"values": self.values, **facts}))
+        self.list_path.write_bytes(pickle.dumps({"values": list(self.values.values()), **facts}))
 
 
 class Run:
@@ -96,12 +101,15 @@ class Run:
         return {rank: block for rank, block in blocks.items() if block is not None}
 
     def whole(self, key):
-        """The full value; None if a rank of its placement has not seen it, or the blocks do not fit its layout."""
+        """The full value; None if a rank of its placement has not seen it, or the blocks do not fit its layout.
+
+        Of a local tensor None too if the ranks hold different values.
+        """
         value, blocks = self[key], self.blocks(key)
         if set(blocks) != set(members(value, self.world_size)):
             return None
         if value.layout.sbp == "local":
-            return blocks[0]
+            return blocks[0] if all(difference(blocks[0], block) == 0 for block in blocks.values()) else None
         whole = np.zeros(value.shape, np.dtype(value.dtype))
         for rank, block in blocks.items():
             if is_first_copy(value.layout, rank):

@@ -2,7 +2,9 @@
 
 import json
 import re
+import signal
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,10 @@ from harness.verify.values import Key, Value
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
 from tests.cases.verifying import MISTAKES, PROGRAMS, RANKS, check_right, check_wrong, refusal, verified
+from tests.jobs import LAUNCH, Run, wait_until
 from tests.markdown import blocks_of
 
-LAUNCH, PAGE = str(ROOT / "launch.sh"), ROOT / "docs" / "verify.md"
+PAGE = ROOT / "docs" / "verify.md"
 # Recipe -> why it cannot be compared
 CANNOT = {
     "ring_all_reduce": "on one rank the script does something else",
@@ -73,7 +76,7 @@ def one_difference(sbp, many, one, kind="output"):
     first = Outcome(value.key, value, abs(many - one).max(), 1e-6, many, one)
 
     class Runs(dict):
-        world_size = 2
+        world_size, keys = 2, ()
 
         def blocks(self, key):
             return {0: many / 2, 1: many / 2}
@@ -175,6 +178,281 @@ def test_against_a_script_for_one_device(pools, tmp_path, change, words):
     found = verified(pools, "-n", 2, "--against", single, several)
     Checks.equal(found.differs, words != "all values agree", found.as_text())
     Checks.that(re.search(words, found.as_text()), words, "is not in", found.as_text())
+
+
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
+BY_HAND = """
+    norm = sum((p.grad.to_global(sbp=flow.sbp.broadcast).detach() ** 2).sum().item() for p in model.parameters()) ** 0.5
+    for p in model.parameters():
+        {}
+"""
+GRAPH = """
+class Graph(nn.Graph):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+        clip = {"clip_grad_max_norm": 0.1, "clip_grad_norm_type": 2.0}
+        self.add_optimizer(flow.optim.SGD([{"params": list(model.parameters()), **clip}], lr=0.1))
+    def build(self, x, y):
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        loss.backward()
+        return loss
+graph = Graph()
+rng = np.random.default_rng(0)
+for _ in range(3):
+    x, y = rng.standard_normal((8, 8), dtype=np.float32), rng.integers(4, size=8)
+    x, y = (flow.tensor(a, placement=ranks, sbp=flow.sbp.split(0)) for a in (x, y))
+    graph(x, y).numpy()
+"""
+CLIPS = SINGLE.replace("super().forward(x)", "nn.Linear.forward(self, x)").replace(
+    "    optimizer.step()", f"    {CLIP}\n    optimizer.step()"
+)
+
+
+@pytest.mark.parametrize(
+    "way", ["clip_grad_norm_", "p.grad = p.grad * (0.1 / norm)", "p.grad.mul_(0.1 / norm)", "graph"]
+)
+def test_against_a_script_that_clips_in_a_different_way(pools, tmp_path, way):
+    """Gradients are compared as backward left them; the norm is a value, also that of a graph."""
+    single, several = tmp_path / "single.py", tmp_path / "several.py"
+    single.write_text(CLIPS)
+    source = on_ranks(CLIPS, *([("    " + CLIP, BY_HAND.format(way))] if "norm)" in way else []))
+    several.write_text(source.partition("optimizer =")[0] + GRAPH if way == "graph" else source)
+    found = verified(pools, "-n", 2, "--against", single, several)
+    agreeing = Counter(key.kind for key in found.comparison.agreeing)
+    Checks.that(not found.differs, found.as_text())
+    Checks.equal(agreeing["gradient"], 18, "gradients of 6 parameters in 3 steps")
+    Checks.equal(agreeing["norm"], 0 if "norm)" in way else 3, "norms")
+
+
+@pytest.mark.parametrize(
+    "change, lines",
+    [
+        (
+            ("flow.relu(self.up(x))", "flow.relu(self.up(x)).detach()"),
+            "wrong: no gradient on 2 ranks, but one in single.py: "
+            "up.weight, up.bias, up.adapter.weight, up.adapter.bias\n"
+            "first difference: step 1, the norm of the gradients, from clip_grad_norm_, several.py:",
+        ),
+        ((CLIP, CLIP.replace("0.1)", "0.1, 1.0)")), "first difference: step 1, the norm of the gradients, from"),
+        (
+            (CLIP, f"model.up.bias.grad.mul_(2)\n    {CLIP}"),
+            "first difference: step 1, the norm of the gradients, from",
+        ),
+    ],
+)
+def test_what_clipping_hides(pools, tmp_path, change, lines):
+    """The first gradient that differs is named, although clipping spreads the difference to all."""
+    single, several = tmp_path / "single.py", tmp_path / "several.py"
+    single.write_text(CLIPS)
+    several.write_text(on_ranks(CLIPS, change))
+    text = verified(pools, "-n", 2, "--against", single, several).as_text()
+    Checks.that(lines in text, lines, "is not in", text)
+
+
+OWN_UPDATE = """
+import numpy as np
+import oneflow as flow
+from oneflow import nn
+
+class Own(flow.optim.Optimizer):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+    @flow.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group.parameters:
+                p.sub_(group["lr"] * p.grad)
+
+class Plain:
+    def __init__(self, parameters, lr):
+        self.parameters, self.lr = list(parameters), lr
+    def step(self):
+        for p in self.parameters:
+            g = p.grad if p.grad.ndim == 1 else flow.matmul(flow.matmul(p.grad, p.grad.T), p.grad)
+            p.data -= self.lr * g
+
+n, ranks, S = flow.env.get_world_size(), flow.placement.all("cpu"), flow.sbp.split
+flow.manual_seed(0)
+model = nn.Linear(8, 4).to_global(ranks, flow.sbp.broadcast)
+w = flow.tensor(np.ones((8, 4), np.float32), placement=ranks, sbp=flow.sbp.broadcast, requires_grad=True)
+own, plain = Own(model.parameters(), 0.1 * SCALE), Plain([model.weight], 0.1 * SCALE)
+adam = flow.optim.Adam([model.bias], lr=0.1)
+rng = np.random.default_rng(0)
+for step in range(100):
+    x = flow.tensor(rng.standard_normal((8, 8), dtype=np.float32), placement=ranks, sbp=S(0))
+    loss = FORWARD
+    loss.backward()
+    with flow.no_grad():
+        UPDATE
+    model.zero_grad(set_to_none=True)
+    w.grad = None
+assert False, "verify has not stopped at its steps"
+"""
+IN_A_MODEL = "(model(x) ** 2).mean()"
+
+
+def own_update(update, forward=IN_A_MODEL, scale="1"):
+    return OWN_UPDATE.replace("UPDATE", update).replace("FORWARD", forward).replace("SCALE", scale)
+
+
+@pytest.mark.parametrize(
+    "update, forward, name",
+    [
+        ("own.step()", IN_A_MODEL, "weight"),
+        ("plain.step()", IN_A_MODEL, "weight"),
+        ("plain.step(); adam.step()", IN_A_MODEL, "weight"),
+        ("for p in model.parameters(): p.sub_(0.1 * SCALE * p.grad)", IN_A_MODEL, "weight"),
+        ("for p in model.parameters(): p.copy_(p - 0.1 * SCALE * p.grad)", IN_A_MODEL, "weight"),
+        ("w.sub_(0.1 * SCALE * w.grad)", "(flow.matmul(x, w) ** 2).mean()", "w"),
+    ],
+)
+def test_update_without_an_optimizer_of_oneflow(pools, tmp_path, update, forward, name):
+    """Its steps are counted, and gradients and updates compared."""
+    script = tmp_path / "script.py"
+    script.write_text(own_update(update, forward))
+    found = verified(pools, "-n", 2, script)
+    agreeing = Counter(key.kind for key in found.comparison.agreeing if key.name == name)
+    Checks.that(not found.differs, found.as_text())
+    Checks.equal((agreeing["gradient"], agreeing["parameter"], found.comparison.steps), (3, 3, 3), found.as_text())
+    script.write_text(own_update(update, forward, "n"))
+    text = verified(pools, "-n", 2, script).as_text()
+    Checks.that(re.search(rf"first difference: step 1, {name} after the update .*, script.py:", text), text)
+
+
+NOTES = [
+    (  # a new tensor in each step
+        "no training step was seen, so no updates are compared and --steps ends nothing: no parameter of a module or "
+        "variable has changed between backward and the next forward",
+        "w = flow.ones(4, placement=ranks, sbp=B, requires_grad=True)\nfor _ in range(4):\n"
+        "    (w * w).sum().backward()\n    w = (w - 0.1 * w.grad).detach().requires_grad_()",
+    ),
+    (  # fixed numbers, as the labels of real and generated rows
+        "look at script.py:9: each rank passes the same (2,) to S(0), so the tensor (4,) has it 2 times "
+        "(docs/silently-wrong.md#every-rank-reads-every-sample)",
+        "flow.tensor([0.0, 1.0] * (2 // n)).to_global(placement=ranks, sbp=flow.sbp.split(0)).numpy()",
+    ),
+    (
+        "rounding: 2 of 2 runs with changed last bits raised an exception (AssertionError: exact); of these only the "
+        "values before it are used",
+        "x = flow.tensor(np.full(4, 0.1, np.float32), placement=ranks, sbp=B)\nvalue = x.numpy()[0]\n"
+        "assert value == np.float32(0.1), 'exact'",
+    ),
+]
+
+
+@pytest.mark.parametrize("line, code", NOTES)
+def test_lines_on_a_right_script(pools, tmp_path, line, code):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import numpy as np\nimport oneflow as flow\nfrom oneflow import nn\n"
+        "ranks, B, n = flow.placement.all('cpu'), flow.sbp.broadcast, flow.env.get_world_size()\n"
+        "flow.manual_seed(0)\n\n\n\n" + code
+    )
+    found = verified(pools, "-n", 2, script)
+    Checks.that(not found.differs, found.as_text())
+    Checks.that(line in found.as_text().splitlines(), line, "is not in", found.as_text())
+
+
+LOCAL = """
+import numpy as np
+import oneflow as flow
+from oneflow import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(flow.ones(1)), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+flow.manual_seed(0)
+model = Model()
+optimizer = flow.optim.SGD(model.parameters(), lr=0.1)
+rng = np.random.default_rng(0)
+for _ in range(3):
+    x = flow.tensor(rng.standard_normal((8, 8), dtype=np.float32))
+    optimizer.zero_grad()
+    (model(x) ** 2).mean().backward()
+    # CLIP
+    optimizer.step()
+"""
+LOCAL_ON_RANKS = (
+    (
+        "model = Model()",
+        "model, ranks, B = Model(), flow.placement.all('cpu'), flow.sbp.broadcast\nmodel.layer.to_global(ranks, B)",
+    ),
+    ("* self.scale", "* self.scale.to_global(ranks, B)"),
+    ("dtype=np.float32))", "dtype=np.float32), placement=ranks, sbp=flow.sbp.split(0))"),
+)
+
+
+def local_scripts(folder, clip=""):
+    """(a script for one device, one for several ranks on which a parameter is local)"""
+    single, several, source = folder / "single.py", folder / "several.py", LOCAL.replace("# CLIP", clip)
+    single.write_text(source)
+    for old, new in LOCAL_ON_RANKS:
+        assert old in source
+        source = source.replace(old, new)
+    several.write_text(source)
+    return single, several
+
+
+@pytest.mark.parametrize("against", [False, True])
+def test_parameter_that_is_local(pools, tmp_path, against):
+    single, several = local_scripts(tmp_path)
+    found = verified(pools, "-n", 2, *(["--against", single] if against else []), several)
+    Checks.equal(
+        found.wrong_entries,
+        [
+            "wrong: scale is local, not global, so its gradient is not reduced, and the copies of the ranks differ "
+            "after an update (docs/silently-wrong.md#from-local-to-b-the-values-of-the-other-ranks-are-lost)"
+        ],
+        found.as_text(),
+    )
+    Checks.that("normalized" not in found.as_text(), found.as_text())
+
+
+@pytest.mark.parametrize("parameters", ["model.parameters()", "list(model.parameters())[::-1]"])
+def test_clipping_of_local_and_global_parameters_is_refused(pools, tmp_path, parameters):
+    _, several = local_scripts(tmp_path, f"nn.utils.clip_grad_norm_({parameters}, 1.0)")
+    Checks.equal(
+        refusal(pools, "-n", 2, several),
+        "several.py:23: OneFlow cannot clip local and global parameters together; make these global with "
+        "to_global: scale (docs/errors-tensors.md#all-parameters-must-be-global-tensor-from-clip_grad_norm_)",
+        "the refusal",
+    )
+
+
+WAITS_WITH_OTHER_ROUNDING = """
+import os, time
+from pathlib import Path
+import numpy as np
+import oneflow as flow
+
+x = flow.tensor(np.ones(4, np.float32), placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+alone = Path(__file__).with_name("alone")
+if flow.env.get_world_size() == 1 and alone.exists():
+    alone.with_name(f"waits {os.getpid()}").touch()
+    time.sleep(10000)
+if flow.env.get_world_size() == 1:
+    alone.touch()
+x.numpy()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_ends_the_runs_with_other_rounding(tmp_path, number):
+    script, temporary = tmp_path / "script.py", tmp_path / "temporary"
+    temporary.mkdir()
+    script.write_text(WAITS_WITH_OTHER_ROUNDING)
+    job = Run(LAUNCH, "verify", "-n", 2, "--timeout", 0, script, TMPDIR=str(temporary))
+    wait_until(lambda: len(list(tmp_path.glob("waits *"))) == 2, "both runs")
+    job.signal(number).wait(timeout=60)
+    Checks.equal((job.code, job.out), (128 + number, ""), job.err)
+    Checks.that(job.all_gone(), "ranks are left")
+    Checks.equal(list(temporary.iterdir()), [], "temporary files")
 
 
 def launched(*arguments):
