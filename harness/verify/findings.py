@@ -220,17 +220,20 @@ def wrong_entries(parallel, alone):
 
     Wrong is what changes from step to step, as a batch does, and what the script does not repeat on one rank.
     """
-    lines, others = [], places_of_other_blocks(alone)
+    lines, others, short = [], places_in(alone, "other_blocks"), places_in(alone, "short")
     for place, words, changes in passed_to_all(parallel):
         if place in others:
             lines.append(f"wrong: {words}; on one rank the script makes other numbers")
+        elif place in short:
+            lines.append(f"wrong: {words}; on one rank the script makes fewer rows than the rest of the batch has")
         elif changes:
             lines.append(f"wrong: {words}")
     return lines
 
 
-def places_of_other_blocks(alone):
-    return {place for facts in alone.facts for place in facts["other_blocks"]}
+def places_in(run, fact):
+    """The places that all ranks of a run name under a fact."""
+    return {place for facts in run.facts for place in facts[fact]}
 
 
 def never_updated(parallel):
@@ -290,9 +293,9 @@ def has_nan(array):
 
 def suspicious(parallel, alone):
     """Lines on what is right in value, and may not be intended."""
-    others = places_of_other_blocks(alone)
+    others, wrong = places_in(alone, "other_blocks"), places_in(alone, "other_blocks") | places_in(alone, "short")
     copies = list(passed_to_all(parallel))
-    lines = {place: f"look at {words}" for place, words, changes in copies if not changes and place not in others}
+    lines = {place: f"look at {words}" for place, words, changes in copies if not changes and place not in wrong}
     for place in others - {place for place, *_ in copies}:
         words = (
             "this local tensor has other numbers when the script runs on one rank; do they depend on other rows, or on "
@@ -311,7 +314,7 @@ def suspicious(parallel, alone):
             lines[key.place] = (
                 f"look at {at(key.place)}: the ranks pass different values, and B takes those of rank 0 ({DROPPED})"
             )
-    for place in {place for facts in parallel.facts for place in facts["parts"]}:
+    for place in places_in(parallel, "parts"):
         lines[place] = f"look at {place}: to_local() of a tensor in P is only this rank's part of the sum ({PART})"
     return list(lines.values())
 

@@ -39,6 +39,8 @@ class Observer(UpdateRecorder):
         self.took_block = None  # the place of the last to_local: local tensors may be computed from global ones
         self.indexed_in_graph = None  # the place of an x[i] in a graph, where its gradient cannot be looked at
         self.other_blocks = []  # places of local tensors that hold other numbers than those which take their place
+        self.batch_rows = set()  # rows of entries in S(0) that are as long on one rank
+        self.parts_at = {}  # place of an entry that is shorter on one rank -> its rows on n ranks
         self.unknown = []  # names of parameters of a script for a single device that the recorded run lacks
         self.outputs = {}  # id of an output of a graph -> (the output, number of micro-batches)
 
@@ -110,11 +112,19 @@ class Observer(UpdateRecorder):
         key = Key("entry", call.name, place, self.seen["entry", call.name, place] + 1)
         whole = self.replay.whole(key) if key in self.replay else None
         if whole is not None and whole.shape == tuple(result.shape):
+            if self.replay[key].layout.sbp == "S(0)":
+                self.batch_rows.add(len(whole))
             return whole
         is_part = whole is not None and call.kind == "to_global"  # of the batch, say, of which each rank loads its own
         if self.strict and not (is_part and "S" in self.replay[key].layout.sbp):
             raise CannotFollow(f"{at(place)} makes a different tensor than on n ranks, of shape {tuple(result.shape)}")
+        if is_part:
+            self.parts_at[at(place)] = len(whole)
         return whole if is_part else None
+
+    def short_entries(self):
+        """Places of entries with fewer rows on one rank, where others that are split like them have all rows."""
+        return [place for place, rows in self.parts_at.items() if rows in self.batch_rows]
 
     def begin(self, path, parameter):
         if self.replay is not None and not parameter.is_global:
@@ -306,6 +316,7 @@ def observe_script(folder, script, steps, replay=None, world_size=None, nudge=No
         random=observer.random,
         parts=observer.parts,
         other_blocks=observer.other_blocks,
+        short=observer.short_entries(),
         unknown=observer.unknown,
         missing=observer.missing(),
         raised=raised,

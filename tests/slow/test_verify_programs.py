@@ -275,7 +275,8 @@ class Plain:
 n, ranks, S = flow.env.get_world_size(), flow.placement.all("cpu"), flow.sbp.split
 flow.manual_seed(0)
 model = nn.Linear(8, 4).to_global(ranks, flow.sbp.broadcast)
-w = flow.tensor(np.ones((8, 4), np.float32), placement=ranks, sbp=flow.sbp.broadcast, requires_grad=True)
+one = flow.placement("cpu", [0])  # rank 1 holds nothing of w, and must count the steps too
+w = flow.tensor(np.ones((8, 4), np.float32), placement=one, sbp=flow.sbp.broadcast, requires_grad=True)
 own, plain = Own(model.parameters(), 0.1 * SCALE), Plain([model.weight], 0.1 * SCALE)
 adam = flow.optim.Adam([model.bias], lr=0.1)
 rng = np.random.default_rng(0)
@@ -304,7 +305,7 @@ def own_update(update, forward=IN_A_MODEL, scale="1"):
         ("plain.step(); adam.step()", IN_A_MODEL, "weight"),
         ("for p in model.parameters(): p.sub_(0.1 * SCALE * p.grad)", IN_A_MODEL, "weight"),
         ("for p in model.parameters(): p.copy_(p - 0.1 * SCALE * p.grad)", IN_A_MODEL, "weight"),
-        ("w.sub_(0.1 * SCALE * w.grad)", "(flow.matmul(x, w) ** 2).mean()", "w"),
+        ("w.sub_(0.1 * SCALE * w.grad)", "(flow.matmul(x.to_global(one, w.sbp), w) ** 2).mean()", "w"),
     ],
 )
 def test_update_without_an_optimizer_of_oneflow(pools, tmp_path, update, forward, name):
@@ -341,8 +342,29 @@ NOTES = [
 ]
 
 
-@pytest.mark.parametrize("line, code", NOTES)
-def test_lines_on_a_right_script(pools, tmp_path, line, code):
+WRONG = [
+    (
+        "wrong: script.py:10: each rank passes the same (2,) to S(0), so the tensor (4,) has it 2 times "
+        "(docs/silently-wrong.md#every-rank-reads-every-sample); "
+        "on one rank the script makes fewer rows than the rest of the batch has",
+        "x = flow.tensor(np.eye(4, dtype=np.float32), placement=ranks, sbp=flow.sbp.split(0))\n"
+        "labels = flow.arange(2).to_global(placement=ranks, sbp=flow.sbp.split(0))\n"
+        "nn.functional.cross_entropy(x, labels).numpy()",
+    ),
+    (
+        "wrong: no gradient on 2 ranks, but one on one rank: up.weight, up.bias",
+        "class Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 2)\n"
+        "    def forward(self, x):\n        x = self.up(x)\n        return self.down(x if n == 1 else x.detach())\n"
+        "model = Model().to_global(ranks, B)\nmodel(flow.ones(2, 4, placement=ranks, sbp=B)).sum().backward()",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "line, code, differs", [(*note, False) for note in NOTES] + [(*wrong, True) for wrong in WRONG]
+)
+def test_lines_on_a_script(pools, tmp_path, line, code, differs):
     script = tmp_path / "script.py"
     script.write_text(
         "import numpy as np\nimport oneflow as flow\nfrom oneflow import nn\n"
@@ -350,7 +372,7 @@ def test_lines_on_a_right_script(pools, tmp_path, line, code):
         "flow.manual_seed(0)\n\n\n\n" + code
     )
     found = verified(pools, "-n", 2, script)
-    Checks.that(not found.differs, found.as_text())
+    Checks.equal(found.differs, differs, found.as_text())
     Checks.that(line in found.as_text().splitlines(), line, "is not in", found.as_text())
 
 
