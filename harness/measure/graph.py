@@ -1,11 +1,15 @@
 """What OneFlow compiled from an nn.Graph: boxings, gradients, and parameters read without flow._C.identity."""
 
+import re
+
 import numpy as np
 import oneflow as flow
 
 from harness.measure.events import GRADIENT, ONEFLOW, SCRIPT
 from harness.measure.sbp import Layout, label_of_proto
 
+# Ops between a parameter's gradient and its optimizer that leave it the same gradient.
+PASS_ON = {"acc", "add_n", "cast", "hierarchical_parallel_cast", "identity", "scalar_mul", "scalar_mul_by_tensor"}
 ITEM_SIZES = {3: 8, 4: 1, 6: 8, 7: 1, 9: 2}  # bytes of OneFlow's data types by their numbers; all others have 4
 
 
@@ -29,9 +33,10 @@ def boxings_of(graph):
     """The boxings in a compiled graph: each edge between two ops that differ in SBP or placement, once.
 
     A list of {"producer", "consumer": names of ops, "shape", "item": bytes of an element, "old", "new": Layout, "why":
-    SCRIPT, GRADIENT or ONEFLOW}.
+    SCRIPT, GRADIENT or ONEFLOW, "parameter": the one whose gradient it is, or None}.
     """
     job, casts = graph._full_job_proto, casts_of(graph)
+    parameters = parameters_of_gradients(job)
     signatures = job.job_parallel_view_conf.op_name2nd_sbp_signature_conf
     blobs = job.helper.lbn2logical_blob_desc
     ranks = ranks_of(job)
@@ -53,7 +58,8 @@ def boxings_of(graph):
             if old != new:
                 shape, item = tuple(blobs[lbn].shape.dim), ITEM_SIZES.get(blobs[lbn].data_type, 4)
                 edge = {"producer": producer, "consumer": op.name, "shape": shape, "item": item, "old": old, "new": new}
-                edge["why"] = why_moved(edge, (lbn, new.sbp) in casts)
+                edge["parameter"] = parameters.get(lbn)
+                edge["why"] = GRADIENT if lbn in parameters else why_moved(edge, (lbn, new.sbp) in casts)
                 target = ("B", new.ranks) if len(new.ranks) == 1 else new  # on a single rank all SBPs are the same
                 boxings.setdefault((lbn, str(target)), edge)  # OneFlow moves it once for all consumers there
     return list(boxings.values())
@@ -74,13 +80,30 @@ def casts_of(graph):
 
 
 def why_moved(edge, is_cast):
-    """Who moves an edge of boxings_of: SCRIPT, by to_global or between stages, GRADIENT for an update, or ONEFLOW."""
+    """Who moves an edge of boxings_of that is no gradient: SCRIPT, by to_global or between stages, or ONEFLOW."""
     ops = edge["producer"], edge["consumer"]
     if is_cast or any("hierarchical_parallel_cast" in op for op in ops):
         return SCRIPT
-    if ops[1].endswith("_optimizer") or any(op.startswith("Sys-DiffScale") for op in ops):
-        return GRADIENT
+    if ops[1].endswith("_optimizer"):  # such as the learning rate
+        return ONEFLOW
     return ONEFLOW if edge["old"].ranks == edge["new"].ranks else SCRIPT
+
+
+def parameters_of_gradients(job):
+    """{tensor of an op: the parameter whose gradient it is}, from where it is computed to the optimizer."""
+    inputs = {op.name: op.user_conf.input for op in job.net.op}
+    passes_on = {op.name for op in job.net.op if op.user_conf.op_type_name in PASS_ON}
+    parameters = {}
+    for op in job.net.op:
+        gradients = list(inputs[op.name]["model_diff"].s) if "model_diff" in inputs[op.name] else []
+        while gradients:
+            gradient = gradients.pop()
+            parameters[gradient] = re.sub("_optimizer$", "", op.name)
+            producer = gradient.split("/")[0]
+            if producer in passes_on:
+                sources = [inputs[producer][key].s for key in ("in", "x") if key in inputs[producer]]
+                gradients += [source for lbns in sources for source in lbns]
+    return parameters
 
 
 def ranks_of(job):

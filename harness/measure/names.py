@@ -8,6 +8,9 @@ import oneflow as flow
 from harness.measure.frames import returns_of
 from harness.measure.tensors import describe, layout_of
 
+# Nodes of autograd between a parameter and its use that leave its gradient the same.
+PASS_ON = {"cast_backward", "global_to_global_backward", "identity_backward", "scalar_mul_backward"}
+
 
 def layout_and_shape(tensor):
     """The layout and shape of a tensor as text."""
@@ -61,6 +64,22 @@ class Names:
         self.add(tensors)
         for tensor in tensors[:1]:
             self.returned.setdefault(id(tensor), f"{path}()")
+
+    def parameter_of(self, tensor):
+        """The id of the parameter that a tensor is, or that it comes from by operators such as identity; else None."""
+        if tensor.is_lazy or not tensor.requires_grad:
+            return None
+        if tensor.is_leaf:
+            return id(tensor)
+        node = tensor.grad_fn
+        while node.name() in PASS_ON and len(node.next_functions) == 1:
+            node = node.next_functions[0]
+        parameters = [leaf for leaf in self.leaves if leaf.grad_fn is node]
+        if not parameters:
+            return None
+        if id(tensor) in self.tensors:  # else Python may reuse its id
+            self.origins.setdefault(id(tensor), (id(parameters[0]), ""))
+        return id(parameters[0])
 
     def gradients(self):
         """The gradients of all tensors that have a gradient."""

@@ -8,11 +8,13 @@ from typing import Optional
 import numpy as np
 
 from harness.measure import theory
-from harness.measure.events import ONEFLOW, SCRIPT, UNNAMED, layout
+from harness.measure.events import GRADIENT, ONEFLOW, SCRIPT, UNNAMED, layout
 
 # In place of a collective, where only the bytes are known:
-IMPLICIT, BY_LAYER = "OneFlow moved an operand", "part of backward"
+IMPLICIT, BY_PART = "OneFlow moved an operand", "part of backward"
+GRADIENT_OF, BACKWARD_OF = "  gradient of {}", "  backward of {}"  # of a parameter; of a layer or another tensor
 MADE_GLOBAL = "local to global"  # in place of a collective, where a local tensor becomes global
+COMPARES = "OneFlow compares the ranks' copies"  # the same for flow.tensor
 NOISE = 8_000  # bytes of OneFlow's own messages in a layer, at most
 EXACT = 1e6  # bytes of a tensor; for smaller tensors, a large part of what is measured is OneFlow's own messages
 READS = {"numpy": "{}.numpy()", "item": "{}.item()", "__repr__": "print({})"}  # function -> as the script calls it
@@ -47,6 +49,7 @@ class Move:
     boxings: Optional[list] = None  # what moves; None if that is not known
     change: str = ""  # such as "P -> B"
     collective: str = "nothing"
+    rest: int = 0  # of a backward: bytes that all ranks sent for anything but the gradients of parameters
     why: str = ""  # SCRIPT, GRADIENT or ONEFLOW; "" where the step is made of several moves, or makes a tensor global
     equal: int = 1  # number of equal blocks whose move this is
 
@@ -81,7 +84,12 @@ class Move:
 
     @property
     def total(self):
-        """Bytes that all ranks together send: by the formula, or as measured if there is none, or if that is exact."""
+        """Bytes that all ranks together send: by the formula, or as measured if there is none, or if that is exact.
+
+        Of a backward only its rest, as the gradients of parameters are moves of their own.
+        """
+        if self.collective == "backward":
+            return self.rest
         measured = self.formula is None or self.sent is not None and self.is_exact
         return sum(self.sent or [0]) if measured else self.formula
 
@@ -164,7 +172,7 @@ def tensor_of(described, world_size):
 
 def moves_tensor(move):
     """Whether a Move moves a tensor that was global before."""
-    return move.collective != MADE_GLOBAL and not move.sends_nothing and not move.is_number
+    return move.collective not in (MADE_GLOBAL, COMPARES) and not move.sends_nothing and not move.is_number
 
 
 def steps_in(result):
@@ -192,12 +200,16 @@ def moves_of(events, names):
     if event.kind == "graph":
         return moves_of_graph(event, replace(move, what=f"a call of {event.name}"))
     if event.kind == "backward":
-        return moves_of_backward(events, move)
+        return moves_of_backward(events, move, names)
     if event.kind == "layer":
         move = move_in_layer(event, move)
         return [move] if has_moved(move) else []
     if event.kind == "module to_global":
         return [move_of_module(event, move)]
+    if event.kind == "create":
+        [new] = event.outputs
+        fields = {"what": f"flow.tensor -> {names.get(new['id'], UNNAMED)}", "size": bytes_of(new), "why": SCRIPT}
+        return [replace(move, change=f"local -> {new['sbp']}", collective=COMPARES, **fields)]
     if event.kind == "matmul":
         return [move_of_matmul(event, move, operands, names.get(event.outputs[0]["id"], UNNAMED))]
     if event.kind == "read":
@@ -211,15 +223,20 @@ def move_of_matmul(event, move, operands, product):
     what = f"{operands[0]} @ {operands[1]}" + (f" = {product}" if product != UNNAMED else "")
     if event.layer and UNNAMED in operands:
         what = f"{event.layer}: matmul"
-    boxings = theory.matmul_boxings(event.inputs, event.outputs[0], event.facts["transposed"])
+    matmul, size, probably = (event.inputs, event.outputs[0], event.facts["transposed"]), bytes_of(event.inputs[0]), ""
+    boxings = theory.matmul_boxings(*matmul)
+    if boxings is None:
+        sent = sum(move.sent) if max(map(bytes_of, event.inputs)) >= EXACT else None
+        boxings = theory.probable_boxings(*matmul, sent)
+        probably = "probably " if boxings else ""
     names = {"x": operands[0].replace(UNNAMED, "left operand"), "w": operands[1].replace(UNNAMED, "right operand")}
     return replace(
         move,
         why=ONEFLOW,
         what=what,
-        size=bytes_of(event.inputs[0]),
+        size=size,
         boxings=None if boxings is None else [boxing for _, boxing in boxings],
-        collective=theory.boxings_in_words(boxings, names),
+        collective=probably + theory.boxings_in_words(boxings, names),
     )
 
 
@@ -250,19 +267,41 @@ def has_moved(move):
     return max(move.sent) >= max(0.1 * move.size, NOISE)
 
 
-def moves_of_backward(events, move):
-    """The Move of a whole backward, of which only the bytes are known, and a Move for each layer that sent something.
+def moves_of_backward(events, move, names):
+    """The Move of a whole backward, that of each parameter's gradient, and one of each part that sent something else.
 
-    The event's fact "by_layer" is [[path of a layer, bytes that this rank sent]].
+    The facts "gradients" and "by_part" of the events are as in trace.Trace. Of the parts only the bytes are known.
     """
     whole = replace(move, size=sum(map(bytes_of, events[0].outputs)), collective="backward")
-    moves = [whole]
-    for counts in zip(*(event.facts["by_layer"] for event in events)):
-        path, sent = counts[0][0], [count for _, count in counts]
+    gradients = []
+    for moved in zip(*(event.facts["gradients"] for event in events)):
+        source, why, old, new, _ = moved[0]
+        boxing = theory.boxing_to(old, new["sbp"], new["ranks"])
+        what = GRADIENT_OF if why == GRADIENT else BACKWARD_OF
+        fields = {"what": what.format(name_of(source, names)), "why": why, "source": (*whole.source, source)}
+        gradients.append(whole.of(boxing, sent=[sent for *_, sent in moved], **fields))
+    rest = sum(whole.sent) - sum(sum(gradient.sent) for gradient in gradients)
+    return [replace(whole, rest=max(0, rest)), *gradients, *moves_of_parts(events, whole, names)]
+
+
+def moves_of_parts(events, whole, names):
+    """A Move for each layer or matmul whose backward sent something besides the gradients of parameters."""
+    moves = []
+    for counts in zip(*(event.facts["by_part"] for event in events)):
+        part, sent = counts[0][0], [count for _, count in counts]
         if max(sent) >= max(0.02 * max(whole.sent), NOISE):
-            source = (*whole.source, path)
-            moves.append(replace(whole, what=f"  backward of {path}", sent=sent, source=source, collective=BY_LAYER))
+            line = part if isinstance(part, str) else part[0]  # its operands have names the first time only
+            fields = {"what": BACKWARD_OF.format(name_of(part, names)), "source": (*whole.source, line)}
+            moves.append(replace(whole, sent=sent, collective=BY_PART, **fields))
     return moves
+
+
+def name_of(source, names):
+    """What a "source" or "part" of trace.Trace is called; names: {id of a tensor: its name}."""
+    if isinstance(source, tuple):  # a matmul
+        line, *operands = source
+        return " @ ".join(names[key] for key in operands) if set(operands) <= set(names) else line
+    return names.get(source, UNNAMED) if isinstance(source, int) else source
 
 
 def move_of_module(event, move):
@@ -289,7 +328,9 @@ def moves_of_graph(event, call):
     if micro_batches > 1:  # the compiled graph does not say which moves repeat for each micro-batch
         moves[0].boxings, moves[0].collective = None, f"a whole step of {micro_batches} micro-batches"
     for edge, boxing in zip(edges, boxings):
-        what = f"{op_in_words(edge['producer'])} -> {op_in_words(edge['consumer'])}"
+        what = GRADIENT_OF.format(edge["parameter"]).strip()
+        if edge["parameter"] is None:
+            what = f"{op_in_words(edge['producer'])} -> {op_in_words(edge['consumer'])}"
         source = (event.name, what, len(moves))
         moves.append(call.of(boxing, what=what, line=0, sent=None, source=source, why=edge["why"]))
     return moves

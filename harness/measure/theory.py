@@ -6,6 +6,8 @@ placements. Counting the elements of each rank's block gives the same numbers, a
 placements and meshes.
 """
 
+import itertools
+
 import numpy as np
 
 from harness.measure.sbp import Layout, Split, parse
@@ -156,10 +158,7 @@ def matmul_boxings(inputs, out, transposed=(False, False)):
     """
     if "local" in (inputs[0]["sbp"], inputs[1]["sbp"]):
         return []
-    x, w, out = (
-        {**tensor, **Layout(tensor["sbp"], tensor["ranks"]).squeezed()._asdict()}
-        for tensor in (*inputs[:2], {**inputs[0], "sbp": out["sbp"]})
-    )
+    x, w, out = squeezed(inputs, out)
     if x["ranks"] != w["ranks"]:
         return None
     if len(w["shape"]) != 2:
@@ -169,6 +168,38 @@ def matmul_boxings(inputs, out, transposed=(False, False)):
     if np.ndim(x["ranks"]) > 1 or any(transposed) or len(x["shape"]) != 2:
         return None
     return cheapest_boxings({"x": x, "w": w}, out["sbp"])
+
+
+def squeezed(inputs, out):
+    """x, w and the product of a matmul without the axes of a single rank."""
+    tensors = (*inputs[:2], {**inputs[0], "sbp": out["sbp"]})
+    return [{**tensor, **Layout(tensor["sbp"], tensor["ranks"]).squeezed()._asdict()} for tensor in tensors]
+
+
+def probable_boxings(inputs, out, transposed, sent):
+    """Where matmul_boxings does not know: the only moves that lead to this SBP and may send these bytes.
+
+    sent: by all ranks together, None if that says nothing. Returns None unless exactly one choice remains.
+    """
+    x, w, out = squeezed(inputs, out)
+    if x["ranks"] != w["ranks"] or len(w["shape"]) not in (2, len(x["shape"])):
+        return None
+    dims = len(x["shape"]), len(w["shape"])
+    pairs = list(itertools.product(*([*map(Split, range(n)), *parse("B, P")] for n in dims)))
+    axes = [[pair for pair in pairs if product_on_axis(*pair, *dims, transposed) == sbp] for sbp in parse(out["sbp"])]
+    choices = []
+    for signature in itertools.product(*axes):
+        sbps = [", ".join(map(str, sbps)) for sbps in zip(*signature)]
+        operands = zip("xw", (x, w), sbps)
+        choices.append([(name, boxing_to(t, sbp, t["ranks"])) for name, t, sbp in operands if t["sbp"] != sbp])
+    fitting = [boxings for boxings in choices if sent is None or may_send(sent, boxings)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def may_send(sent, boxings):
+    """Whether these moves may have sent these bytes in eager mode, where some send half more than by the formula."""
+    totals = [boxing.total for _, boxing in boxings]
+    return None in totals or sum(totals) <= 1.02 * sent <= 1.6 * sum(totals)
 
 
 def is_legal(x, w, transposed):
@@ -182,21 +213,22 @@ def product_of_stacks(x, w, transposed):
     """The SBP of x @ w, two stacks of matrices, if OneFlow multiplies them without moving either; else None."""
     if len(x["shape"]) != len(w["shape"]):
         return None
-    stack_dims = len(x["shape"]) - 2
     axes = zip(parse(x["sbp"]), parse(w["sbp"]))
-    products = [product_on_axis(x_sbp, w_sbp, stack_dims, transposed) for x_sbp, w_sbp in axes]
+    dims = len(x["shape"]), len(w["shape"])
+    products = [product_on_axis(x_sbp, w_sbp, *dims, transposed) for x_sbp, w_sbp in axes]
     return None if None in products else ", ".join(map(str, products))
 
 
-def product_on_axis(x_sbp, w_sbp, stack_dims, transposed):
-    """The SBP of the product of two stacks of matrices on an axis of the placement; None if something must move."""
-    if isinstance(x_sbp, Split) and x_sbp == w_sbp and x_sbp.dim < stack_dims:
+def product_on_axis(x_sbp, w_sbp, x_dims, w_dims, transposed):
+    """The SBP of x @ w, a matrix or a stack with these dimensions, on an axis; None if something must move."""
+    rows_in_stack = w_dims < x_dims  # of x, all of which are multiplied by the same matrix
+    if isinstance(x_sbp, Split) and x_sbp.dim < x_dims - 2 and (x_sbp == w_sbp or (rows_in_stack and str(w_sbp) == "B")):
         return x_sbp  # each rank has some of the matrices
-    matrices = matrix_sbp(x_sbp, stack_dims, transposed[0]), matrix_sbp(w_sbp, stack_dims, transposed[1])
+    matrices = matrix_sbp(x_sbp, x_dims - 2, transposed[0]), matrix_sbp(w_sbp, w_dims - 2, transposed[1])
     if matrices not in MATMUL:
         return None
     [product] = parse(MATMUL[matrices])
-    return Split(product.dim + stack_dims) if isinstance(product, Split) else product
+    return Split(product.dim + x_dims - 2) if isinstance(product, Split) else product
 
 
 def matrix_sbp(sbp, stack_dims, transposed, stack_is_rows=False):

@@ -1,6 +1,7 @@
 """Record a script with the bytes that each step sends and the names of its tensors."""
 
 import contextlib
+import functools
 import linecache
 import math
 import sys
@@ -11,7 +12,7 @@ from typing import Optional
 import numpy as np
 import oneflow as flow
 
-from harness.measure.events import Event
+from harness.measure.events import GRADIENT, SCRIPT, Event
 from harness.measure.graph import modules_in
 from harness.measure.names import Names, layout_and_shape
 from harness.measure.recorder import Recorder, tensors_of
@@ -23,6 +24,7 @@ from harness.start.errors import UsageError
 MEASURED = 20  # times that a step is measured, as its tensors may have different names; after that it is counted
 REPEATED = 2  # the same in a module and for backward; not 1, because at first ranks connect and gradients are created
 STEPS = {"matmul", "to_global", "module to_global", "backward", "read", "graph"}  # kinds of calls that can move data
+COMPARED = 1e5  # bytes of an array from which on flow.tensor is a step too: it sends the array, to compare the copies
 
 
 @dataclass
@@ -30,8 +32,9 @@ class Trace(Recorder):
     """A Recorder that measures each step that can move data, and records nothing else. Collective.
 
     A call inside a step is part of the step. Facts of events: of a matmul "transposed", (x, w); of a graph's call
-    "graph", "weights": the bytes that it trains, and "micro_batches": their number; of backward "by_layer", [[path of a
-    part of the module, bytes that its backward sent]]. A call of a part of a module is an event "layer". Its bytes are
+    "graph", "weights": the bytes that it trains, and "micro_batches": their number; of backward "gradients", [(what
+    source_of returns, why it moves, the gradient before and after, bytes)], and "by_part", [[path of a part of the
+    module, or (line, ids of the operands) of a matmul, bytes that its backward sent besides]]. A call of a part of a module is an event "layer". Its bytes are
     those that neither its steps nor its own parts sent: OneFlow moved an operand by itself.
     """
 
@@ -42,7 +45,10 @@ class Trace(Recorder):
     paths: dict = field(default_factory=dict)  # module -> its path in the outermost module
     layers: list = field(default_factory=list)  # paths of the running modules, innermost last
     accounted: int = 0  # bytes of all events so far
-    by_layer: Optional[list] = None  # of the running backward
+    by_part: Optional[list] = None  # of the running backward, as is reduced
+    reduced: Optional[list] = None
+    moved: dict = field(default_factory=dict)  # id of a leaf -> its gradient in the layout of the leaf
+    watched: set = field(default_factory=set)  # ids of the parameters whose gradients are watched
     updates: int = 0  # number of an optimizer's steps, in eager mode
     averages: bool = False  # whether DistributedDataParallel averages the gradients of local tensors
 
@@ -129,45 +135,104 @@ class Trace(Recorder):
 
     def see_matmul(self, call):
         transposed = [bool(call.keywords.get(name, False)) for name in ("transpose_a", "transpose_b")]
-        return self.record(call, transposed=transposed)
+        product = self.record(call, transposed=transposed)
+        if not self.layers:
+            self.watch_backward((self.line()[1], *map(id, tensors_in([call.arguments, call.keywords]))), product)
+        return product
 
     def see_to_global(self, call):
         named = {**dict(zip(("tensor", "placement", "sbp"), call.arguments)), **call.keywords}
         tensor, placement, sbp = named["tensor"], named.get("placement"), named.get("sbp")
         if tensor.is_global:  # the shape of a local tensor is not the global shape
             self.check(tensor.shape, placement or tensor.placement, tensor.sbp if sbp is None else sbp)
-        return self.record(call)
+        result = self.record(call)
+        if gets_gradient(result) and not STEPS & set(call.around):
+            layout = self.source_of(tensor), tensor.placement, call.keywords.get("grad_sbp")
+            result.register_hook(functools.partial(self.move_gradient, *layout))
+        return result
+
+    def source_of(self, tensor):
+        """What to name the gradient of a tensor after: a parameter's id, else the layer or the line it is used in."""
+        parameter = self.names.parameter_of(tensor)
+        if parameter is not None:
+            return parameter
+        return self.layers[-1] if self.layers else self.line()[1]
 
     def see_backward(self, call):
-        self.by_layer, self.before = [], quiet()
-        result = self.record(call, outputs_of=lambda _: self.names.gradients(), by_layer=self.by_layer)
-        if self.by_layer:
-            self.gradient_arrived("")
-        self.by_layer = None
+        self.names.add_variables()
+        for leaf in self.names.leaves:
+            self.watch_gradient(leaf)
+        self.by_part, self.reduced, self.moved, self.before = [], [], {}, quiet()
+        facts = {"by_part": self.by_part, "gradients": self.reduced}
+        result = self.record(call, outputs_of=lambda _: self.names.gradients(), **facts)
+        self.account()
+        self.by_part = None
         return result
+
+    def watch_gradient(self, leaf):
+        """When the gradient of a leaf is there, move it to the leaf's layout, as OneFlow does after the hook."""
+        if id(leaf) in self.watched or not leaf.is_global:
+            return
+        self.watched.add(id(leaf))
+        layout = id(leaf), leaf.placement, leaf.sbp
+
+        def gradient_arrived(gradient):
+            if id(leaf) not in self.moved:  # OneFlow calls the hook of a leaf twice
+                self.moved[id(leaf)] = self.move_gradient(*layout, gradient)
+            return self.moved[id(leaf)]
+
+        leaf.register_hook(gradient_arrived)
+
+    def move_gradient(self, source, placement, sbp, gradient):
+        """Move a gradient as OneFlow does after this hook, but measured; returns None if it has this layout already.
+
+        source: of source_of. sbp: None to keep that of the gradient.
+        """
+        if self.by_part is None or gradient.is_lazy:
+            return None
+        sbp = sbp or gradient.sbp
+        if (gradient.placement, label(gradient.sbp)) == (placement, label(sbp)):
+            return None
+        self.account()
+        moved, sent = self.measure(lambda: gradient.to_global(placement=placement, sbp=sbp))
+        why = GRADIENT if source in self.watched else SCRIPT
+        self.reduced.append((source, why, describe(gradient), describe(moved), sent))
+        self.before = quiet()
+        return moved
+
+    def account(self):
+        """Add what was sent since the last account to the part that backward has reached."""
+        if self.by_part:
+            self.by_part[-1][1] += growth(self.before, quiet())
+        self.before = quiet()
 
     def see_update(self, call):
         self.updates += 1
         return call.proceed()
 
-    def gradient_arrived(self, path):
-        """Begin the account of a layer in backward, when the gradient of its output has arrived.
+    def watch_backward(self, part, output):
+        """Begin the account of a layer or matmul in backward when the gradient of its output arrives."""
 
-        Backward reaches the last layer first. What was sent since the previous call is the previous layer's; the path
-        "" closes the last account.
-        """
-        if self.by_layer is None:  # in a backward that is not measured
-            return
-        if self.by_layer:
-            self.by_layer[-1][1] = growth(self.before, quiet())
-        self.by_layer.append([path, 0])
-        self.before = quiet()
+        def gradient_arrived(gradient):
+            if self.by_part is not None:  # else backward is not measured
+                self.account()
+                self.by_part.append([part, 0])
+
+        if gets_gradient(output):
+            output.register_hook(gradient_arrived)
 
     def see_create(self, call):
         named = call.keywords
-        if named.get("placement") is not None and named.get("sbp") is not None:
-            self.check(created_shape(call.name, call.arguments, named), named["placement"], named["sbp"])
-        return call.proceed()
+        if named.get("placement") is None or named.get("sbp") is None:
+            return call.proceed()
+        shape = created_shape(call.name, call.arguments, named)
+        self.check(shape, named["placement"], named["sbp"])
+        data = call.arguments[0] if call.arguments else named.get("data")
+        is_large = call.name == "tensor" and getattr(data, "nbytes", 4 * math.prod(shape)) >= COMPARED
+        everywhere = 1 < named["placement"].ranks.size == flow.env.get_world_size()  # other ranks may not call it
+        if not (is_large and everywhere) or STEPS & set(call.around):
+            return call.proceed()
+        return self.measured(call, [], str((shape, named["sbp"])))
 
     def see_module(self, call):
         module = call.arguments[0]
@@ -187,19 +252,19 @@ class Trace(Recorder):
         similar = self.similar.setdefault(("layer", path, *map(layout_and_shape, inputs)), [])
         self.layers.append(path)
         try:
-            if similar:
-                similar[-1].times += 1
-                return call.proceed()
-            accounted_before = self.accounted
-            result, sent = self.measure(call.proceed)
+            before = self.accounted
+            result, sent = (call.proceed(), 0) if similar else self.measure(call.proceed)
         finally:
             self.layers.pop()
-        sent_by_steps, outputs = self.accounted - accounted_before, tensors_in(result)
-        self.add_event(self.event("layer", path, inputs, outputs, layer=path, sent=sent - sent_by_steps), similar)
-        self.names.add_returned(path, outputs)
+        outputs = tensors_in(result)
+        if similar:
+            similar[-1].times += 1
+        else:
+            sent -= self.accounted - before  # by its steps
+            self.add_event(self.event("layer", path, inputs, outputs, layer=path, sent=sent), similar)
+            self.names.add_returned(path, outputs)
         for tensor in outputs[:1]:
-            if tensor.requires_grad and flow.is_grad_enabled():
-                tensor.register_hook(lambda gradient: self.gradient_arrived(path))
+            self.watch_backward(path, tensor)
         return result
 
     def see_module_to_global(self, call):
@@ -239,6 +304,11 @@ class Trace(Recorder):
                 place = f"{Path(self.path).name}:{self.line()[0]}"
                 what = f"a tensor of shape {tuple(shape)} cannot be split({dim}) over {ranks} ranks"
                 raise UsageError(f"{place}: {what}: a rank would hold nothing; make that size {ranks} or more")
+
+
+def gets_gradient(tensor):
+    """Whether a hook can be registered for the gradient of an operator's result."""
+    return tensor.is_global and not tensor.is_lazy and tensor.requires_grad and flow.is_grad_enabled()
 
 
 def created_shape(creator, arguments, named):

@@ -6,7 +6,7 @@ import numpy as np
 from rich.padding import Padding
 from rich.text import Text
 
-from harness.measure.steps import BY_LAYER, IMPLICIT, Tensor
+from harness.measure.steps import BY_PART, IMPLICIT, Tensor
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")  # of the ranks, in turn
 HEADS = ("tensor", "shape", "SBP")
@@ -102,7 +102,7 @@ def aligned(line, widths, style=""):
 
 def quiet(move):
     """Whether a move moves nothing, by the formula and by the measured bytes."""
-    if move.collective in (IMPLICIT, BY_LAYER):
+    if move.collective in (IMPLICIT, BY_PART):
         return False
     return not move.formula and not (move.is_exact and max(move.sent or [0]) >= 0.02 * move.size)
 
@@ -110,7 +110,7 @@ def quiet(move):
 def in_words(move):
     """A move as a line of text."""
     about = f"about {bytes_in_words(max(move.sent or [0]))} from a rank"
-    if move.collective == BY_LAYER:
+    if move.collective == BY_PART:
         return f"{move.what}: {about}" + (" each" if move.equal > 1 else "")
     if move.what == "backward":
         words = "backward: the gradients"

@@ -135,8 +135,7 @@ def show(console, title, results, memory, options):
         write_memory(console, memory)
     if not items:
         return
-    if not all(item.is_exact for item in items if isinstance(item, Move) and item.formula):
-        hint(console, "not shown")
+    hint(console, items, 'not shown, or marked with "about"')
     explain_implicit(console, items, options)
     conclude(console, items, left_out, results)
 
@@ -159,8 +158,7 @@ def list_bytes(console, title, results, options):
         "", "between the steps: making tensors, building graphs, operators outside of layers", "", *sent, "", ""
     )
     console.print(table)
-    if not all(move.is_exact for move in moves if move.sent is not None):
-        hint(console, "marked with ~")
+    hint(console, moves, "marked with ~")
     explain_implicit(console, moves, options)
     conclude(console, moves, left_out, results)
 
@@ -207,7 +205,9 @@ def explain_implicit(console, items, options):
         console.print(Text(f"\n{words} {more}: there each move is listed.", "dim"))
 
 
-def hint(console, how):
-    """Write why the measured bytes of small tensors are not exact."""
+def hint(console, items, how):
+    """If a measured number of bytes is not exact, write why. how: what becomes of it."""
+    if all(item.is_exact for item in items if isinstance(item, Move) and item.sent is not None):
+        return
     words = f"Tensors under 1 MB: what was measured is {how}, because OneFlow's own messages outweigh their bytes."
     console.print(Text(f"\n{words} Give larger sizes to compare with the formulas.", "dim"))

@@ -4,7 +4,7 @@ import re
 
 from harness.measure import theory
 from harness.measure.sbp import NAMES
-from harness.measure.steps import Move, tensors_and_moves
+from harness.measure.steps import COMPARES, Move, tensors_and_moves
 from harness.report import atlas
 from harness.report.atlas import MATMULS, MODES, PAIRS
 
@@ -182,7 +182,7 @@ def signatures(measured):
 def mesh(results):
     """The moves of two_d_sbp.py on its mesh; results: of its run in eager mode."""
     rows = []
-    for move in (item for item in tensors_and_moves(results) if isinstance(item, Move)):
+    for move in (item for item in tensors_and_moves(results) if isinstance(item, Move) and item.collective != COMPARES):
         amounts = [move.by_rank or [0] * 4, move.sent]
         formula, eager = (figure_of_all(sent[rank] / move.size for rank in range(4)) for sent in amounts)
         what, change = (text.replace("->", "→") for text in (move.what, move.change))
@@ -199,5 +199,5 @@ def figure_of_all(sent):
 
 def graph_to_formula(results):
     """What the graph of a recipe sends, as a multiple of the formula."""
-    [call] = [item for item in tensors_and_moves(results) if isinstance(item, Move) and item.sent]
+    [call] = [item for item in tensors_and_moves(results) if isinstance(item, Move) and item.sent and item.formula]
     return f"{sum(call.sent) / call.formula:.2f}"

@@ -20,9 +20,9 @@ def verdict(moves, steps):
         parts.append("OneFlow adds none" + ("" if in_graph else " in layers and matmuls"))
     if by[GRADIENT]:
         parts.append(f"the gradients take {moves_in_words(by[GRADIENT], steps, 'move')}")
-    backward = [move for move in moves if move.collective == "backward"]
+    backward = [move for move in moves if move.rest]
     if backward:
-        parts.append(f"backward sends {amount(backward, steps)}")
+        parts.append(f"backward sends {amount(backward, steps)}{' more' if by[GRADIENT] else ''}")
     words = f"{'Per step' if steps else 'In the run'}, all ranks together: {'; '.join(parts)}."
     if any("micro-batches" in move.collective for move in moves):
         words += " A graph's moves are counted once, not for each micro-batch."
@@ -50,8 +50,6 @@ def amount(moves, steps):
 
 def place_of(move):
     """Where a move is: a layer, or the step itself."""
-    if move.why == GRADIENT:
-        return re.sub("^.* -> (Sys-DiffScale-ScalarMul-)?|_optimizer$|_out$", "", move.what)
-    if move.sent is None:  # between two ops of a graph
+    if move.sent is None and move.why != GRADIENT:  # between two ops of a graph
         return re.split(" -> |-(?=[a-z_])", move.what)[0]
-    return re.sub("^inside | = .*", "", move.what)
+    return re.sub("^ *(inside|gradient of|backward of) | = .*", "", move.what)

@@ -47,7 +47,7 @@ class Statement(Trace):
         return super().see_create(call)
 
     def see_backward(self, call):
-        return self.record(call, outputs_of=lambda _: self.names.gradients(), by_layer=[])
+        return self.record(call, outputs_of=lambda _: self.names.gradients(), by_part=[], gradients=[])
 
     def see_graph(self, call):
         """All ranks build a graph together, so here we may wait for them."""

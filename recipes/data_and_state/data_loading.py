@@ -5,7 +5,8 @@
     x          (8, 5)   rows 0-3    rows 4-7    S(0)
 
 Each rank loads local tensors, and to_global in S(0) joins them into one batch for a model with global weights. numbers
-says which samples are in x. Every sample is loaded once in an epoch, by one of the ranks.
+says which samples are in x. Every sample is loaded once in an epoch, by one of the ranks. flow.tensor(x, placement=...,
+sbp=...) of a whole batch would send it from every rank, because OneFlow compares the copies.
 
 Moves: nothing but the shapes of the blocks: to_global raises an error if the blocks are not an even split.
 Run:   ./launch.sh recipes/data_and_state/data_loading.py

@@ -121,6 +121,13 @@ def test_layout_trains_as_one_device_and_shows_what_the_page_says(pools, tmp_pat
         assert_shows(shown_of_three_steps("show", tmp_path), blocks_of(SECTIONS[name], "text")[0])
 
 
+def test_batch_of_own_rows_trains_as_the_whole_one(pools, tmp_path, alone):
+    files = files_of(["Data parallel"])
+    own_rows = applied(files["train.py"], blocks_of(SECTIONS["Data parallel"], "diff")[1])
+    write(tmp_path, {**files, "train.py": own_rows})
+    check_losses(losses(pools(2), tmp_path), alone, "own rows")
+
+
 @pytest.fixture(scope="module")
 def with_attention(pools, tmp_path_factory):
     """A function of (mesh or None for one device, number of ranks) to a folder and the losses of the model there."""
@@ -147,9 +154,8 @@ def test_attention_trains_as_on_one_device(with_attention, mesh, n):
     if n == 2:
         shown = shown_of_three_steps("show", folder)
         assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[2])
-        rows = re.findall(r"backward of blocks\.0-1\.(\S+): about (\d+) kB from a rank each", shown)
-        all_reduces = [(name, round(int(kB) / 263)) for name, kB in rows]  # 263 kB: one of x's gradient
-        assert all_reduces == [("up", 1), ("attention.value", 1), ("attention.key", 2)]
+        all_reduce = r"backward of blocks\.0-1\.(\S+): .*, all-reduce along axis 1, 524 kB in all by the formula"
+        assert re.findall(all_reduce, shown) == ["up", "attention.value", "attention.query", "attention.key"]
 
 
 def test_bytes_shows_a_layer_that_the_plan_forgets(pools, tmp_path, with_attention):
@@ -161,7 +167,7 @@ def test_bytes_shows_a_layer_that_the_plan_forgets(pools, tmp_path, with_attenti
     write(tmp_path, {"train.py": forgotten})
     check_losses(losses(pools(2), tmp_path), values, "with a layer less")
     shown = shown_of_three_steps("bytes", tmp_path)
-    assert "inside blocks.0" in shown or "not known" in shown, shown
+    assert "inside blocks.0" in shown or "probably" in shown, shown
     assert re.search(r"OneFlow adds \d+ more \(blocks\.0", shown.splitlines()[-1]), shown
 
 
