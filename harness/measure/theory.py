@@ -10,7 +10,7 @@ import itertools
 
 import numpy as np
 
-from harness.measure.sbp import Layout, Split, parse
+from harness.measure.sbp import Broadcast, Layout, Split, parse
 
 COLLECTIVES = {"SB": "all-gather", "SS": "all-to-all", "PB": "all-reduce", "PS": "reduce-scatter"}
 COLLECTIVES.update(BS="local slice", BP="local fill", SP="local fill")
@@ -221,9 +221,9 @@ def product_of_stacks(x, w, transposed):
 
 def product_on_axis(x_sbp, w_sbp, x_dims, w_dims, transposed):
     """The SBP of x @ w, a matrix or a stack with these dimensions, on an axis; None if something must move."""
-    rows_in_stack = w_dims < x_dims  # of x, all of which are multiplied by the same matrix
-    if isinstance(x_sbp, Split) and x_sbp.dim < x_dims - 2 and (x_sbp == w_sbp or (rows_in_stack and str(w_sbp) == "B")):
-        return x_sbp  # each rank has some of the matrices
+    same = x_sbp if w_dims == x_dims else Broadcast()  # of w, where each rank has some of the matrices of x
+    if isinstance(x_sbp, Split) and x_sbp.dim < x_dims - 2 and w_sbp == same:
+        return x_sbp
     matrices = matrix_sbp(x_sbp, x_dims - 2, transposed[0]), matrix_sbp(w_sbp, w_dims - 2, transposed[1])
     if matrices not in MATMUL:
         return None

@@ -34,8 +34,9 @@ class Trace(Recorder):
     A call inside a step is part of the step. Facts of events: of a matmul "transposed", (x, w); of a graph's call
     "graph", "weights": the bytes that it trains, and "micro_batches": their number; of backward "gradients", [(what
     source_of returns, why it moves, the gradient before and after, bytes)], and "by_part", [[path of a part of the
-    module, or (line, ids of the operands) of a matmul, bytes that its backward sent besides]]. A call of a part of a module is an event "layer". Its bytes are
-    those that neither its steps nor its own parts sent: OneFlow moved an operand by itself.
+    module, or (line, ids of the operands) of a matmul, bytes that its backward sent besides]]. A call of a part of a
+    module is an event "layer". Its bytes are those that neither its steps nor its own parts sent: OneFlow moved an
+    operand by itself.
     """
 
     keeps_initial: bool = False

@@ -200,7 +200,7 @@ def test_parameters_have_their_path_and_steps_that_come_again_are_counted(show):
         *("Net.to_global: local -> B, local to global", *(f"{name} B" for name in names)),
         *("x S(0)", "hidden S(0)", "head.0() S(0)", "out S(0)", "loss P"),
         "backward: the gradients (24 times)",
-        *(f"  gradient of {name}: P -> B, all-reduce, {size} B in all by the formula (24 times)" for name, size in sizes),
+        *(f"  gradient of {name}: P -> B, all-reduce, {b} B in all by the formula (24 times)" for name, b in sizes),
         *(f"{name}.grad B" for name in names),
         "loss.numpy(): P -> B, all-reduce, 8 B in all by the formula",
     ]
@@ -584,7 +584,7 @@ for step in range(3):
     x = flow.ones(4, 8, placement=ranks, sbp=S(0))
     flow.matmul(flow.relu(flow.matmul(x, w0)), w1).sum().backward()
 """
-IN_TOWERS = [("table.weight", 6), *((f"{tower}.{name}", 8) for tower in "ab" for name in ("act.0.weight", "up", "scale"))]
+IN_TOWERS = {"a.table.weight": 6, **{f"{tower}.{w}": 8 for tower in "ab" for w in ("act.0.weight", "up", "scale")}}
 
 
 @pytest.mark.parametrize(
@@ -602,19 +602,19 @@ IN_TOWERS = [("table.weight", 6), *((f"{tower}.{name}", 8) for tower in "ab" for
 )
 def test_move_of_a_gradient_is_named_by_its_parameter(show, script, options, n):
     out = show("bytes", "-n", n, "mine.py", *options.split(), script=script).out
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if "gradient of" in line]
+    lines = [line for line in out.splitlines() if "gradient of" in line]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
     rows = {}
     for _, what, collective, *_, formula, _ in cells:
         rows[re.sub(r"gradient of (model\.)?|, 3( times)?$", "", what)] = (collective, formula)
-    names = [("w0", 8), ("w1", 8)] if script == FUNCTIONS else IN_TOWERS
     wanted = {}
-    for name, rows_of_weight in names:
-        size = 4 * 8 * rows_of_weight * (n - 1)
+    for name, length in ({"w0": 8, "w1": 8} if script == FUNCTIONS else IN_TOWERS).items():
+        size = 4 * 8 * length * (n - 1)
         if options.endswith("--sharded") and name.endswith(("up", "scale")):
             wanted[f"{name} (P -> S(0))"] = ("reduce-scatter", f"{size:,}")
         else:
             wanted[f"{name} (P -> B)"] = ("all-reduce", f"{2 * size:,}")
-    assert rows == {key.replace("table", "a.table"): value for key, value in wanted.items()}, out
+    assert rows == wanted, out
     assert f"the gradients take {len(wanted)} moves (" in out.splitlines()[-1]
 
 
