@@ -281,6 +281,7 @@ def moves_of_backward(events, move, names):
         fields = {"what": what.format(name_of(source, names)), "why": why, "source": (*whole.source, source)}
         gradients.append(whole.of(boxing, sent=[sent for *_, sent in moved], **fields))
     rest = sum(whole.sent) - sum(sum(gradient.sent) for gradient in gradients)
+    gradients = [gradient for gradient in gradients if not gradient.sends_nothing]
     return [replace(whole, rest=max(0, rest)), *gradients, *moves_of_parts(events, whole, names)]
 
 

@@ -374,7 +374,7 @@ class Checkpoints:
 
     def _lock(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.folder / "lock", "a+")
+        self.lock = open(self.folder / "lock", "a+", encoding="utf-8")
         try:
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system unlocks it when this process ends
         except (BlockingIOError, PermissionError):
@@ -390,7 +390,7 @@ class Checkpoints:
         """Give a checkpoint its name once it is complete on disk, and only then remove older ones."""
         names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
         saved = {"must_match": self.must_match, "files": {name: crc_32(unfinished / name) for name in names}}
-        (unfinished / "checkpoint.json").write_text(json.dumps(saved))
+        (unfinished / "checkpoint.json").write_text(json.dumps(saved), encoding="utf-8")
         for path in [*unfinished.rglob("*"), unfinished]:
             fsync(path)
         os.replace(unfinished, self.folder / str(step))
@@ -420,7 +420,7 @@ class Checkpoints:
         if not (path / "checkpoint.json").is_file():
             return "has no checkpoint.json, so an earlier version or a different program saved it"
         try:
-            saved = json.loads((path / "checkpoint.json").read_text())
+            saved = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
             damaged = [name for name, value in saved["files"].items() if crc_32(path / name) != value]
             if damaged:
                 return f"is damaged, as {damaged[0]} is not what was saved"
