@@ -59,7 +59,12 @@ def run_script(path, keywords=None, argv=(), module=None):
         if keywords is None:
             run_as_main(path, argv, module)
         else:
-            call_entry(importlib.import_module(module) if module else recipe.load(path), keywords)
+            try:
+                call_entry(importlib.import_module(module) if module else recipe.load(path), keywords)
+            except ValueError as error:
+                if module or recipe.RECIPES not in Path(path).resolve().parents:
+                    raise
+                raise UsageError(f"{Path(path).name}: {error}") from None  # a recipe refuses sizes in this way
 
 
 def run_as_main(path, argv, module=None):

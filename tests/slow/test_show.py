@@ -385,6 +385,19 @@ def test_sizes_of_a_recipe_that_are_too_small_are_refused(show, line, words):
         assert not job.out and job.err.startswith("launch.sh: recipes/") and job.err.endswith(f": {words}\n"), job.err
 
 
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        ("show -n 3 llama", "llama.py: --tensor 3 does not fit 4 heads with 2 of keys and values: type --tensor"),
+        ("bytes -n 4 gpt --batch-size 7", "gpt.py: --data 4 does not divide the 7 rows of a batch; these do: 1, 7"),
+        ("show -n 4 gpt --tensor 3", "gpt.py: data 1 x tensor 3 x pipeline 1 must be the number of ranks, 4"),
+    ],
+)
+def test_what_a_recipe_refuses_is_refused_in_a_line(show, command, words):
+    job = show(*command.split(), code=2)
+    assert job.err.splitlines()[-1].startswith(f"launch.sh: {words}") and "Traceback" not in job.err and not job.out
+
+
 def test_numbers_of_a_script_of_the_user_may_be_negative(show):
     job = show("show", "-n", 1, "mine.py", "--a", -2, script="def run(a=1): assert a == -2")
     assert job.out == "mine.py --a -2 on 1 ranks\n\nIt makes no global tensor.\n"
