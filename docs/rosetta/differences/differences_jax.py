@@ -90,6 +90,19 @@ def gradient_of_a_replica():
     print("gradient of a replicated weight:", gradient.sharding.spec, jax.typeof(gradient))
 
 
+def loss_of_the_whole_batch():
+    """Each row of q needs all rows of v, as in a contrastive loss: the gradient of v is the mean of q, 2."""
+    q, v = (jax.device_put(jnp.array(rows), P("ranks")) for rows in ([1.0, 3.0], [2.0, 5.0]))
+    gradient = jax.jit(jax.grad(lambda v: (q * reshard(v, P()).sum()).mean()))(v)
+    print("loss of the whole batch:", f"gradient {gradient.tolist()}")
+
+    def own_rows(v, q):
+        return jax.lax.pmean((q * jax.lax.all_gather(v, "ranks", tiled=True).sum()).mean(), "ranks")
+
+    gradient = jax.grad(jax.shard_map(own_rows, in_specs=(P("ranks"), P("ranks")), out_specs=P()))(v, q)
+    print("shard_map, loss of the whole batch:", f"gradient {gradient.tolist()}")
+
+
 def dropout():
     def draw():
         return jax.random.bernoulli(jax.random.key(0), 0.5, (64,))
@@ -113,6 +126,7 @@ def main():
         implicit_conversion()
         uneven_rows()
         gradient_of_a_replica()
+        loss_of_the_whole_batch()
         dropout()
     implicit_conversion_in_auto_mode()
     uneven_rows_in_auto_mode()

@@ -66,6 +66,16 @@ def gradient_of_a_replica():
     say("gradient of a replicated weight:", w.grad.sbp[0])
 
 
+def loss_of_the_whole_batch():
+    """Each row of q needs all rows of v, as in a contrastive loss: the gradient of v is the mean of q, 2."""
+    q = tensor([1.0, 3.0], S(0))
+    for grad_sbp in (None, S(0)):
+        v = tensor([2.0, 5.0], S(0)).requires_grad_()
+        loss = (q * v.to_global(sbp=B, grad_sbp=grad_sbp).sum()).mean()
+        loss.backward()
+        say("loss of the whole batch:", f"grad_sbp={grad_sbp}, gradient {v.grad.numpy().tolist()}")
+
+
 def dropout():
     flow.manual_seed(0)
     kept = flow.nn.functional.dropout(tensor(np.ones(64), S(0)), 0.5).to_global(sbp=B).to_local().numpy() > 0
@@ -88,6 +98,7 @@ def main():
     implicit_conversion()
     uneven_rows()
     gradient_of_a_replica()
+    loss_of_the_whole_batch()
     dropout()
     checkpoint()
 

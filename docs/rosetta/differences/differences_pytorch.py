@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -106,6 +107,35 @@ def a_layer_outside_the_plan():
     say("DDP of this model:", f"state_dict has {before} tensors, after a forward {len(model.state_dict())}")
 
 
+def loss_of_the_whole_batch(mesh):
+    """Each row of q needs all rows of v, as in a contrastive loss: the gradient of v is the mean of q, 2."""
+    rank, q = dist.get_rank(), torch.tensor([[1.0], [3.0]])
+    v = torch.tensor([[2.0], [5.0]])[rank].requires_grad_()
+    gathered = [torch.empty(1) for _ in range(2)]
+    dist.all_gather(gathered, v)
+    say("loss of the whole batch:", f"dist.all_gather, requires_grad {torch.stack(gathered).requires_grad}")
+    whole = DTensor.from_local(v, mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+    (q[rank] * whole.to_local(grad_placements=[Partial()]).sum()).mean().backward()  # of its own row
+    say("loss of the whole batch:", f"DTensor, gradient {(v.grad / 2).tolist()} of rank 0's row, averaged as in DDP")
+
+
+def parameter_without_dimensions(mesh):
+    """Such as a learnable temperature."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+    for wrap in (fully_shard, replicate):
+        try:
+            wrap(Scale(), mesh=mesh)
+        except ValueError as error:
+            say(f"{wrap.__name__}, a parameter without dimensions:", error)
+    DistributedDataParallel(Scale())
+    say("DDP, a parameter without dimensions:", "accepted")
+
+
 def dropout(mesh):
     torch.manual_seed(0)
     kept = nn.functional.dropout(distribute_tensor(torch.ones(64), mesh, [Shard(0)])).full_tensor() > 0
@@ -140,6 +170,8 @@ def main():
     uneven_rows(mesh)
     gradient_of_a_replica(mesh)
     a_layer_outside_the_plan()
+    loss_of_the_whole_batch(mesh)
+    parameter_without_dimensions(mesh)
     dropout(mesh)
     checkpoint(mesh)
 
