@@ -313,6 +313,10 @@ def test_bytes_of_small_tensors_are_marked_as_inexact(show):
     job = show("show", "recipes/row_parallel.py", "--batch", 512, "--out-features", 512)
     assert re.search(r"all-reduce, 2.1 MB in all by the formula, sent by rank: 1.05 MB, 1.05 MB\n", job.out), job.err
     assert "Tensors under 1 MB" not in job.out
+    for arguments, script in ((["train_data_parallel"], None), (["mine.py"], WITH_LAYERS)):
+        out = show("show", *arguments, script=script).out
+        assert "Tensors under 1 MB: what was measured is not shown, or marked with" in out, arguments
+        assert ("about" in out.splitlines()[-1]) == bool(script), out  # no formula knows what OneFlow adds
 
 
 # SBPs of x and w, whether w is transposed as in nn.Linear, SBP of the product.
