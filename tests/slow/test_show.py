@@ -12,7 +12,7 @@ import pytest
 
 from harness.measure.events import ONEFLOW, SCRIPT
 from harness.measure.steps import Move
-from harness.measure.theory import Boxing, matmul_boxings
+from harness.measure.theory import Boxing, matmul_boxings, probable_boxings
 from harness.report import show as program
 from harness.report.shorten import fold_blocks
 from tests.cases import ROOT
@@ -353,6 +353,23 @@ def test_matmul_moves_nothing_if_its_pair_of_sbps_is_legal():
         assert boxings(4, x, w, False, x) is None
 
 
+def probably(x, w, product, sent, ranks=(0, 1)):
+    """What probable_boxings says of x @ w.T, where x and w have 256 bytes each."""
+    x, w = ({"sbp": sbp, "ranks": ranks, "shape": (8, 8), "item": 4} for sbp in (x, w))
+    boxings = probable_boxings([x, w], {"sbp": product}, (False, True), sent)
+    return boxings and [f"{name} {boxing.change}" for name, boxing in boxings]
+
+
+def test_matmul_names_what_probably_moved_where_the_sbps_and_the_bytes_leave_one_answer():
+    assert probably("S(0)", "S(0)", "S(0)", None) == ["w S(0) -> B"]
+    assert probably("S(0)", "S(0)", "S(0)", 600) is None  # the gather sends 256
+    assert probably("S(0)", "S(1)", "P", None) is None
+    assert probably("S(0)", "S(1)", "P", 128) == ["x S(0) -> S(1)"]
+    assert probably("S(1)", "S(0)", "S(1)", 384) == ["x S(1) -> B"]  # eager mode sends half more
+    mesh = [[0, 1], [2, 3]]
+    assert probably("S(0), B", "B, S(1)", "S(0), S(1)", None, mesh) == ["w B, S(1) -> B, S(0)"]
+
+
 def test_axes_of_a_single_rank_do_not_count():
     for old, ranks, new in (("B, P", [[0, 1]], "B"), ("P, S(0)", [[0], [1]], "B"), ("P, P", [[0, 1]], "B")):
         boxing = Boxing((4,), (old, ranks), (new, [0, 1]), item=4)
@@ -672,3 +689,16 @@ out = (x @ w).to_global(sbp=flow.sbp.split(1))
 def test_last_line_has_the_bytes_that_were_sent_where_these_are_more_than_the_formula(show):
     """P to S(1) in eager mode: 3/4 of the 4.19 MB from each rank, and half of it by the formula."""
     assert "-> out: 6.29 MB)" in show("show", "-n", 2, "mine.py", script=SENDS_MORE).out.splitlines()[-1]
+
+
+GATHERS_ITSELF = """
+import oneflow as flow
+
+q, v = (flow.ones(1024, 512, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)) for _ in range(2))
+scores = flow.matmul(q, v, transpose_b=True)
+"""
+
+
+def test_operand_that_oneflow_moved_is_named(show):
+    out = show("bytes", "-n", 2, "mine.py", script=GATHERS_ITSELF).out
+    assert "q @ v = scores" in out and "probably v S(0) -> B: all-gather" in out and "OneFlow adds 1 more (q @ v" in out
