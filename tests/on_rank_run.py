@@ -76,8 +76,8 @@ def with_another_head(path, frozen, **arguments):
     try:
         call_entry(module, arguments)
         error = "no error"
-    except ValueError as raised:
-        error = f"ValueError: {raised}"
+    except (ValueError, module.CheckpointError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
     [(model, before)] = models
     return error, [name for name, new in model.named_parameters() if not np.array_equal(new.numpy(), before[name])]
 

@@ -86,6 +86,50 @@ def saved_beside_another(path, folder):
     return os.listdir(folder)
 
 
+def test_what_is_not_a_checkpoint_is_neither_removed_nor_read(pools, tmp_path):
+    for name in ("0", "008", "unfinished-drafts", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "of the user").touch()
+    (tmp_path / "7").symlink_to(tmp_path / "elsewhere")
+    assert save(pools, tmp_path, 1, 2, keep=1) == 2
+    names = ["0", "008", "2", "7", "elsewhere", "lock", "unfinished-drafts"]
+    assert sorted(os.listdir(tmp_path)) == names and (tmp_path / "unfinished-drafts" / "of the user").exists()
+
+
+def test_renamed_checkpoint_is_refused(pools, tmp_path):
+    save(pools, tmp_path, 2)
+    (tmp_path / "2").rename(tmp_path / "40")
+    assert save(pools, tmp_path).startswith(f"{tmp_path}/40 is that of step 2: no older one can be used")
+
+
+def test_settings_are_compared_as_they_are_read_again(pools, tmp_path):
+    settings = {"must_match": {"sizes": (4, 4), "by step": {1: 2}}}
+    assert save(pools, tmp_path, 1, **settings) == save(pools, tmp_path, **settings) == 1
+
+
+def saved_after_removal(path, folder):
+    """On a rank: the error of a save whose folder another job has removed and made again."""
+    import oneflow as flow
+
+    module = load(path)
+    checkpoints = module.Checkpoints(folder, 0, FIXED)
+    if flow.env.get_rank() == 0:
+        shutil.rmtree(folder)
+        os.mkdir(folder)
+        open(f"{folder}/lock", "w").close()
+    try:
+        checkpoints.save({"step": 1}, 1)
+    except module.CheckpointError as error:
+        return str(error)
+
+
+def test_job_whose_folder_was_removed_saves_nothing_in_the_new_one(pools, tmp_path):
+    folder = tmp_path / "removed"
+    answers = pools(2).call(f"{__file__}:saved_after_removal", path=CHECKPOINT, folder=str(folder))
+    assert answers == [f"{folder} was removed or moved while this job ran: it saves nothing there"] * 2
+    assert os.listdir(folder) == ["lock"]
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_folder_that_another_job_uses_is_refused_before_training(tmp_path, name):
     with open(tmp_path / "lock", "w") as lock:

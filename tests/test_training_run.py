@@ -165,6 +165,17 @@ def test_parameter_that_the_loss_does_not_use_is_named_unless_it_is_frozen(pools
     assert error == "no error" and "blocks.0.down" in changed and not {"value_head", "blocks.0.up"} & set(changed)
 
 
+def test_run_refuses_a_checkpoint_in_which_other_parameters_are_trained(pools, tmp_path):
+    """AdamW's state has no names: the moments of one parameter would become those of another."""
+    arguments = {"path": RUN, "checkpoint_dir": str(tmp_path), **SMALL}
+    for steps, frozen, expected in ((1, "blocks.0.up", "no error"), (2, "blocks.0.down", "CheckpointError")):
+        call = {**arguments, "steps": steps, "frozen": ["value_head", frozen]}
+        [(error, _)] = pools(1).call(f"{HERE}:with_another_head", **call)
+        assert error.startswith(expected)
+    words = "trains other parameters: blocks.0.down, blocks.0.up; use a different folder"
+    assert error == f"CheckpointError: {tmp_path}/1 is of a model that {words}"
+
+
 @pytest.mark.parametrize(
     "ids, targets, error",
     [

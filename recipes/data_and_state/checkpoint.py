@@ -65,16 +65,19 @@ class Checkpoints:
     """The checkpoints of a run, in a folder that no other job may use while this object lives.
 
     keep: how many of the newest stay; 0: all. must_match: what a job that resumes must share with the one that saved.
-    All ranks call its methods. Rank 0 alone reads and writes the folder, which the other ranks may not see.
+    All ranks call its methods. Rank 0 alone reads and writes the folder, which the other ranks may not see; do not open
+    its file "lock" in this process, as closing it would unlock the folder.
     """
 
     def __init__(self, folder, keep, must_match):
-        self.folder, self.keep, self.must_match = pathlib.Path(folder), keep, must_match
+        self.folder, self.keep = pathlib.Path(folder), keep
+        self.must_match = json.loads(json.dumps(must_match))  # as it is read again
         from_rank_0(self._lock)
 
     def save(self, state, step):
         """Save a checkpoint, named by its step; OSError if there is one of that name."""
         unfinished = self.folder / f"unfinished-{socket.gethostname()}-{os.getpid()}"  # no other job writes into it
+        from_rank_0(self._check_lock)
         flow.save(state, unfinished, global_dst_rank=0)  # gathers each tensor on rank 0, which alone writes
         if flow.env.get_rank() == 0:
             self._publish(unfinished, step)
@@ -94,23 +97,32 @@ class Checkpoints:
             raise CheckpointError(words) from None
         self.lock.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=self.lock, flush=True)
-        for path in self.folder.glob("unfinished*"):
+        for path in self.folder.glob("unfinished-*-[0-9]*"):
             shutil.rmtree(path)  # its job has died
+
+    def _check_lock(self):
+        """Another job may be in a folder that was removed or moved, and made again."""
+        path = self.folder / "lock"
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self.lock.fileno())):
+            raise CheckpointError(f"{self.folder} was removed or moved while this job ran: it saves nothing there")
 
     def _publish(self, unfinished, step):
         """Give a checkpoint its name once it is complete on disk, and only then remove older ones."""
         names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
-        saved = {"must_match": self.must_match, "files": {name: crc_32(unfinished / name) for name in names}}
+        files = {name: crc_32(unfinished / name) for name in names}
+        saved = {"step": step, "must_match": self.must_match, "files": files}
         (unfinished / "checkpoint.json").write_text(json.dumps(saved), encoding="utf-8")
         for path in [*unfinished.rglob("*"), unfinished]:
             fsync(path)
         os.replace(unfinished, self.folder / str(step))
         fsync(self.folder)
         for older in self._steps()[: -self.keep] if self.keep else []:
-            shutil.rmtree(self.folder / str(older))
+            if (self.folder / str(older) / "checkpoint.json").is_file():  # else it is something of the user
+                shutil.rmtree(self.folder / str(older))
 
     def _steps(self):
-        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdecimal())
+        names = [path.name for path in self.folder.glob("[1-9]*") if not path.is_symlink()]
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def _newest(self):
         *older, newest = [0, *self._steps()]  # 0: from the beginning
@@ -133,6 +145,8 @@ class Checkpoints:
         try:
             saved = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
             damaged = [name for name, value in saved["files"].items() if crc_32(path / name) != value]
+            if saved["step"] != step:
+                return f"is that of step {saved['step']}"
             if damaged:
                 return f"is damaged, as {damaged[0]} is not what was saved"
             before, now = saved["must_match"], self.must_match
@@ -237,6 +251,8 @@ def main():
         parser.error(f"--save-every {args.save_every}: 1 or more")
     if args.keep < 0:
         parser.error(f"--keep {args.keep}: 0 or more")
+    if args.checkpoint_dir == "":
+        parser.error("--checkpoint-dir is empty")
 
     half = flow.placement(args.device, list(range(max(1, flow.env.get_world_size() // 2))))
     everyone = flow.placement.all(args.device)

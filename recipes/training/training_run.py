@@ -44,7 +44,7 @@ FORMAT = "training_run 1"  # of its checkpoints; a number of its own for each ch
 
 @dataclasses.dataclass
 class Config:
-    """The sizes of a run. A job that resumes it may change the mesh and all below the first seven."""
+    """The sizes of a run. A job that resumes it may change the mesh, and all but `fixed`."""
 
     batch_size: int = 24
     train_samples: int = 480
@@ -64,7 +64,8 @@ class Config:
 
     def fixed(self):
         """What a checkpoint and the job that resumes from it must share: the weights' shapes, the samples' order."""
-        return dict(list(dataclasses.asdict(self).items())[:7])
+        names = ("batch_size", "train_samples", "seq_len", "vocab_size", "num_layers", "hidden_size", "num_heads")
+        return {name: getattr(self, name) for name in names}
 
     def check(self, mesh):
         """Raise ValueError if a size does not fit the mesh: OneFlow would hang or abort."""
@@ -354,16 +355,19 @@ class Checkpoints:
     """The checkpoints of a run, in a folder that no other job may use while this object lives.
 
     keep: how many of the newest stay; 0: all. must_match: what a job that resumes must share with the one that saved.
-    All ranks call its methods. Rank 0 alone reads and writes the folder, which the other ranks may not see.
+    All ranks call its methods. Rank 0 alone reads and writes the folder, which the other ranks may not see; do not open
+    its file "lock" in this process, as closing it would unlock the folder.
     """
 
     def __init__(self, folder, keep, must_match):
-        self.folder, self.keep, self.must_match = pathlib.Path(folder), keep, must_match
+        self.folder, self.keep = pathlib.Path(folder), keep
+        self.must_match = json.loads(json.dumps(must_match))  # as it is read again
         from_rank_0(self._lock)
 
     def save(self, state, step):
         """Save a checkpoint, named by its step; OSError if there is one of that name."""
         unfinished = self.folder / f"unfinished-{socket.gethostname()}-{os.getpid()}"  # no other job writes into it
+        from_rank_0(self._check_lock)
         flow.save(state, unfinished, global_dst_rank=0)  # gathers each tensor on rank 0, which alone writes
         if flow.env.get_rank() == 0:
             self._publish(unfinished, step)
@@ -383,23 +387,32 @@ class Checkpoints:
             raise CheckpointError(words) from None
         self.lock.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=self.lock, flush=True)
-        for path in self.folder.glob("unfinished*"):
+        for path in self.folder.glob("unfinished-*-[0-9]*"):
             shutil.rmtree(path)  # its job has died
+
+    def _check_lock(self):
+        """Another job may be in a folder that was removed or moved, and made again."""
+        path = self.folder / "lock"
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self.lock.fileno())):
+            raise CheckpointError(f"{self.folder} was removed or moved while this job ran: it saves nothing there")
 
     def _publish(self, unfinished, step):
         """Give a checkpoint its name once it is complete on disk, and only then remove older ones."""
         names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
-        saved = {"must_match": self.must_match, "files": {name: crc_32(unfinished / name) for name in names}}
+        files = {name: crc_32(unfinished / name) for name in names}
+        saved = {"step": step, "must_match": self.must_match, "files": files}
         (unfinished / "checkpoint.json").write_text(json.dumps(saved), encoding="utf-8")
         for path in [*unfinished.rglob("*"), unfinished]:
             fsync(path)
         os.replace(unfinished, self.folder / str(step))
         fsync(self.folder)
         for older in self._steps()[: -self.keep] if self.keep else []:
-            shutil.rmtree(self.folder / str(older))
+            if (self.folder / str(older) / "checkpoint.json").is_file():  # else it is something of the user
+                shutil.rmtree(self.folder / str(older))
 
     def _steps(self):
-        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdecimal())
+        names = [path.name for path in self.folder.glob("[1-9]*") if not path.is_symlink()]
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def _newest(self):
         *older, newest = [0, *self._steps()]  # 0: from the beginning
@@ -422,6 +435,8 @@ class Checkpoints:
         try:
             saved = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
             damaged = [name for name, value in saved["files"].items() if crc_32(path / name) != value]
+            if saved["step"] != step:
+                return f"is that of step {saved['step']}"
             if damaged:
                 return f"is damaged, as {damaged[0]} is not what was saved"
             before, now = saved["must_match"], self.must_match
@@ -464,6 +479,10 @@ def fsync(path):
 def load(path, model, optimizer, batches):
     """Load a checkpoint; returns the configuration of its job and the losses up to it. All ranks call it."""
     state = flow.load(path, global_src_rank=0)
+    saved, trained = state["trained"], list(trained_parameters(model))  # AdamW's state is in this order
+    if saved != trained:
+        names = ", ".join(sorted(set(saved) ^ set(trained))) or "the same in a different order"
+        raise CheckpointError(f"{path} is of a model that trains other parameters: {names}; use a different folder")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     batches.load_state_dict(state["batches"])
@@ -492,9 +511,9 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, 
         saved, losses, held_out = load(path, model, optimizer, batches)
         if log and flow.env.get_rank() == 0:
             print(f"resumes after step {done}, from {path}" + ("; all is done" if done >= steps else ""))
-            for name in options:
-                if saved.get(name) != options[name]:
-                    print(f"changed since then: {name} {saved.get(name)} -> {options[name]}")
+            for name in {**saved, **options}:
+                if saved.get(name) != options.get(name):
+                    print(f"changed since then: {name} {saved.get(name)} -> {options.get(name)}")
 
     for step in range(done + 1, steps + 1):
         # with dropout, call flow.manual_seed(seed + step) here, or a job that resumes draws other masks (in eager mode)
@@ -504,7 +523,7 @@ def train(mesh, config=None, graph=False, seed=0, steps=8, checkpoint_dir=None, 
             held_out.append(evaluate(sums_of, config, mesh))
             model.train()
         if checkpoint_dir and (step % save_every == 0 or step == steps):
-            state = {"config": options, "batches": batches.state_dict()}
+            state = {"config": options, "batches": batches.state_dict(), "trained": list(trained_parameters(model))}
             state.update(model=model.state_dict(), optimizer=optimizer.state_dict(), losses=losses, held_out=held_out)
             checkpoints.save(state, step)
         if log and step % config.eval_every == 0 and flow.env.get_rank() == 0:
@@ -535,6 +554,8 @@ def main():
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: 1 or more")
     if args.keep < 0:
         parser.error(f"--keep {args.keep}: 0 or more")
+    if args.checkpoint_dir == "":
+        parser.error("--checkpoint-dir is empty")
     config = Config(micro_batches=args.micro_batches)
     try:
         mesh = placements(args.device, flow.env.get_world_size(), args.tensor)
@@ -545,7 +566,7 @@ def main():
     counts = [(targets.to_local() != IGNORE).sum().item() for _, targets in Batches(config, mesh, seed=0).next()]
     print("valid tokens in this rank's rows of the micro-batches of step 1:", *counts)
     options = {"graph": args.graph, "steps": args.steps, "save_every": args.save_every, "keep": args.keep}
-    if args.checkpoint_dir is not None:  # a real run: the same command again resumes it
+    if args.checkpoint_dir:  # a real run: the same command again resumes it
         try:
             train(mesh, config, **options, checkpoint_dir=args.checkpoint_dir, log=True)
         except CheckpointError as error:

@@ -69,7 +69,7 @@ SIZES_TO_REFUSE = ("num-layers", "hidden-size", "num-heads", "seq-len", "batch-s
 PROOFS["gpt"] = Proof(
     refused={
         **{f"--{option} 0": "1 or more" for option in ("tensor", "pipeline", "save-every", *SIZES_TO_REFUSE)},
-        **{"--micro-batches -1": "1 or more", "--keep -1": "0 or more"},
+        **{"--micro-batches -1": "1 or more", "--keep -1": "0 or more", "--checkpoint-dir=": "is empty"},
     },
     tests=[
         *("tests/test_gpt.py", "tests/slow/test_gpt_page.py", "tests/slow/test_choices.py"),

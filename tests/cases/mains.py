@@ -256,7 +256,7 @@ def other_runs(name):
     taken = world_sizes(path_of(name))
     if first != 1 and 1 in taken:
         yield 1, []
-    largest = 7 if 7 in taken and name != "gpt" else max(n for n in taken if n <= 8)
+    largest = 7 if 7 in taken and name not in ("gpt", "llama") else max(n for n in taken if n <= 8)
     if following != first or len(modes(name)) == 2:
         yield following, ["--graph"] * (len(modes(name)) == 2)
     options = main_of(name).other_options

@@ -85,7 +85,12 @@ def spawn(n, graph=False, ranks=2, **sizes):
 @case_of_recipe(
     {"uneven": {"batch": 7, "features": 9, "seed": 1}},
     whole_job=True,
-    refused={"--steps 0": "1 or more", "--save-every 0": "1 or more", "--keep -1": "0 or more"},
+    refused={
+        "--steps 0": "1 or more",
+        "--save-every 0": "1 or more",
+        "--keep -1": "0 or more",
+        "--checkpoint-dir=": "is empty",
+    },
     tests=["tests/test_checkpoints.py", "tests/slow/test_starting.py", "tests/slow/test_choices.py"],
     equivalent={r" - 1 -> True$": "the job ends when one rank dies, and when all do"},
     main=Main(

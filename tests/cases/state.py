@@ -21,7 +21,12 @@ def resumed(n):
 
 @case_of_recipe(
     resumed,
-    refused={"--steps 0": "1 or more", "--save-every 0": "1 or more", "--keep -1": "0 or more"},
+    refused={
+        "--steps 0": "1 or more",
+        "--save-every 0": "1 or more",
+        "--keep -1": "0 or more",
+        "--checkpoint-dir=": "is empty",
+    },
     tests=["tests/test_checkpoints.py", "tests/slow/test_state.py", "tests/slow/test_choices.py"],
     equivalent={
         r"flow.placement\(args.device, list\(range\(max.*\[(:1|-1:)\]\)$": "main has two ranks, and their half is one",

@@ -39,7 +39,7 @@ def valid_tokens(n, rank, facts, graph, report):
 PROOFS["training_run"] = Proof(
     refused={
         **{f"--{option} 0": "1 or more" for option in ("tensor", "micro-batches", "steps", "save-every")},
-        "--keep -1": "0 or more",
+        **{"--keep -1": "0 or more", "--checkpoint-dir=": "is empty"},
     },
     tests=["tests/test_training_run.py", "tests/test_checkpoints.py", "tests/test_recipe_files.py"],
     equivalent={
