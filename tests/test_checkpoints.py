@@ -239,6 +239,13 @@ def test_keep_is_an_option_of_each_recipe(pools, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_folder_that_cannot_be_made_is_refused(pools, name):
-    for code, _, err in job(pools, name, "/proc/checkpoints"):
-        assert code == 2 and "error: [Errno 2] No such file or directory: '/proc/checkpoints'" in err
+@pytest.mark.parametrize(
+    "folder, words",
+    [
+        ("/proc/checkpoints", "error: [Errno 2] No such file or directory: '/proc/checkpoints'\n"),
+        ("", "error: --checkpoint-dir is empty\n"),
+    ],
+)
+def test_folder_that_cannot_be_made_is_refused(pools, name, folder, words):
+    for code, _, err in job(pools, name, folder):
+        assert code == 2 and err.endswith(words)

@@ -69,7 +69,7 @@ SIZES_TO_REFUSE = ("num-layers", "hidden-size", "num-heads", "seq-len", "batch-s
 PROOFS["gpt"] = Proof(
     refused={
         **{f"--{option} 0": "1 or more" for option in ("tensor", "pipeline", "save-every", *SIZES_TO_REFUSE)},
-        **{"--micro-batches -1": "1 or more", "--keep -1": "0 or more", "--checkpoint-dir=": "is empty"},
+        **{"--micro-batches -1": "1 or more", "--keep -1": "0 or more"},
     },
     tests=[
         *("tests/test_gpt.py", "tests/slow/test_gpt_page.py", "tests/slow/test_choices.py"),
@@ -89,6 +89,7 @@ PROOFS["gpt"] = Proof(
         defaults={"steps": (400, 3)},
         figures=figures.held("weights"),
         refused=[
+            "--checkpoint-dir=",
             *("--pipeline 2 --num-layers 1", "--seq-len 7", "--batch-size 7", "--data 3", "--recompute full"),
             *("--experts 1", "--experts 2 --context-parallel"),
             # each size by its axis of the mesh, 2 x 1 or 1 x 2

@@ -89,7 +89,6 @@ def spawn(n, graph=False, ranks=2, **sizes):
         "--steps 0": "1 or more",
         "--save-every 0": "1 or more",
         "--keep -1": "0 or more",
-        "--checkpoint-dir=": "is empty",
     },
     tests=["tests/test_checkpoints.py", "tests/slow/test_starting.py", "tests/slow/test_choices.py"],
     equivalent={r" - 1 -> True$": "the job ends when one rank dies, and when all do"},
@@ -98,6 +97,7 @@ def spawn(n, graph=False, ranks=2, **sizes):
         elsewhere={"die": "the step up to which a first call trains: see check_die"},
         figures=figures.only_rank_0(figures.resumed),
         other_options=["--steps", "5"],
+        refused=["--checkpoint-dir="],
         refused_elsewhere=("raise CheckpointError(", "# on all ranks"),  # tests/test_checkpoints.py
     ),
 )

@@ -25,7 +25,6 @@ def resumed(n):
         "--steps 0": "1 or more",
         "--save-every 0": "1 or more",
         "--keep -1": "0 or more",
-        "--checkpoint-dir=": "is empty",
     },
     tests=["tests/test_checkpoints.py", "tests/slow/test_state.py", "tests/slow/test_choices.py"],
     equivalent={
@@ -37,6 +36,7 @@ def resumed(n):
         alone={"checkpoint_dir": None, "save_every": 2, "weights": "rows", "steps": 4, "keep": 0},
         further={"weights": "whole", "steps": 2},
         other_options=["--steps", "6", "--save-every", "1", "--weights", "columns"],
+        refused=["--checkpoint-dir="],
         refused_elsewhere=("raise CheckpointError(", "# on all ranks"),  # tests/test_checkpoints.py
         figures=figures.saved_by_half,
     ),

@@ -39,7 +39,7 @@ def valid_tokens(n, rank, facts, graph, report):
 PROOFS["training_run"] = Proof(
     refused={
         **{f"--{option} 0": "1 or more" for option in ("tensor", "micro-batches", "steps", "save-every")},
-        **{"--keep -1": "0 or more", "--checkpoint-dir=": "is empty"},
+        "--keep -1": "0 or more",
     },
     tests=["tests/test_training_run.py", "tests/test_checkpoints.py", "tests/test_recipe_files.py"],
     equivalent={
@@ -56,7 +56,7 @@ PROOFS["training_run"] = Proof(
         },
         figures=valid_tokens,
         other_options=["--micro-batches", "4"],
-        refused=["--tensor 3", "--micro-batches 5"],
+        refused=["--tensor 3", "--micro-batches 5", "--checkpoint-dir="],
         refused_expressions=[
             "Config(batch_size=6, micro_batches=2).check(placements('cpu', 2))",
             "Config(num_heads=3).check(placements('cpu', 2, 2))",
