@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -70,8 +72,8 @@ def test_job_leaves_alone_what_another_is_saving(pools, tmp_path):
     (tmp_path / "unfinished-dead-1").mkdir()
     assert save(pools, tmp_path, 1) == 1 and sorted(os.listdir(tmp_path)) == ["1", "lock"]
     names = os.listdir(tmp_path / "1")
-    [mine] = pools(1).call(f"{__file__}:saved_beside_another", path=CHECKPOINT, folder=str(tmp_path))
-    assert sorted(mine) == ["1", "2", "lock", "unfinished-other-1"]
+    [(mine, error)] = pools(1).call(f"{__file__}:saved_beside_another", path=CHECKPOINT, folder=str(tmp_path))
+    assert sorted(mine) == ["1", "2", "lock", "unfinished-other-1"] and "BlockingIOError" in error[0]
     assert os.listdir(tmp_path / "unfinished-other-1") == ["half"] and len(os.listdir(tmp_path / "2")) == len(names)
 
 
@@ -83,7 +85,9 @@ def saved_beside_another(path, folder):
     open(f"{folder}/unfinished-other-1/half", "w").close()
     w = flow.ones(4, 2, placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
     checkpoints.save({"w": w}, 2)
-    return os.listdir(folder)
+    take = f"import fcntl; fcntl.lockf(open('{folder}/lock', 'a+'), fcntl.LOCK_SH | fcntl.LOCK_NB)"
+    other = subprocess.run([sys.executable, "-c", take], stderr=subprocess.PIPE, text=True, timeout=60)
+    return os.listdir(folder), other.stderr.splitlines()[-1:]
 
 
 def test_what_is_not_a_checkpoint_is_neither_removed_nor_read(pools, tmp_path):
