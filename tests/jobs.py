@@ -286,12 +286,20 @@ def launch(*arguments, **options):
 
 
 def has_printed(recipe, lines, ranks=None):
-    """Whether these lines are those of PRINTED, in any order but for the last; ranks: those on this node."""
+    """Whether these lines are those of PRINTED, each rank's in its order; ranks: those on this node.
+
+    The lines of different ranks may come in any order: srun reads the output of each host by itself.
+    """
     *shards, result = PRINTED[recipe]
     ranks = range(len(shards)) if ranks is None else ranks
-    wanted = [f"[{rank}] {line}" for rank in ranks for line in shards[rank]]
-    last = [f"[0] {result}"] if 0 in ranks else []
-    return sorted(lines) == sorted(wanted + last) and lines[-1:] == (last or lines[-1:])
+    wanted = {f"[{rank}]": list(shards[rank]) for rank in ranks}
+    if 0 in ranks:
+        wanted["[0]"].append(result)
+    printed = {}
+    for line in lines:
+        mark, _, text = line.partition(" ")
+        printed.setdefault(mark, []).append(text)
+    return printed == wanted
 
 
 def official(n, *arguments, **options):
