@@ -134,11 +134,11 @@ case ${1-} in
         ;;
 esac
 
-# shellcheck source=harness/start/environment.sh
-source "$here/harness/start/environment.sh"
+# shellcheck source=harness/oneflow_cookbook/start/environment.sh
+source "$here/harness/oneflow_cookbook/start/environment.sh"
 if [[ $1 == plan ]]; then
     find_any_python 3 8
-    exec "$python" "$here/harness/plan" "${@:2}"
+    exec "$python" "$here/harness/oneflow_cookbook/plan" "${@:2}"
 fi
 case $1 in # a typing error must not set up 3.9 GB
     -* | shell | show | bytes | verify | test | docs | bench | meshes | mutate) ;;

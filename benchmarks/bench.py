@@ -22,14 +22,14 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "harness")]
 
 from benchmarks import peers  # noqa: E402
 from benchmarks.peers import Peer, PeerError  # noqa: E402
-from harness.pool import Pool, PoolError  # noqa: E402
-from harness.report.tables import fill, table  # noqa: E402
-from harness.start.recipe import path_of  # noqa: E402
-from harness.start.signals import exit_at  # noqa: E402
+from oneflow_cookbook.pool import Pool, PoolError  # noqa: E402
+from oneflow_cookbook.report.tables import fill, table  # noqa: E402
+from oneflow_cookbook.start.recipe import path_of  # noqa: E402
+from oneflow_cookbook.start.signals import exit_at  # noqa: E402
 from tests.cases import reference_gpt  # noqa: E402
 
 HERE = Path(__file__).resolve().parent

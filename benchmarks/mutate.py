@@ -27,12 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import Callable
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "harness")]
 
 from benchmarks.mutations import BY_NUMPY, WORLD, mutants  # noqa: E402
-from harness.pool import Pool, PoolError, pool_cache  # noqa: E402
-from harness.start.recipe import path_of  # noqa: E402
-from harness.start.signals import exit_at  # noqa: E402
+from oneflow_cookbook.pool import Pool, PoolError, pool_cache  # noqa: E402
+from oneflow_cookbook.start.recipe import path_of  # noqa: E402
+from oneflow_cookbook.start.signals import exit_at  # noqa: E402
 from tests.cases import CASES, GRAPH_ONLY, PROOFS, PROVEN, ROOT, WITHOUT_CASE, mains, modes, runs, whole_run  # noqa: E402
 from tests.cases import gpt_meshes as gpt  # noqa: E402
 from tests.cases.ladder import check_recipe  # noqa: E402

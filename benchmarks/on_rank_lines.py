@@ -3,7 +3,7 @@
 import sys
 from functools import lru_cache
 
-from harness.start import recipe
+from oneflow_cookbook.start import recipe
 
 load = lru_cache(maxsize=None)(recipe.load)
 

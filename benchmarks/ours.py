@@ -4,10 +4,10 @@ import time
 
 import oneflow as flow
 
-from harness.measure.calls import watching
-from harness.measure.entry import call_entry
-from harness.measure.sbp import sbp_of
-from harness.start import recipe
+from oneflow_cookbook.measure.calls import watching
+from oneflow_cookbook.measure.entry import call_entry
+from oneflow_cookbook.measure.sbp import sbp_of
+from oneflow_cookbook.start import recipe
 
 
 def wait():

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 from peer_gpt_jax import train_gpt
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from harness.start import recipe  # noqa: E402
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "harness")]
+from oneflow_cookbook.start import recipe  # noqa: E402
 
 N = int(os.environ["WORLD_SIZE"])
 

@@ -17,8 +17,8 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from harness.start import recipe  # noqa: E402
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "harness")]
+from oneflow_cookbook.start import recipe  # noqa: E402
 
 N = int(os.environ["WORLD_SIZE"])
 

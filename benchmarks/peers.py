@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness.start.ranks import cores_of, reserve_port
+from oneflow_cookbook.start.ranks import cores_of, reserve_port
 
 HERE = Path(__file__).resolve().parent
 PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import mutate
 from benchmarks.mutations import lesson, mutants
-from harness.pool import Pool, pool_cache
-from harness.start.recipe import path_of
+from oneflow_cookbook.pool import Pool, pool_cache
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import CASES, WITHOUT_CASE
 
 # A piece of code -> how many mutants each place with it has, at least.

@@ -6,19 +6,13 @@ import signal
 import sys
 from pathlib import Path
 
+from oneflow_cookbook.start import job
+from oneflow_cookbook.start.ending import BAD_INPUT, BROKEN_PIPE
+from oneflow_cookbook.start.output import say
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of harness/ itself, which Python puts there
-
-from harness.start import job  # noqa: E402
-from harness.start.ending import BAD_INPUT, BROKEN_PIPE  # noqa: E402
-from harness.start.output import say  # noqa: E402
-
-PROGRAMS = {
-    "test": [sys.executable, "-m", "pytest", f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"],
-    "bench": [sys.executable, str(ROOT / "benchmarks" / "bench.py")],
-    "meshes": [sys.executable, str(ROOT / "benchmarks" / "meshes.py")],
-    "mutate": [sys.executable, str(ROOT / "benchmarks" / "mutate.py")],
-}
+PYTEST = [f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}", "-p", "oneflow_cookbook.testing"]
+BENCHMARKS = ("bench", "meshes", "mutate")
 VALUE_FOLLOWS = ("-c", "-k", "-m", "-o", "-p", "-r", "-W")  # options of pytest: the next word is no path
 
 
@@ -45,27 +39,31 @@ def main(command, *arguments):
     if command in ("docs", "meshes") and arguments:
         say(f"{command} takes no arguments, got {' '.join(arguments)}")
         return BAD_INPUT
-    if command in PROGRAMS:
-        if command == "test":
-            arguments = pytest_arguments(arguments)
+    if command == "test":
+        import pytest
+
+        arguments = pytest_arguments(arguments)
         os.chdir(ROOT)
-        os.execv(sys.executable, [*PROGRAMS[command], *arguments])
+        return pytest.main([*PYTEST, *arguments])
+    if command in BENCHMARKS:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, str(ROOT / "benchmarks" / f"{command}.py"), *arguments])
     if command in ("show", "bytes"):
-        from harness.report import show
+        from oneflow_cookbook.report import show
 
         return show.main(command, arguments)
     if command == "verify":
-        from harness.verify import command as verify
+        from oneflow_cookbook.verify import command as verify
 
         return verify.main(arguments)
     if command == "shell":
-        from harness.shell import program
+        from oneflow_cookbook.shell import program
 
         return program.main(arguments)
     if command == "docs":
-        from harness.explore import matmul_runs
-        from harness.report import atlas_page
-        from harness.start.signals import exit_at
+        from oneflow_cookbook.explore import matmul_runs
+        from oneflow_cookbook.report import atlas_page
+        from oneflow_cookbook.start.signals import exit_at
 
         exit_at(signal.SIGTERM, signal.SIGHUP)
         return atlas_page.main() or matmul_runs.main()

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import pytest
 
-from harness.pool import pool_cache
+from oneflow_cookbook.pool import pool_cache
 from tests import jobs
 from tests.cases.ladder import Checks
 from tests.hosts import Hosts

@@ -4,8 +4,8 @@ import itertools
 import subprocess
 from dataclasses import dataclass
 
-from harness.start.ranks import RankAssignment
-from harness.start.recipe import ROOT
+from oneflow_cookbook.start.ranks import RankAssignment
+from oneflow_cookbook.start.recipe import ROOT
 
 NO_HOSTS = "no network namespaces here: run it where `unshare --user --map-root-user --mount --net ip link` works"
 SET_UP = """

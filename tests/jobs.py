@@ -16,7 +16,7 @@ import time
 import uuid
 from pathlib import Path
 
-from harness.start.recipe import ROOT
+from oneflow_cookbook.start.recipe import ROOT
 
 LAUNCH = str(ROOT / "launch.sh")
 QUOTED = shlex.quote(LAUNCH)  # in a command of a shell
@@ -166,7 +166,7 @@ class Run:
         return marked(self.mark, command)
 
     def ranks(self):
-        return self.alive(b"harness/start/rank.py")
+        return self.alive(b"harness/oneflow_cookbook/start/rank.py")
 
     def kill(self):
         kill_marked(self.mark)
@@ -286,20 +286,16 @@ def launch(*arguments, **options):
 
 
 def has_printed(recipe, lines, ranks=None):
-    """Whether these lines are those of PRINTED, each rank's in its order; ranks: those on this node.
+    """Whether these lines are those of PRINTED, and rank 0 ends with its result; ranks: those on this node.
 
     The lines of different ranks may come in any order: srun reads the output of each host by itself.
     """
     *shards, result = PRINTED[recipe]
     ranks = range(len(shards)) if ranks is None else ranks
-    wanted = {f"[{rank}]": list(shards[rank]) for rank in ranks}
-    if 0 in ranks:
-        wanted["[0]"].append(result)
-    printed = {}
-    for line in lines:
-        mark, _, text = line.partition(" ")
-        printed.setdefault(mark, []).append(text)
-    return printed == wanted
+    wanted = [f"[{rank}] {line}" for rank in ranks for line in shards[rank]]
+    last = [f"[0] {result}"] if 0 in ranks else []
+    of_rank_0 = [line for line in lines if line.startswith("[0] ")]
+    return sorted(lines) == sorted(wanted + last) and of_rank_0[-1:] == last
 
 
 def official(n, *arguments, **options):

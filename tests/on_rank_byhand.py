@@ -2,10 +2,10 @@
 
 import oneflow as flow
 
-from harness.measure.calls import replaced
-from harness.measure.entry import call_entry
-from harness.measure.sent import sent_by
-from harness.start import recipe
+from oneflow_cookbook.measure.calls import replaced
+from oneflow_cookbook.measure.entry import call_entry
+from oneflow_cookbook.measure.sent import sent_by
+from oneflow_cookbook.start import recipe
 
 
 def messages(path, **arguments):

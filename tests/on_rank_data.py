@@ -3,10 +3,10 @@
 import numpy as np
 import oneflow as flow
 
-from harness.measure.graph import FunctionGraph
-from harness.measure.sbp import label, sbp_of
-from harness.measure.sent import sent_by
-from harness.start import recipe
+from oneflow_cookbook.measure.graph import FunctionGraph
+from oneflow_cookbook.measure.sbp import label, sbp_of
+from oneflow_cookbook.measure.sent import sent_by
+from oneflow_cookbook.start import recipe
 
 
 class Numbers(flow.utils.data.Dataset):

@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 
 import oneflow as flow
 
-from harness.measure.entry import call_entry
-from harness.measure.frames import arrays_by_name, optimizer_state
-from harness.measure.graph import training_bytes
-from harness.measure.observe import RECORDED, observed
-from harness.measure.rank_memory import memory_size
-from harness.measure.recorder import Recorder
-from harness.measure.sbp import label
-from harness.measure.sent import quiet
-from harness.measure.tensors import snapshot
-from harness.start import recipe
+from oneflow_cookbook.measure.entry import call_entry
+from oneflow_cookbook.measure.frames import arrays_by_name, optimizer_state
+from oneflow_cookbook.measure.graph import training_bytes
+from oneflow_cookbook.measure.observe import RECORDED, observed
+from oneflow_cookbook.measure.rank_memory import memory_size
+from oneflow_cookbook.measure.recorder import Recorder
+from oneflow_cookbook.measure.sbp import label
+from oneflow_cookbook.measure.sent import quiet
+from oneflow_cookbook.measure.tensors import snapshot
+from oneflow_cookbook.start import recipe
 
 COUNTED = (2, 3)  # steps after which the bytes are read: the first one connects the ranks
 

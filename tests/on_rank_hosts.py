@@ -2,9 +2,9 @@
 
 import oneflow as flow
 
-from harness.measure.graph import FunctionGraph
-from harness.measure.sbp import sbp_of
-from harness.measure.sent import growth, quiet, wait_for
+from oneflow_cookbook.measure.graph import FunctionGraph
+from oneflow_cookbook.measure.sbp import sbp_of
+from oneflow_cookbook.measure.sent import growth, quiet, wait_for
 
 
 def between_hosts(source, target, old, new, rows, columns, graph):

@@ -4,9 +4,9 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
-from harness.measure.sbp import label, sbp_of, split_dim
-from harness.measure.sent import sent_by
-from harness.start import recipe
+from oneflow_cookbook.measure.sbp import label, sbp_of, split_dim
+from oneflow_cookbook.measure.sent import sent_by
+from oneflow_cookbook.start import recipe
 
 B = flow.sbp.broadcast
 MAX_NORM = 16.0

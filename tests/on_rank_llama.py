@@ -9,10 +9,10 @@ import types
 import numpy as np
 import oneflow as flow
 
-from harness.measure.calls import replaced
-from harness.measure.rank_memory import memory_size
-from harness.measure.sent import sent_by
-from harness.start import recipe
+from oneflow_cookbook.measure.calls import replaced
+from oneflow_cookbook.measure.rank_memory import memory_size
+from oneflow_cookbook.measure.sent import sent_by
+from oneflow_cookbook.start import recipe
 
 
 def opened(path, folder, tensor=0):

@@ -15,9 +15,9 @@ import traceback
 import numpy as np
 import oneflow as flow
 
-from harness.measure.calls import replaced
-from harness.measure.entry import entry_of
-from harness.start import recipe
+from oneflow_cookbook.measure.calls import replaced
+from oneflow_cookbook.measure.entry import entry_of
+from oneflow_cookbook.start import recipe
 
 OFF = 2e-4  # of the largest number: just above what float32 needs, and below a tolerance that is 1,000 times too wide
 

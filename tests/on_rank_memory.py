@@ -3,15 +3,15 @@
 import oneflow as flow
 from oneflow.nn.graph.graph_config import GraphConfig
 
-from harness.measure.calls import replaced, watching
-from harness.measure.entry import call_entry
-from harness.measure.graph import boxings_of
-from harness.measure.observe import observed
-from harness.measure.recorder import Recorder
-from harness.measure.sbp import label_of_proto
-from harness.measure.sent import wait_for
-from harness.measure.training import costs
-from harness.start import recipe
+from oneflow_cookbook.measure.calls import replaced, watching
+from oneflow_cookbook.measure.entry import call_entry
+from oneflow_cookbook.measure.graph import boxings_of
+from oneflow_cookbook.measure.observe import observed
+from oneflow_cookbook.measure.recorder import Recorder
+from oneflow_cookbook.measure.sbp import label_of_proto
+from oneflow_cookbook.measure.sent import wait_for
+from oneflow_cookbook.measure.training import costs
+from oneflow_cookbook.start import recipe
 
 
 def compiled(path, stage=None, **arguments):

@@ -1,6 +1,6 @@
 """What the tests of the pipeline chapter call on the ranks of a pool; it runs there, beside OneFlow."""
 
-from harness.start import recipe
+from oneflow_cookbook.start import recipe
 
 
 def tables(path, name, sizes):

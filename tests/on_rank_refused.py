@@ -7,7 +7,7 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
-from harness.measure.sbp import sbp_of
+from oneflow_cookbook.measure.sbp import sbp_of
 
 B = flow.sbp.broadcast
 STEPS, BATCH, INPUTS, HIDDEN = 3, 12, 4, 6

@@ -5,13 +5,13 @@ from functools import partial
 import numpy as np
 import oneflow as flow
 
-from harness.measure.entry import call_entry
-from harness.measure.frames import optimizer_state
-from harness.measure.observe import RECORDED, observed
-from harness.measure.recorder import Recorder
-from harness.measure.sent import sent_by
-from harness.measure.tensors import snapshot
-from harness.start import recipe
+from oneflow_cookbook.measure.entry import call_entry
+from oneflow_cookbook.measure.frames import optimizer_state
+from oneflow_cookbook.measure.observe import RECORDED, observed
+from oneflow_cookbook.measure.recorder import Recorder
+from oneflow_cookbook.measure.sent import sent_by
+from oneflow_cookbook.measure.tensors import snapshot
+from oneflow_cookbook.start import recipe
 
 
 def trained(path, **arguments):

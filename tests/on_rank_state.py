@@ -6,11 +6,11 @@ import pathlib
 import numpy as np
 import oneflow as flow
 
-from harness.measure.calls import replaced
-from harness.measure.entry import call_entry
-from harness.measure.sent import sent_by
-from harness.measure.tensors import snapshot
-from harness.start import recipe
+from oneflow_cookbook.measure.calls import replaced
+from oneflow_cookbook.measure.entry import call_entry
+from oneflow_cookbook.measure.sent import sent_by
+from oneflow_cookbook.measure.tensors import snapshot
+from oneflow_cookbook.start import recipe
 
 
 def die(path, moment, step, **arguments):

@@ -3,8 +3,8 @@
 import numpy as np
 import oneflow as flow
 
-from harness.measure.sbp import sbp_of
-from harness.measure.sent import sent_by
+from oneflow_cookbook.measure.sbp import sbp_of
+from oneflow_cookbook.measure.sent import sent_by
 
 # The SBPs of the weights of a pair of layers, of x, and of what each layer returns.
 LAYOUTS = {

@@ -2,8 +2,8 @@
 
 import oneflow as flow
 
-from harness.measure.calls import replaced
-from harness.measure.sent import sent_by
+from oneflow_cookbook.measure.calls import replaced
+from oneflow_cookbook.measure.sent import sent_by
 
 
 class Chain(flow.nn.Module):

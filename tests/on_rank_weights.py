@@ -6,8 +6,8 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
-from harness.measure.tensors import layout_of
-from harness.start import recipe
+from oneflow_cookbook.measure.tensors import layout_of
+from oneflow_cookbook.start import recipe
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 

@@ -9,12 +9,12 @@ import sys
 import numpy as np
 import oneflow as flow
 
-from harness.measure.calls import replaced
-from harness.measure.rank_memory import memory_size
-from harness.measure.script import run_script
-from harness.measure.sent import sent_by
-from harness.measure.tensors import layout_of
-from harness.start import recipe
+from oneflow_cookbook.measure.calls import replaced
+from oneflow_cookbook.measure.rank_memory import memory_size
+from oneflow_cookbook.measure.script import run_script
+from oneflow_cookbook.measure.sent import sent_by
+from oneflow_cookbook.measure.tensors import layout_of
+from oneflow_cookbook.start import recipe
 
 
 def printed(path):

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from functools import partial
 from pathlib import Path
 
-from harness.pool import Pool
-from harness.report import runs
+from oneflow_cookbook.pool import Pool
+from oneflow_cookbook.report import runs
 from tests.cases import PROOFS
 
 TIMEOUT = 60  # seconds for a call on a recipe: of 800, on two cores with 20 processes that wanted them, none took 20

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "harness")]
 from tests.rosetta_torch import gradients_of, twin  # noqa: E402
 
 VOCAB_SIZE, SEQ_LEN, HEAD_SIZE = 12, 8, 4

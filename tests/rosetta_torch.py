@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from harness.measure.sent import QUIET, connections, growth  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "harness")]
+from oneflow_cookbook.measure.sent import QUIET, connections, growth  # noqa: E402
 
 SIZES = dict(batch=384, in_features=384, hidden_size=768, out_features=384)  # those of the SBP atlas
 

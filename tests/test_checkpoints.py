@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from harness.start.recipe import load, path_of
+from oneflow_cookbook.start.recipe import load, path_of
 from tests.cases.ladder import MAIN
 from tests.jobs import LAUNCH, Run, steps_in
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from harness.start import cores
-from harness.start.cores import available, cpu_quota
+from oneflow_cookbook.start import cores
+from oneflow_cookbook.start.cores import available, cpu_quota
 
 
 def version_1(quotas):

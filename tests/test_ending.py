@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
-from harness.start import unanswered
-from harness.start.ending import (
+from oneflow_cookbook.start import unanswered
+from oneflow_cookbook.start.ending import (
     VERDICT_DELAY,
     Cause,
     Outcome,
@@ -19,8 +19,8 @@ from harness.start.ending import (
     outcome_from,
     with_restart,
 )
-from harness.start.output import Output, Report
-from harness.start.silence import Silence
+from oneflow_cookbook.start.output import Output, Report
+from oneflow_cookbook.start.silence import Silence
 
 LEADER_OF_1 = {"nodes": 1, "is_leader": True, "connected": 0}
 LEADER_OF_2 = {"nodes": 2, "is_leader": True, "connected": 1}

@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from harness.measure.sbp import Layout
-from harness.pool import PoolError
-from harness.start.recipe import load, path_of
+from oneflow_cookbook.measure.sbp import Layout
+from oneflow_cookbook.pool import PoolError
+from oneflow_cookbook.start.recipe import load, path_of
 from tests.cases import gpt_meshes as gpt
 from tests.cases import reference_gpt
 from tests.cases.gpt_meshes import CONTEXT_RUNS, EXPERT_RUNS, RUNS, SMALL, TRAINED, prove, prove_run

@@ -10,29 +10,35 @@ import pytest
 
 from tests.cases import ROOT
 
-MEASURING = ("harness.start", "harness.pool", "harness.measure", "numpy", "oneflow")
-TESTING = ("harness", "tests.cases", "numpy", "oneflow", "torch", "jax", "pytest")
+MEASURING = ("oneflow_cookbook.start", "oneflow_cookbook.pool", "oneflow_cookbook.measure", "numpy", "oneflow")
+TESTING = ("oneflow_cookbook", "tests.cases", "numpy", "oneflow", "torch", "jax", "pytest")
 # package -> packages that it may import besides its own modules and the standard library
 ALLOWED_IMPORTS = {
     "recipes": ("numpy", "oneflow"),
     "docs.rosetta.pytorch": ("numpy", "torch"),
     "docs.rosetta.jax": ("numpy", "jax"),
     "docs.rosetta.differences": ("numpy", "oneflow", "torch", "jax"),
-    "harness.start": (),
-    "harness.plan": (),
-    "harness.pool": ("harness.start", "oneflow"),
-    "harness.measure": ("harness.start", "numpy", "oneflow"),
-    "harness.report": (*MEASURING, "rich"),
-    "harness.shell": (*MEASURING, "harness.report", "rich"),
-    "harness.explore": (*MEASURING, "harness.report"),
-    "harness": ("harness", "numpy", "oneflow", "pytest"),  # __main__.py for launch.sh, testing.py for tests of users
-    "tests.cases": ("harness", "numpy"),
+    "oneflow_cookbook.start": (),
+    "oneflow_cookbook.plan": (),
+    "oneflow_cookbook.pool": ("oneflow_cookbook.start", "oneflow"),
+    "oneflow_cookbook.measure": ("oneflow_cookbook.start", "numpy", "oneflow"),
+    "oneflow_cookbook.report": (*MEASURING, "rich"),
+    "oneflow_cookbook.shell": (*MEASURING, "oneflow_cookbook.report", "rich"),
+    "oneflow_cookbook.explore": (*MEASURING, "oneflow_cookbook.report"),
+    "oneflow_cookbook": ("oneflow_cookbook", "numpy", "oneflow", "pytest"),  # testing.py, for tests of users
+    "harness": ("oneflow_cookbook", "pytest"),  # __main__.py, for launch.sh
+    "tests.cases": ("oneflow_cookbook", "numpy"),
     "tests": (*TESTING, "packaging", "rich", "selenium"),
     # the peers import each other from their folder
     "benchmarks": (*TESTING, "peer_gpt_jax", "peer_gpt_torch", "safetensors", "transformers"),
 }
-TOPS = {package.split(".")[0] for package in ALLOWED_IMPORTS}
+TOPS = ("recipes", "harness", "tests", "benchmarks", "docs")
 SOURCES = {str(path.relative_to(ROOT)): path.read_text() for top in TOPS for path in (ROOT / top).rglob("*.py")}
+
+
+def module_of(path):
+    """The name of the module in a file."""
+    return path[: -len(".py")].replace("/", ".").replace("harness.oneflow_cookbook", "oneflow_cookbook")
 
 
 def package_of(module):
@@ -69,7 +75,7 @@ def in_standard_library(module):
 
 @pytest.mark.parametrize("package", ALLOWED_IMPORTS)
 def test_package_imports_only_what_is_allowed(package):
-    sources = {path: source for path, source in SOURCES.items() if package_of(path[:-3].replace("/", ".")) == package}
+    sources = {path: source for path, source in SOURCES.items() if package_of(module_of(path)) == package}
     violations = {path: list(wrong(package, source)) for path, source in sources.items()}
     assert sources and not {path: names for path, names in violations.items() if names}
 

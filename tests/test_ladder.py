@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from harness.start.recipe import path_of
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import CASES
 from tests.cases.ladder import OBSERVE, SCALE, check_operations, check_tensors
 

@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from harness.pool import Pool
-from harness.start.recipe import path_of
+from oneflow_cookbook.pool import Pool
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import MAIN, Checks
 from tests.cases.reference_llama import shapes

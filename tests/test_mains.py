@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from harness.start.recipe import path_of, world_sizes
+from oneflow_cookbook.start.recipe import path_of, world_sizes
 from tests.cases import mains
 
 QUICK = ("data_parallel", "train_pipeline")  # in the default suite: a forward pass, and training

@@ -6,10 +6,10 @@ import subprocess
 
 import pytest
 
-from harness.start.errors import UsageError
-from harness.start.options import NO_SUCH_SCRIPT, checked, parser, same_on_all_nodes
-from harness.start.ranks import RankAssignment
-from harness.start.recipe import find, path_of
+from oneflow_cookbook.start.errors import UsageError
+from oneflow_cookbook.start.options import NO_SUCH_SCRIPT, checked, parser, same_on_all_nodes
+from oneflow_cookbook.start.ranks import RankAssignment
+from oneflow_cookbook.start.recipe import find, path_of
 from tests.cases import ROOT
 from tests.jobs import LAUNCH, Run
 from tests.markdown import CLUSTERS
@@ -67,10 +67,10 @@ BAD_INPUT = {
     f"--silent -1 {DATA}": "--silent must be a number of seconds, or 0 for never, got -1",
     f"--master_port 80 {DATA}": "--master_port must be from 1024 to 65535, got 80",
     "-n 2 -m": "after -m type the name of one module, and its arguments: -m package.train --steps 3",
-    "-mharness.plan x": "after -m type the name of one module",
+    "-moneflow_cookbook.plan x": "after -m type the name of one module",
     "-m harness.no_such": "-m harness.no_such: no such module in this folder, nor installed; type its name with dots",
     "-m recipes/data_parallel.py": "-m recipes/data_parallel.py: no such module in this folder",
-    "-m harness.start": "-m harness.start: the package has no __main__.py; name one of its modules, as in -m harness.",
+    "-m tests.cases": "-m tests.cases: the package has no __main__.py; name one of its modules, as in -m tests.cases.",
     "-m numpy.core._multiarray_umath": "it is not written in Python",
     "-n 5 -m recipes.hybrid_parallel -n 4": "hybrid_parallel.py runs on 4 ranks, not on 5: type -n 4",
     "recipes/data_paralel.py": f"recipes/data_paralel.py: {NO_SUCH_SCRIPT}",

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from harness.plan import __main__ as plan
-from harness.plan import choosing_page, cost, devices, formulas, report
-from harness.plan.megatron import ROWS, first_layouts, modelled, problem_of_row
-from harness.plan.model import ConfigError, Model, of_config
-from harness.start.recipe import load, path_of
+from oneflow_cookbook.plan import __main__ as plan
+from oneflow_cookbook.plan import choosing_page, cost, devices, formulas, report
+from oneflow_cookbook.plan.megatron import ROWS, first_layouts, modelled, problem_of_row
+from oneflow_cookbook.plan.model import ConfigError, Model, of_config
+from oneflow_cookbook.start.recipe import load, path_of
 from tests.cases import ROOT
 from tests.jobs import Run
 from tests.markdown import blocks
@@ -237,7 +237,7 @@ def test_printed_command_runs_gpt_py(pools):
     *_, command = plan.answer(plan.parser().parse_args(options))[0]
     front, arguments = command.replace("\\\n", "").split(" gpt ")
     assert front.split() == ["./launch.sh", "-n", "2"]
-    main = f"{ROOT / 'harness' / 'measure' / 'main.py'}:main_of"
+    main = "oneflow_cookbook.measure.main:main_of"
     short = ["--steps", "1"]
     for code, _, err in pools(2).call(main, path=str(path_of("gpt")), arguments=[*arguments.split(), *short]):
         assert code == 0, err
@@ -418,7 +418,7 @@ def test_it_runs_in_a_clone_without_environment_and_makes_none(tmp_path):
 
 
 def test_it_imports_the_standard_library_alone():
-    code = f"import runpy; runpy.run_path({str(ROOT / 'harness' / 'plan')!r})"
+    code = f"import runpy; runpy.run_path({str(ROOT / 'harness' / 'oneflow_cookbook' / 'plan')!r})"
     job = Run(sys.executable, "-ISc", code).wait()
     assert job.code == 0, job.err
 
@@ -431,6 +431,6 @@ def test_page_shows_what_its_commands_print(path, monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(config)
     monkeypatch.chdir(tmp_path)
     assert len(choosing_page.COMMAND.findall(text)) == text.count("\n./launch.sh plan ") == 3
-    assert choosing_page.filled(text) == text, "python3 harness/plan/choosing_page.py makes it anew"
+    assert choosing_page.filled(text) == text, "python3 harness/oneflow_cookbook/plan/choosing_page.py makes it anew"
     alone = choosing_page.printed("--config config.json --global-batch-size 128 --gpus-per-host 1 --device h100")
     assert f"`{' '.join(alone.splitlines()[-2:])}`" in text

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.pool import Pool, PoolError
-from harness.pool.forked import SERVERS
-from harness.pool.pool import ForkedRanks
+from oneflow_cookbook.pool import Pool, PoolError
+from oneflow_cookbook.pool.forked import SERVERS
+from oneflow_cookbook.pool.pool import ForkedRanks
 from tests.jobs import wait_until
 
 
@@ -143,7 +143,7 @@ def test_hanging_rank_fails_the_call_and_shows_where_it_is():
 @pytest.mark.slow
 @pytest.mark.parametrize("repeat", [False, True])
 def test_ranks_that_use_much_memory_are_replaced_if_calls_may_be_repeated(repeat, monkeypatch):
-    monkeypatch.setattr("harness.pool.pool.LARGE", 0)
+    monkeypatch.setattr("oneflow_cookbook.pool.pool.LARGE", 0)
     with Pool(2, repeat=repeat, forked=True) as pool:
         assert works(pool) and works(pool) and pool.starts == 1 + repeat
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.start.recipe import load, path_of
+from oneflow_cookbook.start.recipe import load, path_of
 
 
 @contextlib.contextmanager
@@ -18,7 +18,7 @@ def recorded():
 
     The size of a folder is how many files are in it.
     """
-    from harness.measure.calls import replaced
+    from oneflow_cookbook.measure.calls import replaced
 
     fsync, replace, rmtree, operations = os.fsync, os.replace, shutil.rmtree, []
 
@@ -62,7 +62,7 @@ def train_and_save(path, **arguments):
     """On a rank: the operations on files of a training. After a save each rank sees the new checkpoint."""
     import oneflow as flow
 
-    from harness.measure.entry import call_entry
+    from oneflow_cookbook.measure.entry import call_entry
 
     module = load(path)
     save = module.Checkpoints.save
@@ -91,7 +91,7 @@ def save_safetensors(path, target):
     """On a rank: the operations on files of saving a model, and when it meets the others."""
     import oneflow as flow
 
-    from harness.measure.calls import replaced
+    from oneflow_cookbook.measure.calls import replaced
 
     module, barrier = load(path), flow.comm.barrier
     model = module.lay_out(module.Classifier(), flow.placement.all("cpu"))
@@ -150,7 +150,7 @@ def test_last_step_is_that_of_rank_0(pools, tmp_path):
 
 def addresses_by_file(path, target):
     """On a rank: where rendezvous.py finds rank 0 as rank 0 and as rank 1, and what is in the file when it is named."""
-    from harness.measure.calls import replaced
+    from oneflow_cookbook.measure.calls import replaced
 
     replace, environment, addresses, written = os.replace, dict(os.environ), [], []
 
@@ -178,7 +178,7 @@ def test_rendezvous_file_gets_its_name_when_it_is_complete(pools, tmp_path):
 
 def checked_shard(path, shift):
     """On a rank: what hello_ranks.py prints of its shard, and its exit codes, if its rank were higher by `shift`."""
-    from harness.measure.calls import replaced
+    from oneflow_cookbook.measure.calls import replaced
 
     module, rank, printed, codes = load(path), int(os.environ["RANK"]), io.StringIO(), []
     replacements = {(module.flow.env, "get_rank"): lambda: rank + shift, (os, "_exit"): codes.append}

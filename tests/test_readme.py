@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from harness.start.recipe import all_paths
+from oneflow_cookbook.start.recipe import all_paths
 from tests.cases import CASES, ROOT
 from tests.jobs import LAUNCH, Run
 from tests.markdown import (

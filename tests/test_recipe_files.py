@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from harness.measure import theory
-from harness.measure.sbp import NAMES, Layout
-from harness.report import atlas
-from harness.start.recipe import path_of, world_sizes
+from oneflow_cookbook.measure import theory
+from oneflow_cookbook.measure.sbp import NAMES, Layout
+from oneflow_cookbook.report import atlas
+from oneflow_cookbook.start.recipe import path_of, world_sizes
 from tests.cases import CASES, ROOT, TRANSFORMERS, WITHOUT_CASE, modes
 from tests.cases.forward import SIGNATURES
 from tests.cases.pipelines import in_turns, rows_of_chunks, rows_of_schedule

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from harness.start.recipe import all_paths, path_of
+from oneflow_cookbook.start.recipe import all_paths, path_of
 from tests.cases import CASES, LONG, WITHOUT_CASE, is_default, proven_on, run_id, runs
 from tests.cases.ladder import MAIN, check_recipe
 from tests.cases.mains import PROOFS  # with those of recipes that have no case

@@ -3,7 +3,7 @@
 import os
 import socket
 
-from harness.measure.sent import between_ranks, connections, growth
+from oneflow_cookbook.measure.sent import between_ranks, connections, growth
 
 
 def test_bytes_written_to_another_process_are_counted(tmp_path):

@@ -8,11 +8,11 @@ import re
 import pytest
 from rich.console import Console as RichConsole
 
-from harness.shell.console import Console, Piped
-from harness.shell.program import options_of
-from harness.shell.screen import Screen
-from harness.shell.session import Session
-from harness.start.errors import UsageError
+from oneflow_cookbook.shell.console import Console, Piped
+from oneflow_cookbook.shell.program import options_of
+from oneflow_cookbook.shell.screen import Screen
+from oneflow_cookbook.shell.session import Session
+from oneflow_cookbook.start.errors import UsageError
 
 
 class Shell:

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from harness.start.recipe import load, path_of
+from oneflow_cookbook.start.recipe import load, path_of
 from tests.cases import reference
 from tests.cases.ladder import SCALE, Checks, assert_close
 
@@ -21,7 +21,7 @@ MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 
 def multiplied(path, x, w, graph):
     """On a rank: the recipe's shard of out, its matmuls (SBP, ranks, shape), and whether each is in a graph."""
-    from harness.measure.recorder import Recorder
+    from oneflow_cookbook.measure.recorder import Recorder
 
     recorder = Recorder(SCALE)
     with recorder.recording():
@@ -44,7 +44,7 @@ def test_spawned_ranks_multiply_in_data_parallel(pools, n, graph):
 
 def arguments_of_ranks(path, graph):
     """What `run` and `main` of spawn.py pass to the ranks besides x and w."""
-    from harness.measure.calls import replaced
+    from oneflow_cookbook.measure.calls import replaced
 
     module, calls = load(path), []
 
@@ -67,7 +67,7 @@ def test_spawned_ranks_get_the_mode(pools, graph):
 
 def errors_of_binding(path):
     """The errors (0: none) of others that bind the port of the ranks, without and with OneFlow's SO_REUSEPORT."""
-    from harness.measure.calls import replaced
+    from oneflow_cookbook.measure.calls import replaced
 
     module, errors = load(path), []
 
@@ -93,7 +93,7 @@ def test_port_is_reserved_for_the_spawned_ranks(pools):
 
 def end_of_rank_0(path):
     """What `run` raises when rank 1 raises and rank 0 works on; rank 0's exit code; is the environment as before?"""
-    from harness.measure.calls import replaced
+    from oneflow_cookbook.measure.calls import replaced
 
     module, kind, started = load(path), multiprocessing.get_context("spawn").Process, []
     start, own_rank = kind.start, os.environ.pop("RANK")

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 
-from harness.start.recipe import path_of
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT, reference_run
 from tests.cases.ladder import Checks, check_tensors
 from tests.cases.reference_run import PADDING, SMALL, Sizes

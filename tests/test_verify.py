@@ -1,6 +1,6 @@
 """`launch.sh verify` on a right and a wrong program; all others are in tests/slow/test_verify_programs.py."""
 
-from harness.start.recipe import path_of
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases.verifying import check_right, check_wrong
 
 

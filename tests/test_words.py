@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from harness.start.recipe import entry, path_of
+from oneflow_cookbook.start.recipe import entry, path_of
 from tests.cases import CASES
 from tests.cases import gpt_meshes as gpt
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.start.recipe import path_of
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import MAIN, Checks
 from tests.safetensors import DTYPES, header_of, read, write

@@ -1,5 +1,5 @@
 // A training step of a stack of equal layers, relu(x) @ w: blocks of time, bytes and memory, by formula, not measured.
-// tests/slow/test_explore.py compares it with harness/measure/theory.py and harness/plan/formulas.py.
+// tests/slow/test_explore.py compares it with harness/oneflow_cookbook/measure/theory.py and harness/oneflow_cookbook/plan/formulas.py.
 
 const Steps = (() => {
   // The sizes can be divided by 1 to 8 ranks, so that all ranks have equal shares.
@@ -8,7 +8,7 @@ const Steps = (() => {
   const LINKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]; // GB/s
   // Of a rank. Two CPUs that we measured reach somewhat more on each core.
   const RATES = { flops: 100e9, secondsPerParameter: 1e-9 };
-  // Adam in float32, bytes of a parameter: PRECISIONS["fp32"] of harness/plan/formulas.py.
+  // Adam in float32, bytes of a parameter: PRECISIONS["fp32"] of harness/oneflow_cookbook/plan/formulas.py.
   const BYTES = { weights: 4, gradients: 4, optimizer: 8 };
   const MAX_MICRO_BATCHES = 16;
   const KINDS = ["forward", "backward", "backward_input", "backward_weights", "move", "update", "idle"]; // of blocks
@@ -118,7 +118,7 @@ const Steps = (() => {
     return { weights: MODEL.layers * layer, layer, activation: MODEL.item * rows * MODEL.hidden };
   }
 
-  // The part of its bytes K that a rank sends in a collective among n ranks: harness/measure/theory.py.
+  // The part of its bytes K that a rank sends in a collective among n ranks: harness/oneflow_cookbook/measure/theory.py.
   const FACTORS = {
     "all-reduce": (n) => (2 * (n - 1)) / n,
     "all-gather": (n) => (n - 1) / n,

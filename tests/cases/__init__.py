@@ -5,7 +5,7 @@
 
 from functools import lru_cache
 
-from harness.start.recipe import RECIPES, ROOT, entry, path_of, world_sizes  # noqa: F401
+from oneflow_cookbook.start.recipe import RECIPES, ROOT, entry, path_of, world_sizes  # noqa: F401
 from tests.cases import (  # noqa: F401
     byhand,
     data,

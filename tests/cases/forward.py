@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from harness.measure.sbp import NAMES as SBPS
+from oneflow_cookbook.measure.sbp import NAMES as SBPS
 from tests.cases import figures, reference
 from tests.cases.recipe_case import (
     DERIVED,

@@ -6,10 +6,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from harness.measure.sent import between_ranks
-from harness.plan import formulas as plan
-from harness.plan.model import Model
-from harness.start.recipe import path_of
+from oneflow_cookbook.measure.sent import between_ranks
+from oneflow_cookbook.plan import formulas as plan
+from oneflow_cookbook.plan.model import Model
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT, figures, reference_gpt
 from tests.cases.ladder import Checks, check_operations, check_tensors, shard_of
 from tests.cases.recipe_case import PROOFS, Case, Main, Proof, in_steps

@@ -4,11 +4,11 @@ import tempfile
 
 import numpy as np
 
-from tests.cases import CASES, ROOT, TRAINED, modes, proven_on, reference, sizes_of
+from tests.cases import CASES, TRAINED, modes, proven_on, reference, sizes_of
 from tests.cases.reference import Value
 
-OBSERVE = f"{ROOT / 'harness' / 'measure' / 'observe.py'}:observe"
-MAIN = f"{ROOT / 'harness' / 'measure' / 'main.py'}:main_of"
+OBSERVE = "oneflow_cookbook.measure.observe:observe"
+MAIN = "oneflow_cookbook.measure.main:main_of"
 SCALE = 0.5  # of each matmul; a power of two rounds nothing, and 2.0 would make a deep gradient ill-conditioned
 
 

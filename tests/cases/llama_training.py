@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.start.recipe import ROOT
+from oneflow_cookbook.start.recipe import ROOT
 from tests.cases import reference_llama
 from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, reduced
 from tests.cases.reference import Value

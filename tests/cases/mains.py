@@ -6,7 +6,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from harness.start.recipe import entry, path_of, world_sizes
+from oneflow_cookbook.start.recipe import entry, path_of, world_sizes
 from tests.cases import (  # noqa: F401  (gpt_meshes and whole_run add their Proofs)
     CASES,
     PROOFS,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.start.recipe import ROOT
+from oneflow_cookbook.start.recipe import ROOT
 from tests.cases import figures, reference
 from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, placed, through_stages
 from tests.cases.train import MICRO, UNEVEN

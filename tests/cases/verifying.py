@@ -2,7 +2,7 @@
 
 import re
 
-from harness.verify.command import OBSERVE, CannotVerify, findings, options_of
+from oneflow_cookbook.verify.command import OBSERVE, CannotVerify, findings, options_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
 

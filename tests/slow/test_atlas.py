@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 
-from harness.measure import theory
-from harness.measure.sbp import NAMES
-from harness.measure.steps import Move, tensors_and_moves
-from harness.report import atlas, atlas_page, runs
-from harness.start.recipe import path_of
+from oneflow_cookbook.measure import theory
+from oneflow_cookbook.measure.sbp import NAMES
+from oneflow_cookbook.measure.steps import Move, tensors_and_moves
+from oneflow_cookbook.report import atlas, atlas_page, runs
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import CASES, GRAPH_ONLY, PROOFS, TRAINED, proven_on
 from tests.cases.forward import SIGNATURES
 from tests.cases.ladder import Checks

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.start import rank
-from harness.start.blas import REPLACED, exported
+from oneflow_cookbook.start import rank
+from oneflow_cookbook.start.blas import REPLACED, exported
 from tests.jobs import ended, launch, official
 
 LIBRARY = Path(sys.prefix, "lib", "libopenblas.so")

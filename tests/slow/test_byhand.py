@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.start.recipe import path_of
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import CASES, ROOT
 from tests.cases.ladder import OBSERVE, Checks
 from tests.cases.reference import trained

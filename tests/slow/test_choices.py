@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from harness.start.recipe import path_of
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import mains
 from tests.jobs import Run, steps_in
 
@@ -17,7 +17,7 @@ def drawn(path, seed):
     """On a rank: what depends on a seed besides the inputs."""
     import oneflow as flow
 
-    from harness.start.recipe import load
+    from oneflow_cookbook.start.recipe import load
 
     result = load(path).run(flow.placement.all("cpu"), seed=seed)
     return [part if isinstance(part, list) else part.numpy() for part in result[1:] if not isinstance(part, np.ndarray)]
@@ -60,8 +60,8 @@ def rates(path, checkpoint_dir, steps):
     import io
     import time
 
-    from harness.measure.calls import replaced
-    from harness.start.recipe import load
+    from oneflow_cookbook.measure.calls import replaced
+    from oneflow_cookbook.start.recipe import load
 
     module, seconds, out = load(path), iter(range(1000)), io.StringIO()
     config = module.Config(batch_size=8, hidden_size=16, num_heads=2, num_layers=2)

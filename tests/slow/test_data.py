@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.start.recipe import path_of
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import OBSERVE
 

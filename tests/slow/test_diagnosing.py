@@ -30,7 +30,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.pool import Pool, pool_cache
+from oneflow_cookbook.pool import Pool, pool_cache
 from tests.cases import ROOT
 from tests.jobs import LAUNCH, NO_LIBIBVERBS, Run, free_port, wait_until
 from tests.markdown import slug

@@ -9,13 +9,13 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 
-from harness.explore import matmul_runs
-from harness.explore.matmul_runs import CONTROL, MESH_NAMES, RANKS
-from harness.measure.sbp import NAMES, Layout
-from harness.measure.theory import Boxing, lines
-from harness.plan import formulas
-from harness.report import atlas
-from harness.start.recipe import load, path_of
+from oneflow_cookbook.explore import matmul_runs
+from oneflow_cookbook.explore.matmul_runs import CONTROL, MESH_NAMES, RANKS
+from oneflow_cookbook.measure.sbp import NAMES, Layout
+from oneflow_cookbook.measure.theory import Boxing, lines
+from oneflow_cookbook.plan import formulas
+from oneflow_cookbook.report import atlas
+from oneflow_cookbook.start.recipe import load, path_of
 from tests.browser import Browser
 from tests.cases import CASES, ROOT, pipelines
 from tests.cases.ladder import Checks

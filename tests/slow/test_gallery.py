@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from harness.start import options
+from oneflow_cookbook.start import options
 from tests.cases import PROOFS
 from tests.cases.ladder import MAIN
 from tests.jobs import LAUNCH, Run

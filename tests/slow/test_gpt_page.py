@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from harness.pool import Pool
-from harness.start.recipe import path_of
+from oneflow_cookbook.pool import Pool
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT, reference_gpt
 from tests.cases.gpt_meshes import (
     FOUND,

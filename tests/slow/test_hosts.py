@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from harness.pool import pool_cache
-from harness.start.recipe import path_of
+from oneflow_cookbook.pool import pool_cache
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT, modes, sizes_of
 from tests.cases.ladder import Checks, check_recipe
 from tests.hosts import NO_HOSTS

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from harness.start.cores import available
-from harness.start.ranks import cores_of
-from harness.start.recipe import RECIPES, path_of
+from oneflow_cookbook.start.cores import available
+from oneflow_cookbook.start.ranks import cores_of
+from oneflow_cookbook.start.recipe import RECIPES, path_of
 from tests.jobs import (
     LAUNCH,
     MET,

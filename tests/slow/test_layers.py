@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
-from harness.pool import PoolError
-from harness.start.recipe import path_of
+from oneflow_cookbook.pool import PoolError
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
 from tests.cases.layers import expected

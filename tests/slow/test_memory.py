@@ -4,12 +4,12 @@ from collections import Counter
 
 import pytest
 
-from harness.pool import Pool, PoolError
-from harness.start.recipe import HARNESS, path_of
+from oneflow_cookbook.pool import Pool, PoolError
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import OBSERVE, Checks
 
-MEMORY = f"{HARNESS / 'measure' / 'rank_memory.py'}:memory"
+MEMORY = "oneflow_cookbook.measure.rank_memory:memory"
 COMPILED = f"{ROOT / 'tests' / 'on_rank_memory.py'}:compiled"
 LARGE = {"batch": 16, "in_features": 1024, "hidden_size": 4096, "out_features": 1024, "steps": 2}
 WEIGHTS = 4 * 2 * 1024 * 4096  # bytes of both weights at these sizes

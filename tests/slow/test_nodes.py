@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from harness.start.peer import Peer
+from oneflow_cookbook.start.peer import Peer
 from tests.hosts import NO_HOSTS
 from tests.jobs import EQUAL, LAUNCH, MET, PLAIN, SLEEPS, Run, ended, free_port, has_printed, start, wait_until
 from tests.markdown import BY_HAND

@@ -13,11 +13,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from harness.measure.events import layout
-from harness.measure.steps import bytes_of
-from harness.report import atlas
-from harness.report.runs import MEASURE_SCRIPT, with_mode
-from harness.start import recipe
+from oneflow_cookbook.measure.events import layout
+from oneflow_cookbook.measure.steps import bytes_of
+from oneflow_cookbook.report import atlas
+from oneflow_cookbook.report.runs import MEASURE_SCRIPT, with_mode
+from oneflow_cookbook.start import recipe
 from tests.cases import ROOT, reference_transformer
 
 PICTURES = ROOT / "docs" / "pictures"

@@ -5,15 +5,15 @@ import re
 
 import pytest
 
-from harness.pool import Pool
-from harness.start.recipe import HARNESS, path_of
+from oneflow_cookbook.pool import Pool
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT, pipelines, reference
 from tests.cases.ladder import MAIN, OBSERVE, Checks, assert_close
 from tests.jobs import launch
 
 ON_RANK = str(ROOT / "tests" / "on_rank_pipelines.py")
 SIZES = [(n, m) for n in range(2, 9) for m in range(1, 13)]
-MEMORY = f"{HARNESS / 'measure' / 'rank_memory.py'}:memory"
+MEMORY = "oneflow_cookbook.measure.rank_memory:memory"
 
 
 def tables(pools, name, function, sizes):

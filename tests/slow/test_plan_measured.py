@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from harness.plan import formulas
-from harness.plan.model import Model
-from harness.pool import Pool
-from harness.start.recipe import path_of
+from oneflow_cookbook.plan import formulas
+from oneflow_cookbook.plan.model import Model
+from oneflow_cookbook.pool import Pool
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases import gpt_meshes as gpt
 from tests.cases.ladder import Checks

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from harness.report.runs import training_sizes
-from harness.start.recipe import path_of
+from oneflow_cookbook.report.runs import training_sizes
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import CASES, ROOT, reference_module
 from tests.cases.ladder import MAIN, shard_of
 from tests.cases.reference import Value, split

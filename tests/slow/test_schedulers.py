@@ -2,9 +2,9 @@
 
 import pytest
 
-from harness.start.errors import UsageError
-from harness.start.options import checked
-from harness.start.schedulers import first_host, task
+from oneflow_cookbook.start.errors import UsageError
+from oneflow_cookbook.start.options import checked
+from oneflow_cookbook.start.schedulers import first_host, task
 
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "4",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from harness.start import packages
+from oneflow_cookbook.start import packages
 from tests.cases import ROOT
 from tests.jobs import Run, wait_until
 
@@ -127,7 +127,7 @@ class Clone:
 
     def whole(self):
         """Whether launch.sh finds the clone's .venv whole."""
-        test = 'here=$1; source "$here/harness/start/environment.sh"; environment_is_whole'
+        test = 'here=$1; source "$here/harness/oneflow_cookbook/start/environment.sh"; environment_is_whole'
         return subprocess.run(["bash", "-c", test, "bash", str(self.path)]).returncode == 0
 
 

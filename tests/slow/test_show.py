@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.measure.events import ONEFLOW, SCRIPT
-from harness.measure.steps import Move
-from harness.measure.theory import Boxing, matmul_boxings, probable_boxings
-from harness.report import show as program
-from harness.report.shorten import fold_blocks
+from oneflow_cookbook.measure.events import ONEFLOW, SCRIPT
+from oneflow_cookbook.measure.steps import Move
+from oneflow_cookbook.measure.theory import Boxing, matmul_boxings, probable_boxings
+from oneflow_cookbook.report import show as program
+from oneflow_cookbook.report.shorten import fold_blocks
 from tests.cases import ROOT
 from tests.jobs import LAUNCH, SLEEPS, Run, ended, launch, wait_until
 

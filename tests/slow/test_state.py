@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from harness.pool import PoolError
-from harness.start.recipe import path_of
+from oneflow_cookbook.pool import PoolError
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT, reference
 from tests.cases.ladder import OBSERVE, Checks, assert_close
 from tests.jobs import steps_in

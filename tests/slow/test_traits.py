@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.start.recipe import path_of
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
 from tests.on_rank_traits import RESHARDED

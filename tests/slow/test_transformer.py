@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from harness.report.runs import PER_STEP, training_sizes
-from harness.start.recipe import load, path_of
+from oneflow_cookbook.report.runs import PER_STEP, training_sizes
+from oneflow_cookbook.start.recipe import load, path_of
 from tests.cases import CASES, PROOFS
 from tests.cases import reference_transformer as reference
 from tests.cases.ladder import Checks, assert_close
@@ -41,7 +41,7 @@ def test_recipe_without_its_cure_sends_more(pools, tmp_path, name, cure, other, 
 
 def with_equal_logits(path, graph):
     """On a rank: the result of mixture_of_experts.py, by name, if all experts are equally likely."""
-    from harness.measure.entry import call_entry
+    from oneflow_cookbook.measure.entry import call_entry
 
     module = load(path)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.measure.sbp import Layout
-from harness.start.recipe import all_paths, entry, path_of, world_sizes
-from harness.verify import command
-from harness.verify.cause import cause_of
-from harness.verify.compare import Comparison, Outcome
-from harness.verify.values import Key, Value
+from oneflow_cookbook.measure.sbp import Layout
+from oneflow_cookbook.start.recipe import all_paths, entry, path_of, world_sizes
+from oneflow_cookbook.verify import command
+from oneflow_cookbook.verify.cause import cause_of
+from oneflow_cookbook.verify.compare import Comparison, Outcome
+from oneflow_cookbook.verify.values import Key, Value
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
 from tests.cases.verifying import MISTAKES, PROGRAMS, RANKS, check_right, check_wrong, refusal, verified
@@ -58,7 +58,7 @@ def test_programs(pools, program):
 
 
 def test_links_lead_to_a_heading():
-    for path in (ROOT / "harness" / "verify").glob("*.py"):
+    for path in (ROOT / "harness" / "oneflow_cookbook" / "verify").glob("*.py"):
         text = (
             path.read_text()
             .replace('PAGE + "', '"docs/silently-wrong.md#')

@@ -2,9 +2,9 @@
 
 import pytest
 
-from harness.pool import Pool
-from harness.report.runs import PER_STEP
-from harness.start.recipe import path_of
+from oneflow_cookbook.pool import Pool
+from oneflow_cookbook.report.runs import PER_STEP
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
 from tests.jobs import changed

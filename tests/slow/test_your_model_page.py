@@ -7,9 +7,9 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from harness.report.drawing import bytes_in_words
-from harness.report.runs import MEMORY
-from harness.start.recipe import path_of
+from oneflow_cookbook.report.drawing import bytes_in_words
+from oneflow_cookbook.report.runs import MEMORY
+from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
 from tests.cases.verifying import verified

@@ -1,5 +1,0 @@
-"""Ranks that stay alive and run many calls."""
-
-from harness.pool.pool import CallCancelled, Pool, PoolError, pool_cache
-
-__all__ = ["Pool", "PoolError", "CallCancelled", "pool_cache"]
