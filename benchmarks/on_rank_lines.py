@@ -1,16 +1,12 @@
 """Call a function on a rank, and note which lines of a file it runs."""
 
 import sys
-from functools import lru_cache
 
-from oneflow_cookbook.start import recipe
-
-load = lru_cache(maxsize=None)(recipe.load)
+from oneflow_cookbook.pool.worker import function_of
 
 
 def call_and_lines(name, arguments, file):
-    """Returns what the function "path/to/file.py:name" returns, and the set of the lines of `file` that it ran."""
-    path, _, attribute = name.rpartition(":")
+    """Returns what a function returns, and the set of the lines of `file` that it ran. name: as pools take it."""
     lines, before = set(), sys.gettrace()
 
     def trace(frame, event, argument):
@@ -21,7 +17,7 @@ def call_and_lines(name, arguments, file):
 
     sys.settrace(trace)
     try:
-        answer = getattr(load(path), attribute)(**arguments)
+        answer = function_of(name)(**arguments)
     finally:
         sys.settrace(before)
     return answer, lines

@@ -3,6 +3,7 @@
 Its first answer, (None, None), says that all ranks are connected.
 """
 
+import functools
 import importlib
 import os
 import sys
@@ -27,23 +28,28 @@ def keep_graphs(graph_class):
     graph_class.__call__ = keeping_call
 
 
+def function_of(name):
+    """The function "module:function", or "path/to/file.py:function", whose file is loaded once."""
+    place, _, function = name.rpartition(":")
+    return getattr(load(place) if place.endswith(".py") else importlib.import_module(place), function)
+
+
+load = functools.lru_cache(maxsize=None)(recipe.load)
+
+
 def main():
     connection = Connection(int(os.environ.pop("HARNESS_POOL")))
     import oneflow  # connects the ranks
 
     connection.send((None, None))
     keep_graphs(oneflow.nn.Graph)
-    modules = {}
     while True:
         try:
             function, arguments, sys.path[:] = connection.recv()
         except EOFError:
             os._exit(0)
         try:
-            place, _, name = function.rpartition(":")  # of a module, or the path of a file
-            if place not in modules:
-                modules[place] = recipe.load(place) if place.endswith(".py") else importlib.import_module(place)
-            answer = getattr(modules[place], name)(**arguments), None
+            answer = function_of(function)(**arguments), None
         except Exception:
             answer = None, traceback.format_exc()
         connection.send(answer)
