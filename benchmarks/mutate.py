@@ -33,7 +33,7 @@ from benchmarks.mutations import BY_NUMPY, WORLD, mutants  # noqa: E402
 from oneflow_cookbook.pool import Pool, PoolError, pool_cache  # noqa: E402
 from oneflow_cookbook.start.recipe import path_of  # noqa: E402
 from oneflow_cookbook.start.signals import exit_at  # noqa: E402
-from tests.cases import CASES, GRAPH_ONLY, PROOFS, PROVEN, ROOT, WITHOUT_CASE, mains, modes, runs, whole_run  # noqa: E402
+from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, WITHOUT_CASE, mains, modes, runs, whole_run  # noqa: E402
 from tests.cases import gpt_meshes as gpt  # noqa: E402
 from tests.cases.ladder import check_recipe  # noqa: E402
 
@@ -112,14 +112,10 @@ def proofs(name):
 
 
 def proofs_of_main(name):
-    """Yield the Checks of main: on its first ranks, on others, and with options."""
+    """Yield the Checks of main: in each mode, and what it refuses."""
     for graph in modes(name):
-        yield Check("main", partial(mains.check_main, name=name, graph=graph, options=graph == modes(name)[0]))
+        yield Check("main", partial(mains.check_main, name=name, graph=graph))
     yield Check("main", partial(mains.check_refusals, name=name))
-    for n, arguments in mains.other_runs(name):
-        if n in PROVEN:
-            call = partial(mains.check_elsewhere, name=name, arguments=arguments)
-            yield Check("main", lambda pools, path, n=n, call=call: call(pools(n), path))
 
 
 def failure(pools, path, check):

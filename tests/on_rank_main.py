@@ -1,8 +1,7 @@
-"""What the main of a recipe does with what its `train` or `run` returns; it runs on the ranks of a pool."""
+"""The main of a recipe, on the ranks of a pool: what it prints and hands on, what it notices, and what it refuses."""
 
 import argparse
 import ast
-import builtins
 import contextlib
 import dataclasses
 import inspect
@@ -19,95 +18,41 @@ from oneflow_cookbook.measure.calls import replaced
 from oneflow_cookbook.measure.entry import entry_of
 from oneflow_cookbook.start import recipe
 
-OFF = 2e-4  # of the largest number: just above what float32 needs, and below a tolerance that is 1,000 times too wide
-
-FEW = 3  # steps, where a main trains for 20
-NUMBERS = ("losses", "loaded", "balance_losses", "loads", "dropped")  # that a main may print
-
-
-class FakePlacement:
-    """In place of flow.placement: takes GPUs that are not there, and remembers which device each placement was for."""
-
-    def __init__(self):
-        self.devices = []  # (placement, its device)
-
-    def __call__(self, device, ranks):
-        return self._keep(flow.placement("cpu", ranks), device)
-
-    def all(self, device):
-        return self._keep(flow.placement.all("cpu"), device)
-
-    def _keep(self, ranks, device):
-        self.devices.append((ranks, device))
-        return ranks
-
-    def device_of(self, ranks):
-        return next((device for known, device in self.devices if known is ranks), ranks.type)
-
-
-class FakeFlow:
-    """In place of the module oneflow in a recipe: what main makes on a GPU is made on the CPU."""
-
-    def __init__(self):
-        self.placement = FakePlacement()
-
-    def tensor(self, *arguments, **keywords):
-        return flow.tensor(*arguments, **{**keywords, **({"device": "cpu"} if "device" in keywords else {})})
-
-    def __getattr__(self, name):
-        return getattr(flow, name)
-
-
-def killed(process, number):
-    """In place of os.kill: ends main, and not the rank."""
-    sys.exit(128 + number)
+OFF = 2e-4  # of each number: just above what float32 needs, and below a tolerance that is 1,000 times too wide
+NUMBERS = ("losses", "loaded")  # that a main may print
 
 
 @dataclasses.dataclass
 class Rehearsal:
-    """One run of main. results: what each call of the entry returned, to be returned again; empty: the entry runs."""
+    """One run of main. results: of an earlier run, which the recipe's function returns again; empty: it computes."""
 
     module: object
     arguments: list
     results: list = dataclasses.field(default_factory=list)
-    replay: bool = False
-    change: tuple = None  # (number of a call, path of a part of its result, what is done to it)
+    changed: tuple = None  # (number of a call, number of the part of its result that is off, "scaled" or "zeros")
 
     def __post_init__(self):
-        self.calls, self.options, self.hooked, self.printing = [], None, False, set()  # the lines of main that print
-        self.lines = []  # of main, one for each call
-        self.fake = FakeFlow()
+        self.is_replay, self.calls, self.options = bool(self.results), [], None
+        self.noticed = {}  # the line of each comparison of main -> whether it failed
 
     def run(self):
         """Run main; its exit code is 1 if it raised. Then `out` and `err` are what it printed."""
         module, out, err = self.module, io.StringIO(), io.StringIO()
-        entry, parse_args = entry_of(module), argparse.ArgumentParser.parse_args
-
-        def parsed(parser, *arguments):
-            self.parser, self.options = parser, parse_args(parser, *arguments)
-            return self.options
-
-        def printed(*arguments, **keywords):
-            frame = sys._getframe(1)
-            if frame.f_code.co_filename == module.__file__:
-                self.printing.add(frame.f_lineno)
-            print_of_python(*arguments, **keywords)
-
-        print_of_python = print
-        changed = {
-            (builtins, "print"): printed,
-            (argparse.ArgumentParser, "parse_args"): parsed,
-            (module, entry.__name__): self.recording(entry, self.entry_call),
-            (module, "flow"): self.fake,
+        entry = entry_of(module)
+        stand_ins = {
+            (argparse.ArgumentParser, "parse_args"): self.parsing(argparse.ArgumentParser.parse_args),
+            (module, entry.__name__): self.recording(entry, self.compute_or_replay),
             (sys, "argv"): [module.__file__, *self.arguments],
-            (os, "kill"): killed,
+            (os, "kill"): lambda process, number: sys.exit(128 + number),  # ends main, and not the rank
         }
+        for function in ("assert_allclose", "assert_array_equal"):
+            stand_ins[np.testing, function] = self.comparing(getattr(np.testing, function))
         if hasattr(module, "placements"):
-            changed[module, "placements"] = self.recording(module.placements, lambda call: call())
+            stand_ins[module, "placements"] = self.recording(module.placements, lambda call: call())
         if hasattr(module, "HELD_OUT"):
-            changed[module, "HELD_OUT"] = 8  # sums that gpt.py answers, in place of 100
+            stand_ins[module, "HELD_OUT"] = 8  # sums that gpt.py answers, in place of 100
         self.code, self.error, self.stop = 0, None, None
-        with replaced(changed), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with replaced(stand_ins), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 module.main()
             except SystemExit as stop:
@@ -117,67 +62,90 @@ class Rehearsal:
         self.out, self.err = out.getvalue(), err.getvalue()
         return self
 
+    def parsing(self, parse_args):
+        def parsed(parser, *arguments):
+            self.parser, self.options = parser, parse_args(parser, *arguments)
+            return self.options
+
+        return parsed
+
+    def comparing(self, compare):
+        """A comparison that does not end a replay: all ranks go on to the next one."""
+
+        def compared(*arguments, **keywords):
+            frame = sys._getframe(1)
+            try:
+                compare(*arguments, **keywords)
+                failed = False
+            except AssertionError:
+                failed = True
+                if not self.is_replay:
+                    raise
+            if frame.f_code.co_filename == self.module.__file__:
+                self.noticed[frame.f_lineno] = self.noticed.get(frame.f_lineno, False) or failed
+
+        return compared
+
     def recording(self, function, proceed):
         def call(*arguments, **keywords):
-            parameters = inspect.signature(function).parameters
-            if "steps" in parameters and parameters["steps"].default == 20:
-                keywords.setdefault("steps", FEW)
             bound = inspect.signature(function).bind(*arguments, **keywords)
             bound.apply_defaults()
             self.calls.append((function.__name__, {**bound.arguments}))
-            self.lines.append(sys._getframe(1).f_lineno)
             return proceed(lambda: function(*arguments, **keywords))
 
         return call
 
-    def entry_call(self, call):
+    def compute_or_replay(self, call):
         number = sum(name in ("train", "run") for name, _ in self.calls) - 1
-        if not self.replay:
+        if not self.is_replay:
             self.results.append(call())
             return self.results[-1]
         result = self.results[min(number, len(self.results) - 1)]
-        if self.change and self.change[0] == number:
-            return self.with_change(result, self.change[1])
-        return result
+        if not self.changed or self.changed[0] != number:
+            return result
+        _, place, change = self.changed
+        if not isinstance(result, tuple):
+            return off(result, change)
+        return tuple(off(part, change) if i == place else part for i, part in enumerate(result))
 
-    def with_change(self, value, path):
-        if not path:
-            return self.off(value, self.change[2])
-        key, *rest = path
-        if isinstance(value, dict):
-            return {**value, key: self.with_change(value[key], rest)}
-        return type(value)(self.with_change(item, rest) if i == key else item for i, item in enumerate(value))
 
-    def off(self, value, where):
-        """A value that is off by a little, everywhere or in its last element; a module with such outputs."""
-        if isinstance(value, flow.nn.Module):
-            return OffModule(value, where, self)
-        array = value.numpy() if isinstance(value, flow.Tensor) else np.asarray(value)
-        delta = np.zeros_like(array)
-        step = OFF * np.abs(array).max() if array.dtype.kind == "f" else 1
-        delta.reshape(-1)[slice(-1, None) if where == "last" else slice(None)] = step
-        if where == "scaled":
-            delta = OFF * array
-        if where == "zeros":  # of the second half: what was zero is not, and the other way round
-            delta[len(array) // 2 :] = (array == 0)[len(array) // 2 :] - array[len(array) // 2 :]
-        if not isinstance(value, flow.Tensor):
-            return type(value)(array + delta) if isinstance(value, float) else array + delta
-        if not value.is_global:
-            return flow.tensor(array + delta, device=value.device)
-        whole = [flow.sbp.broadcast] * len(value.sbp)
-        return value.detach() + flow.tensor(delta, placement=value.placement, sbp=whole).to_global(sbp=value.sbp)
+def off(value, change):
+    """A part of a result whose numbers are off: those of the second half, so that they also differ from the first.
+
+    scaled: by the factor 1 + OFF, integers by 1. zeros: what is zero is not, and the other way round.
+    """
+    if isinstance(value, dict):
+        later = list(value)[len(value) // 2 :]
+        return {key: off(item, change) if key in later else item for key, item in value.items()}
+    if isinstance(value, (tuple, list)) and not all(isinstance(item, (float, np.generic)) for item in value):
+        return type(value)(off(item, change) for item in value)
+    if isinstance(value, flow.nn.Module):
+        return OffModule(value)
+    is_tensor = isinstance(value, flow.Tensor)
+    if not is_tensor and not isinstance(value, (int, float, list, tuple, np.ndarray, np.generic)):
+        return value
+    array = np.array(value.numpy() if is_tensor else value)
+    half = array[len(array) // 2 :] if array.ndim else array.reshape(1)
+    if change == "zeros":
+        half[...] = half == 0
+    else:
+        half[...] = half * (1 + OFF) if array.dtype.kind == "f" else half + 1
+    if not is_tensor:
+        return list(array) if isinstance(value, (list, tuple)) else array
+    if not value.is_global:
+        return flow.tensor(array, device=value.device)
+    everywhere = flow.tensor(array, placement=value.placement, sbp=[flow.sbp.broadcast] * len(value.sbp))
+    return everywhere.to_global(sbp=value.sbp)
 
 
 class OffModule:
     """A module whose outputs are off."""
 
-    def __init__(self, module, where, rehearsal):
-        self.__dict__.update(module=module, where=where, rehearsal=rehearsal)
+    def __init__(self, module):
+        self.__dict__["module"] = module
 
     def __call__(self, *arguments):
-        self.rehearsal.hooked = True
-        out = self.module(*arguments)
-        return out * (1 + OFF) if self.where == "scaled" else out + OFF
+        return self.module(*arguments) * (1 + OFF)
 
     def __getattr__(self, name):
         return getattr(self.module, name)
@@ -192,61 +160,31 @@ class OffModule:
         return self.module[key]
 
 
-def parts(value, path=()):
-    """Yields (path, how it is changed) of the tensors, arrays, numbers and modules in a result.
-
-    Of a list they are the first and the last, of a dict also the one in the middle.
-    """
-    if isinstance(value, dict):
-        keys = list(value)
-        for i in sorted({0, len(keys) // 2, len(keys) - 1}):
-            yield from parts(value[keys[i]], (*path, keys[i]))
-    elif isinstance(value, (tuple, list)):
-        for i in range(len(value)) if not path else sorted({0, len(value) - 1}):
-            yield from parts(value[i], (*path, i))
-    elif isinstance(value, flow.nn.Module):
-        yield from ((path, "scaled"), (path, "shifted"))
-    elif isinstance(value, (float, int)):
-        yield path, "last"
-    elif isinstance(value, (flow.Tensor, np.ndarray, np.generic)):
-        array = value.numpy() if isinstance(value, flow.Tensor) else np.asarray(value)
-        if array.dtype.kind != "f":
-            yield path, "all"  # the last one may be an address
-        elif array.ndim == 0:
-            yield path, "last"
-        else:
-            yield from ((path, "last"), (path, "scaled"))
-            if 0.2 < (array == 0).mean() < 0.8:
-                yield path, "zeros"
-
-
-def names_of_results(module):
-    """The names in the last line of `train` or `run`: `return model, losses`."""
-    entry = entry_of(module)
-    source = inspect.getsource(module)
-    [function] = [node for node in ast.parse(source).body if getattr(node, "name", "") == entry.__name__]
-    returned = function.body[-1].value
-    return [ast.get_source_segment(source, node) for node in getattr(returned, "elts", [returned])]
-
-
-def in_words(rehearsal):
-    """The calls of placements and of the entry: (name, {argument: value}), with the ranks and devices of placements."""
-    placement = rehearsal.fake.placement
+def in_words(calls):
+    """(name, {argument: value}) of calls of placements and of the recipe's function; of placements their ranks."""
 
     def word(value):
         if isinstance(value, flow.placement):
-            return {"device": placement.device_of(value), "ranks": np.array(value.ranks).tolist()}
+            return {"ranks": np.array(value.ranks).tolist()}
         if isinstance(value, (list, tuple)):
             return [word(item) for item in value]
         return value if isinstance(value, (int, float, str, bool, type(None))) else repr(value)
 
-    calls = []
-    for name, arguments in rehearsal.calls:
+    described = []
+    for name, arguments in calls:
         flat = {}
         for key, value in arguments.items():
             flat.update(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {key: value})
-        calls.append((name, {key: word(value) for key, value in flat.items()}))
-    return calls
+        described.append((name, {key: word(value) for key, value in flat.items()}))
+    return described
+
+
+def names_of_results(module):
+    """The names in the last line of `train` or `run`: `return model, losses`."""
+    source = inspect.getsource(module)
+    [function] = [node for node in ast.parse(source).body if getattr(node, "name", "") == entry_of(module).__name__]
+    returned = function.body[-1].value
+    return [ast.get_source_segment(source, node) for node in getattr(returned, "elts", [returned])]
 
 
 def facts_of(module, result):
@@ -256,10 +194,7 @@ def facts_of(module, result):
     for value in result.values():
         tensors.update(value if isinstance(value, dict) else {})
         tensors.update(value.named_parameters() if isinstance(value, flow.nn.Module) else {})
-    facts = {
-        "tensors": [],
-        **{name: result[name] for name in NUMBERS if name in result},
-    }
+    facts = {"tensors": [], **{name: result[name] for name in NUMBERS if name in result}}
     for name, tensor in tensors.items():
         if isinstance(tensor, flow.Tensor):
             local = tensor.to_local() if tensor.is_global else tensor
@@ -268,117 +203,54 @@ def facts_of(module, result):
     return facts
 
 
-def report_of(rehearsal):
-    """What the run printed and did."""
-    error = rehearsal.err or (repr(rehearsal.error) if rehearsal.error else "")
-    facts = [facts_of(rehearsal.module, result) for result in rehearsal.results]
-    report = {"code": rehearsal.code, "out": rehearsal.out, "err": error, "calls": in_words(rehearsal), "facts": facts}
-    return {**report, "printing": rehearsal.printing}
+def rehearse(path, arguments=(), other_lines=()):
+    """Run main; then again with what it had computed: with each part of a result off, and for each other line.
 
+    other_lines: further command lines; None: one that changes every option.
 
-def rehearse(path, arguments=(), values=None, options=True):
-    """Run main; then again with what the entry returned, once for each part of it that is off, and for each option.
-
-    values: {name of an option: values for it}; others are made from its kind. options: whether to try them.
-    Returns what `report_of` says of the first run, and
-    changing: the lines that main prints the second time alone, with the same results;
-    unnoticed: the parts whose change main does not notice, as (number of the call, name, how it is changed);
-    defaults: {option: what main takes without it}; helps: {option: its help};
-    options: {option: [(value, exit code, its calls)]};
-    elsewhere: (an option that makes main call the entry from another line, option, value, the calls there).
+    Returns {"code", "out", "err"; "calls": of `in_words`; "facts": of each result; "noticed": {(line of a comparison,
+    change): whether it failed for a part of a result}; "lines": [(line, options, exit code, calls) of the other lines];
+    "defaults", "helps": of each option}.
     """
     module = recipe.load(path)
     first = Rehearsal(module, list(arguments)).run()
-    report = report_of(first)
-    if first.code:
+    report = {"code": first.code, "out": first.out, "err": first.err, "calls": in_words(first.calls)}
+    if first.error:
+        report["err"] += "".join(traceback.format_exception_only(type(first.error), first.error))
+    if report["err"] or first.code:
         return report
-    names, unnoticed = names_of_results(module), []
+    report["facts"] = [facts_of(module, result) for result in first.results]
+    report["noticed"] = noticed = {(line, change): False for line in first.noticed for change in ("scaled", "zeros")}
     for number, result in enumerate(first.results):
-        result = result if isinstance(result, tuple) else (result,)
-        for part, how in parts(result):
-            again = Rehearsal(module, list(arguments), first.results, True, (number, part, how)).run()
-            is_module = isinstance(at(result, part), flow.nn.Module)
-            failed = isinstance(again.error, (AssertionError, IndexError))
-            if not failed and (again.hooked or not is_module):
-                unnoticed.append((number, ".".join(map(str, (names[part[0]], *part[1:]))), how))
-    report["unnoticed"] = unnoticed
-    again = Rehearsal(module, list(arguments), first.results, True).run()
-    report["changing"] = sorted(set(again.out.splitlines()) - set(first.out.splitlines()))
-    if options and first.options is not None:
-        report.update(options_of(first, values or {}))
+        for place in range(len(result) if isinstance(result, tuple) else 1):
+            for change in ("scaled", "zeros"):
+                again = Rehearsal(module, list(arguments), first.results, (number, place, change)).run()
+                for line, failed in again.noticed.items():
+                    noticed[line, change] = noticed.get((line, change), False) or failed
+    actions = [action for action in first.parser._actions if action.dest != "help"] if first.options else []
+    report["lines"] = []
+    for line in [all_changed(actions)] if other_lines is None else other_lines:
+        with tempfile.TemporaryDirectory() as folder:
+            words = line.replace("FOLDER", folder).split()
+            again = Rehearsal(module, [*arguments, *words], first.results).run()
+        report["lines"].append((line, vars(again.options) if again.options else {}, again.code, in_words(again.calls)))
+    report["defaults"] = {action.dest: action.default for action in actions}
+    report["helps"] = {action.dest: action.help or "" for action in actions}
     return report
 
 
-def at(value, path):
-    for key in path:
-        value = value[key]
-    return value
-
-
-def options_of(first, values):
-    """What becomes of other values of each option of main, and of those with an option that makes it call elsewhere."""
-    report = {"defaults": {}, "helps": {}, "options": {}, "elsewhere": []}
-    actions, further = [action for action in first.parser._actions if action.dest != "help"], []
+def all_changed(actions):
+    """A command line in which each option but --device has another value than by default."""
+    words = []
     for action in actions:
-        report["defaults"][action.dest], report["helps"][action.dest] = action.default, action.help or ""
-        report["options"][action.dest] = []
-        for value, must in candidates(action, values):
-            words = words_of(action, value)
-            again, accepted = with_words(first, words)
-            if accepted or must:
-                value = getattr(again.options, action.dest, value)
-                report["options"][action.dest].append((value, again.code, in_words(again)))
-            if accepted and set(again.lines) - set(first.lines):
-                further.append((action, words))
-            if accepted and not must:
-                break
-    for reaching, words in further:
-        for action in actions:
-            for value, _ in candidates(action, values) if action is not reaching else ():
-                again, accepted = with_words(first, [*words, *words_of(action, value)])
-                if accepted:
-                    calls = [call for call, line in zip(in_words(again), again.lines) if line not in first.lines]
-                    parsed = getattr(again.options, action.dest)
-                    report["elsewhere"].append((reaching.dest, action.dest, parsed, calls))
-    return report
-
-
-def words_of(action, value):
-    """An option and its value, as they are typed."""
-    return [action.option_strings[0], *([] if value is True else [str(value)])]
-
-
-def with_words(first, words):
-    """Run main again with more words, and with --graph if it refuses them without; and whether it takes them."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = [word.replace("FOLDER", folder) for word in words]
-        for more in ([], ["--graph"]):  # some are for a graph alone
-            again = Rehearsal(first.module, [*first.arguments, *words, *more], first.results, True).run()
-            accepted = again.options is not None and again.code != 2
-            if accepted:
-                break
-    return again, accepted
-
-
-def candidates(action, values):
-    """Yields (value of an option, whether main must take it); of those that it need not take, the first one counts."""
-    if action.dest in values:
-        yield from ((value, True) for value in values[action.dest])
-    elif action.choices:
-        yield from ((value, True) for value in action.choices if value != action.default)
-    elif action.const is True:
-        yield True, True
-    elif action.type is int:
-        yield from ((value, False) for value in (2 * action.default, action.default + 1, 2) if value != action.default)
-    elif action.type is float:
-        yield 0.5, True
-    else:
-        yield "FOLDER", True
-
-
-def played(path, arguments=()):
-    """Run main once: what `report_of` says of it."""
-    return report_of(Rehearsal(recipe.load(path), list(arguments)).run())
+        if action.const is True:
+            words.append(action.option_strings[0])
+        elif action.dest != "device":
+            choices = [choice for choice in action.choices or () if choice != action.default]
+            if action.type is int:
+                choices.append((action.default or 0) + 1)
+            words += [action.option_strings[0], str([*choices, 0.5 if action.type is float else "FOLDER"][0])]
+    return " ".join(words)
 
 
 def refused(path, arguments=None, expression=None):
@@ -398,7 +270,7 @@ def refused(path, arguments=None, expression=None):
         raise AssertionError("main computes with what it must refuse")
 
     rehearsal = Rehearsal(module, list(arguments or []))
-    rehearsal.entry_call = computed
+    rehearsal.compute_or_replay = computed
     with replaced({(argparse.ArgumentParser, "error"): error}):
         try:
             if expression:

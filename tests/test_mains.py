@@ -1,7 +1,5 @@
 """The main of every recipe can fail, hands on its options, prints correct figures, and refuses what does not work."""
 
-import shutil
-
 import pytest
 
 from oneflow_cookbook.start.recipe import path_of, world_sizes
@@ -9,19 +7,12 @@ from tests.cases import mains
 
 QUICK = ("data_parallel", "train_pipeline")  # in the default suite: a forward pass, and training
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in mains.NAMES]
-RUNS = [(name, n, arguments) for name in mains.NAMES for n, arguments in mains.other_runs(name)]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_main_fails_if_a_result_is_off_and_hands_on_its_options(pools, tmp_path, name):
-    """The main of a copy."""
-    mains.check_main(pools, shutil.copy(path_of(name), tmp_path), name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, n, arguments", RUNS, ids=[f"{run[0]}-{run[1]}-{' '.join(run[2])}" for run in RUNS])
-def test_main_prints_correct_figures_on_other_ranks_and_with_other_options(pools, name, n, arguments):
-    mains.check_elsewhere(pools(n), path_of(name), name, arguments)
+def test_main_fails_if_a_result_is_off_and_hands_on_its_options(pools, name):
+    for graph in mains.modes(name):
+        mains.check_main(pools, path_of(name), name, graph)
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ from itertools import combinations
 
 import numpy as np
 
-from tests.cases import figures, reference
-from tests.cases.recipe_case import DERIVED, Case, Main, all_reduce, case_of_recipe, in_steps, placed, reduced
+from tests.cases import reference
+from tests.cases.recipe_case import Case, Main, all_reduce, case_of_recipe, in_steps, placed, reduced
 from tests.cases.reference import Value, drawn, mse, rows_of, unknown
 
 UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}
@@ -18,7 +18,16 @@ UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}
         r"flow\.tensor\(own, .*::-1\]\.copy\(\)": "the numbers of the samples are sorted afterwards",
         r"^of_all_ranks = .*: flow\.sbp\.split\(0\) -> flow\.sbp\.split\(1\)$": "they are sorted afterwards",
     },
-    main=Main(not_compared={"data": "the last batch has some of the rows", "numbers": DERIVED}, figures=figures.epochs),
+    main=Main(
+        comparisons=2,
+        prints=[
+            "[0] epoch 0: samples 0 1 9 4 22 3 21 7 19 15 23 6",
+            "[0] epoch 1: samples 9 23 18 6 17 0 5 14 2 11 21 19",
+            "[0] each sample is loaded once in an epoch; x of the last batch has samples 2 11 21 19 1 8 10 16",
+            "[1] epoch 0: samples 13 17 11 16 10 18 20 8 5 12 14 2",
+            "[1] epoch 1: samples 20 12 4 3 22 7 13 15 1 8 10 16",
+        ],
+    ),
 )
 def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
     ranks, per_rank = list(range(n)), -(-samples // n)
@@ -58,8 +67,13 @@ def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
 @case_of_recipe(
     {"divisible": {"batch": 24, "seed": 1}},
     main=Main(
-        not_compared={"y": "its classes alone count"},
-        figures=figures.means_of_means,
+        comparisons=3,
+        prints=[
+            "[0] 13 of 25 rows: loss 18.1754, accuracy 0.3077",
+            "[0] mean of the ranks' means: loss 23.0503, accuracy 0.2372",
+            "[0] all rows: loss 22.8553, accuracy 0.2400, as on a single device",
+            "[1] 12 of 25 rows: loss 27.9251, accuracy 0.1667",
+        ],
     ),
 )
 def metrics(n, graph=False, seed=0, batch=25, in_features=5, classes=3, matmul_scale=1.0):
@@ -93,10 +107,12 @@ UNEVEN_COLUMNS = {"batch": 9, "in_features": 3, "out_features": 5, "steps": 1, "
         r"^x = flow\.randn.*: flow\.sbp\.split\(0\) -> flow\.sbp\.split\(1\)$": "OneFlow splits it by rows first"
     },
     main=Main(
-        figures=lambda n, rank, *_: [
-            f"column 0 of out, 4 of {4 * n} rows: mean ...",
-            *(["column 0 of out, all rows: mean 0.00, variance 1.00"] if rank == 0 else []),
-        ]
+        comparisons=2,
+        prints=[
+            "[0] column 0 of out, 4 of 8 rows: mean -0.59, variance 0.59",
+            "[0] column 0 of out, all rows: mean 0.00, variance 1.00",
+            "[1] column 0 of out, 4 of 8 rows: mean 0.59, variance 0.72",
+        ],
     ),
 )
 def batch_norm(n, graph=False, seed=0, steps=3, batch=8, in_features=4, out_features=8, matmul_scale=1.0):
@@ -136,10 +152,12 @@ COLUMNS = {"columns": {"dim": 1}, "uneven columns": {**UNEVEN_NUMBERS, "dim": 1}
     whole_job=True,
     tests=["tests/slow/test_data.py"],
     main=Main(
-        not_compared={
-            "weight": "it is drawn, and nothing else draws it",
-            "repeated": "which numbers are kept is compared",
-        }
+        comparisons=2,
+        prints=[
+            "[0] nn.Dropout keeps [1 0 1 1 1 1 1 0], a global mask keeps [0 1 1 1 1 1 1 0]",
+            "[0] nn.Dropout keeps the same places of every shard; out is x * mask / 0.5, as on a single device",
+            "[1] nn.Dropout keeps [1 0 1 1 1 1 1 0], a global mask keeps [1 0 1 0 1 1 1 0]",
+        ],
     ),
 )
 def random_numbers(n, graph=False, seed=0, batch=16, features=8, dim=0):

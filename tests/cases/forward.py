@@ -3,10 +3,8 @@
 import numpy as np
 
 from oneflow_cookbook.measure.sbp import NAMES as SBPS
-from tests.cases import figures, reference
+from tests.cases import reference
 from tests.cases.recipe_case import (
-    DERIVED,
-    INPUT,
     NOT_SQUARE,
     Case,
     Main,
@@ -21,25 +19,46 @@ UNEVEN_LAYERS = {"batch": 7, "in_features": 6, "hidden_size": 10, "out_features"
 UNEVEN_TENSOR = {"rows": 7, "columns": 9, "seed": 1}
 
 
-@case_of_recipe()
+@case_of_recipe(
+    main=Main(
+        prints=[
+            "[0] x (4, 5) on cpu:0",
+            "[0] w (5, 8) on cpu:0",
+            "[0] out (4, 8) on cpu:0",
+            "[0] out equals x @ w in numpy",
+        ],
+    )
+)
 def single_device(n, graph=False, **sizes):
     layout = placed(("x", "w", "out"), [], "local")
     return Case(layout, reference.one_layer(**sizes), [("x", "w", "out")], reads=[])
 
 
-@case_of_recipe()
+@case_of_recipe(
+    main=Main(
+        prints=["[0] out is oneflow.sbp.split(dim=0) and equals x @ w on a single device"],
+    )
+)
 def data_parallel(n, graph=False, **sizes):
     layout = {"x": "S(0)", "w": "B", "out": "S(0)"}
     return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")], reads=[])
 
 
-@case_of_recipe()
+@case_of_recipe(
+    main=Main(
+        prints=["[0] out is oneflow.sbp.split(dim=1) and equals x @ w on a single device"],
+    )
+)
 def model_parallel(n, graph=False, **sizes):
     layout = {"x": "B", "w": "S(1)", "out": "S(1)"}
     return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")], reads=[])
 
 
-@case_of_recipe()
+@case_of_recipe(
+    main=Main(
+        prints=["[0] out is oneflow.sbp.broadcast and equals x @ w on a single device"],
+    )
+)
 def row_parallel(n, graph=False, matmul_scale=1.0, **sizes):
     ranks = list(range(n))
     layout = {"x": ("S(1)", ranks), "w": ("S(0)", ranks), "partial": ("P", ranks), "out": ("B", ranks)}
@@ -55,7 +74,12 @@ def row_parallel(n, graph=False, matmul_scale=1.0, **sizes):
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_LAYERS}, main=Main(not_compared={"x": INPUT}, figures=figures.blocks))
+@case_of_recipe(
+    {"uneven": UNEVEN_LAYERS},
+    main=Main(
+        prints=["[0] out is oneflow.sbp.broadcast on rank 1 and equals x @ w0 @ w1 ... on a single device"],
+    ),
+)
 def pipeline_parallel(n, graph=False, **sizes):
     layers = reference.layers(n, **sizes)
     layout = {"x": ("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)}, "out": ("B", [n - 1])}
@@ -70,7 +94,12 @@ def pipeline_parallel(n, graph=False, **sizes):
     )
 
 
-@case_of_recipe({"uneven": UNEVEN_LAYERS}, main=Main(not_compared={"x0": INPUT}, figures=figures.blocks))
+@case_of_recipe(
+    {"uneven": UNEVEN_LAYERS},
+    main=Main(
+        prints=["[0] out1 is oneflow.sbp.split(dim=1) on ranks 2 3 and equals x0 @ w0 @ w1 on a single device"],
+    ),
+)
 def hybrid_parallel(n, graph=False, **sizes):
     first, second, values = ("S(0)", [0, 1]), ("B", [2, 3]), reference.layers(2, **sizes)
     out0 = ("S(0)", [2, 3]) if graph else first  # set_stage moves it before the second stage sees it
@@ -93,10 +122,10 @@ def hybrid_parallel(n, graph=False, **sizes):
     {"uneven": UNEVEN_TENSOR},
     shares_moves=True,
     main=Main(
-        not_compared={"x": INPUT},
-        figures=figures.sums_of_blocks(
-            "sum of the block on each rank: B has that of x everywhere; S(0), S(1) and P add up to it", 4
-        ),
+        prints=[
+            "[0] sum of the block on each rank: B has that of x everywhere; S(0), S(1) and P add up to it",
+            "[0] each of the 16 equals x = sum(parts) on a single device",
+        ],
     ),
 )
 def sbp_conversions(n, graph=False, ranks=None, **sizes):
@@ -127,9 +156,10 @@ def placement_sizes(n):
     placement_sizes,
     shares_moves=True,
     main=Main(
-        figures=figures.sums_of_blocks(
-            "sum of the block on each rank, 0 for none: of x, then of its conversions on the other ranks", 0
-        )
+        prints=[
+            "[0] sum of the block on each rank, 0 for none: of x, then of its conversions on the other ranks",
+            "[0] each of the 16 equals x = sum(parts) on a single device",
+        ],
     ),
 )
 def cross_placement(n, graph=False, source=(), target=(), **sizes):
@@ -156,16 +186,20 @@ def signature_sizes(n):
     return {"uneven": {"batch": 7, "in_features": 7, "out_features": 7, "seed": 1}, **(larger if n == 2 else {})}
 
 
-def signature_table(*_):
-    """The table of rank 0, for sizes that are equal."""
-    rows = [f"{x:4}" + "".join(f"{out:>6}" for out in row) for x, row in zip(SBPS, SIGNATURES["equal"])]
-    return ["x, w" + "".join(f"{w:>6}" for w in SBPS), *rows]
-
-
 @case_of_recipe(
     signature_sizes,
     measured_at=dict(batch=720, in_features=720, out_features=720),
-    main=Main(not_compared={"x": INPUT, "w": INPUT}, figures=figures.only_rank_0(signature_table)),
+    main=Main(
+        prints=[
+            "[0] the SBP of x @ w, a row for each SBP of x, a column for each of w",
+            "[0] x, w     B  S(0)  S(1)     P",
+            "[0] B        B  S(1)  S(1)     P",
+            "[0] S(0)  S(0)  S(0)  S(0)  S(0)",
+            "[0] S(1)  S(0)     P  S(1)     P",
+            "[0] P        P     P  S(1)     P",
+            "[0] each of the 16 equals x @ w on a single device",
+        ],
+    ),
 )
 def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_features=4, matmul_scale=1.0):
     ranks, pairs = list(range(n)), [(x, w) for x in SBPS for w in SBPS]
@@ -186,11 +220,12 @@ def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_featur
 @case_of_recipe(
     {"other": {"batch": 8, "in_features": 12, "out_features": 20, "seed": 1}},
     main=Main(
+        prints=["[0] out, rows and columns equal x @ w on a single device"],
         refused_expressions=[
             f"run({mesh}, {size}=6)"
             for mesh in ("placements('cpu', 4)", *(f"flow.placement('cpu', {ranks})" for ranks in NOT_SQUARE))
             for size in ("batch", "in_features", "out_features")
-        ]
+        ],
     ),
 )
 def two_d_sbp(n, graph=False, matmul_scale=1.0, **sizes):
@@ -206,7 +241,17 @@ def two_d_sbp(n, graph=False, matmul_scale=1.0, **sizes):
     )
 
 
-@case_of_recipe({"uneven": {"batch": 7, "in_features": 9}}, main=Main(not_compared={"total": DERIVED}))
+@case_of_recipe(
+    {"uneven": {"batch": 7, "in_features": 9}},
+    main=Main(
+        comparisons=5,
+        prints=[
+            "[0] local (4, 3), last row [ 9. 10. 11.]",
+            "[0] rows and columns are the ranks' tensors concatenated, total is their sum, first that of rank 0",
+            "[1] local (4, 3), last row [21. 22. 23.]",
+        ],
+    ),
+)
 def global_and_local(n, graph=False, batch=4, in_features=3):
     ranks = list(range(n))
     own = np.arange(n * batch * in_features, dtype=np.float64).reshape(n, batch, in_features)

@@ -30,7 +30,9 @@ SMALL_SHARDS = {"in_features": 6, "hidden_size": 12, "out_features": 5, "shard_m
     {"uneven": UNEVEN, "few rows": FEW_ROWS, "small shards": SMALL_SHARDS},
     graph_only=True,
     refused={"--shard-min-size 0": "1 or more"},
-    main=Main(alone={"shard_min_size": 1}, other_options=["--shard-min-size", "1024"]),
+    main=Main(
+        alone={"shard_min_size": [1]},
+    ),
 )
 def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, matmul_scale=1.0, **sizes):
     ranks = list(range(n))
@@ -53,15 +55,14 @@ def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, matmul_scale=1.0, *
 @case_of_recipe(
     {"uneven": UNEVEN, "off": {"checkpointing": False}},
     main=Main(
-        not_compared={f"{call} losses": "this call is for count_saved" for call in (3, 4)},
-        further={"checkpointing": False},
-        not_printed=["tensors for backward"],  # in a graph
-        figures=lambda n, rank, facts, graph, report: (
-            [
-                "a step saves 2 tensors for backward, 11 without checkpointing"  # of each block its input
-            ]
-            * (not graph)
-        ),
+        comparisons=2,
+        prints={
+            False: [
+                "[0] a step saves 2 tensors for backward, 11 without checkpointing",
+                "[1] a step saves 2 tensors for backward, 11 without checkpointing",
+            ],
+            True: [],
+        },
     ),
 )
 def activation_checkpointing(
@@ -100,7 +101,7 @@ AUTO_PARALLEL = {
     graph_only=True,
     measured_at={"batch": 96},  # at more it chooses otherwise
     refused={"--batch 1": "2 or more, a row for each rank"},
-    main=Main(other_options=["--batch", "16"]),
+    main=Main(),
 )
 def auto_parallel(
     n, graph=True, steps=3, matmul_scale=1.0, batch=8, in_features=256, hidden_size=1024, out_features=256

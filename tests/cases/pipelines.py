@@ -1,12 +1,11 @@
 """The chapter of pipelines: stages on ranks of their own, and the order in which they work."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from oneflow_cookbook.start.recipe import ROOT
-from tests.cases import figures, reference
+from tests.cases import reference
 from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, placed, through_stages
 from tests.cases.train import MICRO, UNEVEN
 
@@ -15,8 +14,7 @@ from tests.cases.train import MICRO, UNEVEN
     {"other": MICRO, "many": {"batch": 9, "micro_batches": 9}},
     variants=[{"micro_batches": 8}],
     main=Main(
-        figures=figures.of_pipeline,
-        other_options=["--micro-batches", "4"],
+        prints=["[0] pipeline bubble, (n-1)/(m+n-1) with n = 2 and m = 2: 33% of the time"],
         refused_expressions=["train(placements('cpu', 2), batch=7)"],
     ),
 )
@@ -40,9 +38,7 @@ def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, *
     )
 
 
-@case_of_recipe(
-    {"uneven": UNEVEN}, main=Main(figures=partial(figures.blocks, words=", and nothing of the other stage"))
-)
+@case_of_recipe({"uneven": UNEVEN}, main=Main())
 def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     momentum = reference.Optimizer("momentum")
     values, parts = reference.train_mlp(reference.mlp_inputs(**sizes), momentum, steps, matmul_scale, parts=2)
@@ -186,41 +182,6 @@ def wrong_tables(folder):
         (Path(folder) / name).write_text(text)
 
 
-def most_held(row):
-    """For how many micro-batches a rank holds activations at most: from F to B or W."""
-    counts = np.cumsum([{"F": 1, "I": 0}.get(op, -1) for op, _, _ in row])
-    return int(counts.max())
-
-
-def drawn_rows(rows, stages, name_of, chunks=1):
-    """How main prints a table: a line for each rank."""
-    turns = in_turns(rows, stages)
-    for rank, row in enumerate(rows):
-        stages_here = {k for _, k, _ in row}
-        calls = [next((call for call in turn if call[1] in stages_here), None) for turn in turns]
-        empty = " " * (len(name_of(row[0])) - 1)
-        names = " ".join(name_of(call) if call else f".{empty}" for call in calls)
-        share = 100 * calls.count(None) / len(calls)
-        yield f"rank {rank}: {names}  waits {share:.0f}%, holds {most_held(row) / chunks:g}"
-
-
-def lines_of_schedule(n, rank, facts, graph, report):
-    call = figures.computing(report)[0]
-    rows = rows_of_schedule(call["schedule"], n, call["micro_batches"])
-    table = list(drawn_rows(rows, n, lambda call: f"{call[0]}{call[2]}")) if rank == 0 else []
-    return [*figures.blocks(n, rank, facts, graph, report, ", and nothing of other stages"), *table]
-
-
-def lines_of_chunks(n, rank, facts, graph, report):
-    call = figures.computing(report)[0]
-    m, chunks = call["rounds"] * n, call["chunks"]
-    here = [f"w{rank + chunk * n}" for chunk in range(chunks)]
-    rows = rows_of_chunks(n, m, chunks)
-    table = list(drawn_rows(rows, n * chunks, lambda call: f"{call[0]}{call[2]}{'abcd'[call[1] // n]}", chunks))
-    table.append(f"F0a is forward of micro-batch 0 in chunk a; 1F1B waits {100 * (n - 1) / (m + n - 1):.0f}%")
-    return [f"rank {rank} holds {', '.join(here)}", *(table if rank == 0 else [])]
-
-
 @case_of_recipe(
     {
         "other": {**UNEVEN, "micro_batches": 3, "schedule": "zero_bubble"},
@@ -234,10 +195,12 @@ def lines_of_chunks(n, rank, facts, graph, report):
         r"^raise ValueError\(f\"line ": "such a word is refused a line later, in other words",
     },
     main=Main(
-        figures=lines_of_schedule,
-        values={"table": [OWN_TABLE]},
-        elsewhere={"table": "it is the argument schedule", "measure": "its steps are larger"},
-        not_printed=["a step takes", "each rank waits or sends"],
+        prints=[
+            "[0] rank 0: F0 F1 .  .  b0 B0 F2 b1 B1 F3 b2 B2 .  b3 B3  waits 20%, holds 2",
+            "[0] rank 1: .  F0 b0 B0 F1 b1 B1 F2 b2 B2 F3 b3 B3 .  .   waits 20%, holds 1",
+        ],
+        other_lines=["--schedule gpipe --micro-batches 6"],
+        elsewhere=("table", "measure"),
         make_files=wrong_tables,
         refused=[
             *(f"--table FOLDER/{name}" for name in (*WRONG_TABLES, "no_file")),
@@ -246,7 +209,6 @@ def lines_of_chunks(n, rank, facts, graph, report):
         ],
         refused_expressions=["make(placements('cpu', 2), 9, 8, 4, 8, 4)", "check(gpipe(2, 4)[::-1], 2, 4)"],
         defaults={"micro_batches": (None, 4)},
-        other_options=["--schedule", "zero_bubble", "--micro-batches", "3"],
     ),
 )
 def pipeline_schedules(n, graph=False, schedule="1f1b", steps=3, micro_batches=4, matmul_scale=1.0, **sizes):
@@ -271,9 +233,14 @@ def rows_of_chunks(n, micro_batches, chunks):
 @case_of_recipe(
     {"other": {**UNEVEN, "batch": 13, "rounds": 3, "chunks": 3}},
     main=Main(
+        prints=[
+            "[0] rank 0 holds w0, w2",
+            "[0] rank 0: F0a F1a F0b F1b .   .   b0b B0b .   b1b B1b b0a B0a b1a B1a  waits 20%, holds 2",
+            "[0] rank 1: .   F0a F1a F0b b0b B0b F1b b1b B1b b0a B0a b1a B1a .   .    waits 20%, holds 1.5",
+            "[0] F0a is forward of micro-batch 0 in chunk a; 1F1B waits 33%",
+            "[1] rank 1 holds w1, w3",
+        ],
         refused_expressions=["in_turns([[('B', 0, 0), ('F', 0, 0)]])"],
-        figures=lines_of_chunks,
-        other_options=["--chunks", "3", "--rounds", "2"],
     ),
 )
 def interleaved_pipeline(n, graph=False, chunks=2, steps=3, rounds=1, batch=24, matmul_scale=1.0, **sizes):

@@ -9,7 +9,6 @@ PROOFS = {}  # name of the recipe -> Proof
 
 
 NOT_SQUARE = ([[0, 1, 2, 3]], [[0], [1], [2], [3]])  # meshes on which a size that is divided by the wrong axis shows
-INPUT, DERIVED = "an input: what is computed from it is compared", "what is made of it is compared"
 
 
 @dataclass
@@ -18,26 +17,20 @@ class Main:
 
     # its command line
     arguments: list = field(default_factory=list)
-    # a second command line, with which it prints something else
-    other_options: list = field(default_factory=list)
-    # (n, rank, facts of each call, graph, report) -> lines that this rank prints, besides what every main prints
-    figures: Callable = lambda *_: []
+    # how often it calls np.testing.assert_allclose and the like
+    comparisons: int = 1
+    # what it prints besides shapes, sums and losses; "[0] line": rank 0 alone; or a list for each value of `graph`
+    prints: list = field(default_factory=list)
     # whether a rank prints shapes of tensors of which it holds nothing
     prints_empty: bool = False
-    # parts of the prints that main does not reach with `arguments`
-    not_printed: list = field(default_factory=list)
-    # part of a result, or a call and the part -> why main does not compare it
-    not_compared: dict = field(default_factory=dict)
-    # arguments that the call on a single device does not share with the one on all ranks
+    # further command lines, which change each option; FOLDER is an empty folder; None: one that changes all at once
+    other_lines: list = None
+    # option -> other values with which train or run may be called, as on a single device
     alone: dict = field(default_factory=dict)
-    # arguments of a further call on all ranks
-    further: dict = field(default_factory=dict)
-    # option -> values for it, where they cannot be made from its kind
-    values: dict = field(default_factory=dict)
     # option -> its default in main and in train, where they differ
     defaults: dict = field(default_factory=dict)
-    # option -> why it reaches no argument of its name
-    elsewhere: dict = field(default_factory=dict)
+    # options that reach no argument of their name
+    elsewhere: tuple = ()
     # command lines that it refuses on 2 ranks, besides Proof.refused; FOLDER has the files of `make_files`
     refused: list = field(default_factory=list)
     make_files: Callable = lambda folder: None

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.cases import figures, reference
+from tests.cases import reference
 from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, placed, reduced, weights_of
 from tests.cases.reference import Value, drawn, mse
 from tests.cases.train import UNEVEN, two_matmuls
@@ -31,14 +31,10 @@ def resumed(n):
         r"flow.placement\(args.device, list\(range\(max.*\[(:1|-1:)\]\)$": "main has two ranks, and their half is one",
     },
     main=Main(
+        alone={"checkpoint_dir": [None], "save_every": [2], "keep": [0], "steps": [2, 4], "weights": ["rows", "whole"]},
         prints_empty=True,
-        not_compared={"0 losses": "the second call returns them too"},
-        alone={"checkpoint_dir": None, "save_every": 2, "weights": "rows", "steps": 4, "keep": 0},
-        further={"weights": "whole", "steps": 2},
-        other_options=["--steps", "6", "--save-every", "1", "--weights", "columns"],
         refused=["--checkpoint-dir="],
-        refused_elsewhere=("raise CheckpointError(", "# on all ranks"),  # tests/test_checkpoints.py
-        figures=figures.saved_by_half,
+        refused_elsewhere=("raise CheckpointError(", "# on all ranks"),
     ),
 )
 def checkpoint(
@@ -100,9 +96,7 @@ def losses_of(n):
     losses_of,
     variants=[{"loss": "each"}, {"loss": "first"}, {"loss": "other"}],
     main=Main(
-        figures=figures.only_rank_0(
-            lambda n, *_: [f"the model is on ranks {' '.join(map(str, range(n)))} and the loss on 0"]
-        )
+        prints=["[0] the model is on ranks 0 1 and the loss on 0"],
     ),
 )
 def loss_placement(n, graph=False, steps=3, loss="first", matmul_scale=1.0, **sizes):
@@ -161,10 +155,8 @@ UNEVEN_TEXT = {"batch": 7, "hidden_size": 5, "steps": 1, "seed": 1}
     {"uneven": UNEVEN_TEXT, "all": {"home": "all"}, "uneven all": {**UNEVEN_TEXT, "home": "all", "steps": 2}},
     variants=[{"batch": 8192, "hidden_size": 8}, {"home": "all"}],  # large outputs, little weight
     main=Main(
+        prints=["[0] text and weights are kept on ranks 0 and used on 0 1"],
         prints_empty=True,
-        figures=figures.only_rank_0(
-            lambda n, *_: [f"text and weights are kept on ranks 0 and used on {' '.join(map(str, range(n)))}"]
-        ),
     ),
 )
 def replicate_scatter_gather(n, graph=False, steps=3, home="first", seed=0, batch=8, hidden_size=4, matmul_scale=1.0):

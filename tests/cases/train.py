@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.cases import figures, reference
+from tests.cases import reference
 from tests.cases.recipe_case import (
     NOT_SQUARE,
     Case,
@@ -29,7 +29,7 @@ def two_matmuls(values, ranks, first="w0", second="w1", x="x"):
 
 @case_of_recipe(
     {"uneven": UNEVEN, **{name: {"optimizer": name} for name in ("adamw", "momentum", "sgd")}},
-    main=Main(other_options=["--optimizer", "momentum"]),
+    main=Main(),
 )
 def train_data_parallel(n, graph=False, steps=3, optimizer="adam", matmul_scale=1.0, **sizes):
     ranks = list(range(n))
@@ -64,9 +64,12 @@ def train_model_parallel(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
 @case_of_recipe(
     {"other": MICRO},
     main=Main(
-        alone={"micro_batches": 1},
-        figures=figures.only_rank_0(figures.all_reduces),
-        other_options=["--micro-batches", "4"],
+        prints={
+            False: ["[0] all-reduces in a step: 4, of the gradients of 2 weights after each micro-batch"],
+            True: ["[0] all-reduces in a step: 2, of the gradients of 2 weights after the last micro-batch"],
+        },
+        alone={"micro_batches": [1]},
+        other_lines=["--graph --micro-batches 4"],
         refused_expressions=["train(flow.placement.all('cpu'), batch=6)"],
     ),
 )
@@ -103,7 +106,7 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
             f"train({mesh}, {size}=6)"
             for mesh in ("placements('cpu', 4)", *(f"flow.placement('cpu', {ranks})" for ranks in NOT_SQUARE))
             for size in ("batch", "in_features", "hidden_size", "out_features")
-        ]
+        ],
     ),
 )
 def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
@@ -129,7 +132,14 @@ def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
 @case_of_recipe(
     {"uneven": {**UNEVEN, "steps": 2, "seed": 1}},
     refused={"--batch 1": "2 or more, a row for each rank"},
-    main=Main(alone={"distributed": False}, other_options=["--batch", "9"]),
+    main=Main(
+        prints=[
+            "[0] w0 (4, 8), a local tensor, its sum after training -5.4149",
+            "[0] w1 (8, 4), a local tensor, its sum after training -2.2187",
+            "[1] w0 (4, 8), a local tensor, its sum after training -5.4149",
+            "[1] w1 (8, 4), a local tensor, its sum after training -2.2187",
+        ],
+    ),
 )
 def ddp(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0, **sizes):
     """Each rank draws weights of its own; those of rank 0 are trained on the whole batch."""

@@ -5,7 +5,6 @@ import re
 
 import numpy as np
 
-from tests.cases import figures
 from tests.cases import reference_transformer as reference
 from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, placed, reduced
 from tests.cases.reference import Value, rows_of
@@ -32,9 +31,7 @@ MEASURED_BLOCK = {"batch": 32, "seq_len": 48, "num_heads": 12, "head_size": 16}
     {"other": OTHER_BLOCK, "one axis": {"tensor": 4, "steps": 2}},
     measured_at=MEASURED_BLOCK,
     main=Main(
-        figures=figures.only_rank_0(
-            lambda n, *_: ["each rank computes the attention of 2 of 4 heads, and sends no scores"]
-        ),
+        prints=["[0] each rank computes the attention of 2 of 4 heads, and sends no scores"],
         refused_expressions=[  # on meshes that are not square, as each size has its axis
             "train(placements('cpu', 4, tensor=1), batch=6)",
             "train(placements('cpu', 4, tensor=4), num_heads=6)",
@@ -77,13 +74,7 @@ def transformer_block(
     {"uneven": {**OTHER_BLOCK, "batch": 3}},
     measured_at=MEASURED_BLOCK,
     main=Main(
-        not_compared={"out": "its size alone is printed"},
-        figures=figures.only_rank_0(
-            lambda n, *_: [
-                f"a rank keeps {4 * 8 * 16 // n} bytes of x, the residual and out each; "
-                f"with tensor parallel it would keep {4 * 8 * 16}"
-            ]
-        ),
+        prints=["[0] a rank keeps 256 bytes of x, the residual and out each; with tensor parallel it would keep 512"],
     ),
 )
 def sequence_parallel(n, graph=False, steps=3, batch=2, seq_len=4, num_heads=4, head_size=4, matmul_scale=1.0, seed=0):
@@ -124,9 +115,7 @@ ONE_AXIS = {"tensor": 4, "tokens": 6, "vocab_size": 17, "steps": 2}  # padded by
     {"other": OTHER_VOCABULARY, "one axis": ONE_AXIS},
     measured_at={"tokens": 9600, "vocab_size": 200, "hidden_size": 32},
     main=Main(
-        figures=figures.only_rank_0(
-            lambda n, *_: ["for each of its tokens a rank computes the logits of 31 of 62 words"]
-        )
+        prints=["[0] for each of its tokens a rank computes the logits of 31 of 62 words"],
     ),
 )
 def vocab_parallel(n, graph=False, steps=3, tensor=2, tokens=8, vocab_size=61, hidden_size=4, matmul_scale=1.0, seed=0):
@@ -159,9 +148,7 @@ MEASURED_ATTENTION = {"seq_len": 120, "num_heads": 12, "head_size": 256}
     {"uneven": UNEVEN_ATTENTION},
     measured_at=MEASURED_ATTENTION,
     main=Main(
-        figures=figures.only_rank_0(
-            lambda n, *_: [f"each rank computes the scores of {figures.share(8, n, 0)} of 8 queries, with all 8 keys"]
-        )
+        prints=["[0] each rank computes the scores of 4 of 8 queries, with all 8 keys"],
     ),
 )
 def all_gather_kv(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, matmul_scale=1.0, seed=0):
@@ -185,11 +172,7 @@ def all_gather_kv(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, 
     {"uneven": UNEVEN_ATTENTION},
     measured_at=MEASURED_ATTENTION,
     main=Main(
-        figures=figures.only_rank_0(
-            lambda n, *_: [
-                f"rank 0 computes the scores of {figures.share(8, n, 0)} of 8 heads, with all 8 queries and keys"
-            ]
-        ),
+        prints=["[0] rank 0 computes the scores of 4 of 8 heads, with all 8 queries and keys"],
         refused_expressions=["train(flow.placement.all('cpu'), num_heads=1)"],
     ),
 )
@@ -214,10 +197,12 @@ def ulysses(n, graph=False, steps=3, seq_len=8, num_heads=8, head_size=4, matmul
     {"uneven": UNEVEN_ATTENTION},
     measured_at=MEASURED_ATTENTION,
     main=Main(
-        figures=lambda n, rank, *_: [
-            f"rank {rank} computes {rank + 1} of {n} x {n} blocks of scores",
-            ", ".join(f"{name}{rank} {(figures.share(8, n, rank), 2, 4)}" for name in "qkv"),
-        ]
+        prints=[
+            "[0] q0 (4, 2, 4), k0 (4, 2, 4), v0 (4, 2, 4)",
+            "[0] rank 0 computes 1 of 2 x 2 blocks of scores",
+            "[1] q1 (4, 2, 4), k1 (4, 2, 4), v1 (4, 2, 4)",
+            "[1] rank 1 computes 2 of 2 x 2 blocks of scores",
+        ],
     ),
 )
 def ring_attention(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, matmul_scale=1.0, seed=0):
@@ -273,8 +258,12 @@ MEASURED_EXPERTS = {"batch": 12, "experts": 12}  # 2, 3 and 4 ranks divide them
         "--top-k 9": "from 1 to the 8 experts",
     },
     main=Main(
-        figures=figures.only_rank_0(figures.mixture),
-        other_options=["--capacity", "1"],
+        comparisons=4,
+        prints=[
+            "[0] step 1: tokens of each expert 21 6 7 7 30 12 19 26; 24 of 128 choices dropped",
+            "[0] step 20: tokens of each expert 22 9 12 7 20 21 18 19; 12 of 128 choices dropped",
+            "[0] balance loss 1.5816 -> 1.3027",
+        ],
         refused=["--experts 1 --top-k 1", "--aux-loss-coef -0.1"],
     ),
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from oneflow_cookbook.start.recipe import ROOT
-from tests.cases import figures, reference_module
+from tests.cases import reference_module
 from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, reduced
 from tests.cases.reference import unknown
 from tests.cases.reference_module import NUM_CLASSES, SEQ_LEN
@@ -129,7 +129,6 @@ def tensor_parallel_sizes(n):
     refused={"--data 0": "it must divide the 2 ranks", "--dropout 2": "from 0 to 1"},
     equivalent=REPLACED,
     main=Main(
-        other_options=["--optimizer", "momentum"],
         refused_expressions=[
             "lay_out(Classifier(), placements('cpu', 2), {**PLAN, 'blocks.*middle': Row})",
             "lay_out(Classifier(), placements('cpu', 2), {'embedding': Row})",
@@ -183,8 +182,10 @@ def tensor_parallel_module(
     tests=with_traits("pipeline"),
     equivalent={r"\[0\]\)\] \* n -> \[flow.placement\(args.device, \[0\]\)\]$": "one stage on rank 0, or n there"},
     main=Main(
-        figures=figures.parts_held,
-        other_options=["--optimizer", "adam", "--micro-batches", "4"],
+        prints=[
+            "[0] 7 of 15 parameters: embedding.weight to blocks.0.down.bias",
+            "[1] 8 of 15 parameters: blocks.1.norm.weight to head.bias",
+        ],
         refused_expressions=[
             "train(placements('cpu', 2), batch=7)",
             "(lambda model: assign_stages(model, [model], placements('cpu', 2)))(Classifier())",
@@ -255,8 +256,8 @@ def fully_sharded_sizes(n):
     variants=[RESHARD],
     eager_only="reshard_after_forward",
     main=Main(
-        figures=figures.held("numbers of the parameters"),
-        other_options=["--optimizer", "momentum"],
+        prints=["[0] 643 of 1,277 numbers of the parameters", "[1] 634 of 1,277 numbers of the parameters"],
+        other_lines=["--graph --optimizer momentum", "--reshard-after-forward"],
         refused=["--graph --reshard-after-forward"],
         refused_expressions=[
             "train(flow.placement.all('cpu'), graph=True, reshard_after_forward=True)",
@@ -311,10 +312,10 @@ def fully_sharded_module(
         r"-> w\.to_global\(placement=.*mesh\.tolist\(\)\)\)$": "on one rank each SBP is the whole tensor",
     },
     main=Main(
-        values={"weights": [PYTORCH]},
+        comparisons=2,
+        prints=["[0] saved 15 tensors, 6,412 bytes"],
+        other_lines=[f"--graph --weights {PYTORCH}"],
         make_files=damaged,
-        figures=figures.only_rank_0(lambda *_: ["saved 15 tensors, 6,412 bytes"]),
-        other_options=["--weights", PYTORCH],
         refused=[
             f"--weights FOLDER/{what}"
             for what in ("no_file", "short", "zip", "int16", "cut", "size", "other", "wrapped", "link")

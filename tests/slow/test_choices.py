@@ -10,7 +10,7 @@ from oneflow_cookbook.start.recipe import path_of
 from tests.cases import mains
 from tests.jobs import Run, steps_in
 
-PLAY = f"{mains.ON_RANK}:played"
+REHEARSE = f"{mains.ON_RANK}:rehearse"
 
 
 def drawn(path, seed):
@@ -35,8 +35,8 @@ def test_another_seed_gives_another_order_and_the_same_seed_the_same(pools, name
 @pytest.mark.parametrize("graph", [[], ["--graph"]], ids=["eager", "graph"])
 def test_elastic_training_tells_the_steps_that_it_trains(pools, tmp_path, graph):
     path, arguments = str(path_of("elastic_training")), [*graph, "--checkpoint-dir", str(tmp_path)]
-    first, _ = pools(2).call(PLAY, path=path, arguments=[*arguments, "--steps", "2"])
-    second, _ = pools(2).call(PLAY, path=path, arguments=[*arguments, "--steps", "4"])
+    first, _ = pools(2).call(REHEARSE, path=path, arguments=[*arguments, "--steps", "2"])
+    second, _ = pools(2).call(REHEARSE, path=path, arguments=[*arguments, "--steps", "4"])
     assert (first["code"], second["code"]) == (0, 0), second["err"]
     losses = second["facts"][0]["losses"]
     assert losses[:2] == first["facts"][0]["losses"] and len(losses) == 4
@@ -47,9 +47,9 @@ def test_elastic_training_tells_the_steps_that_it_trains(pools, tmp_path, graph)
 def test_checkpoint_of_an_option_is_kept_and_resumed(pools, tmp_path):
     """checkpoint.py: with --checkpoint-dir the second job trains the steps that are left."""
     path, arguments = str(path_of("checkpoint")), ["--checkpoint-dir", str(tmp_path), "--save-every", "4"]
-    pools(2).call(PLAY, path=path, arguments=[*arguments, "--steps", "6"])
+    pools(2).call(REHEARSE, path=path, arguments=[*arguments, "--steps", "6"])
     assert steps_in(tmp_path) == [3, 4, 6]  # the first half ends after step 3
-    for report in pools(2).call(PLAY, path=path, arguments=[*arguments, "--steps", "8"]):
+    for report in pools(2).call(REHEARSE, path=path, arguments=[*arguments, "--steps", "8"]):
         assert (report["code"], len(report["facts"][1]["losses"])) == (0, 8), report["err"]
     assert steps_in(tmp_path) == [3, 4, 6, 8]
 

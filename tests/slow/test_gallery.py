@@ -8,13 +8,12 @@ import pytest
 from oneflow_cookbook.start import options
 from tests.cases import PROOFS
 from tests.cases.ladder import MAIN
+from tests.cases.mains import is_like
 from tests.jobs import LAUNCH, Run
 from tests.markdown import GALLERY, sections
 
 SECTIONS = {section.recipe: section for section in sections(GALLERY)}
 WHOLE_JOBS = [name for name, proof in PROOFS.items() if proof.whole_job]
-NUMBER = re.compile(r"-?\d+\.\d+")
-OF_THE_MACHINE = re.compile(r"\d+ tokens/s|\(\S+, \d+(?:\.\d+){3}\)|process \d+|127\.0\.0\.1:\d+")
 
 
 def words_of(section):
@@ -52,18 +51,6 @@ def by_rank(lines):
     for line in lines:
         ranks.setdefault(re.match(r"(\[\d+] )?", line).group(), []).append(line)
     return ranks
-
-
-def is_like(shown, printed):
-    """Whether two lines are equal but for the last digit of decimal numbers, and for names and times of the machine."""
-    shown, printed = OF_THE_MACHINE.sub("*", shown), OF_THE_MACHINE.sub("*", printed)
-    if NUMBER.sub("*", shown) != NUMBER.sub("*", printed):
-        return False
-    for number, other in zip(NUMBER.findall(shown), NUMBER.findall(printed)):
-        digits = len(number.split(".")[1])
-        if digits != len(other.split(".")[1]) or abs(float(number) - float(other)) > 1.5 * 10**-digits:
-            return False
-    return True
 
 
 def first_not_printed(shown, printed):
