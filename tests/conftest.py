@@ -70,6 +70,19 @@ def early(request, tmp_path_factory):
     return jobs_by_name
 
 
+def pytest_addoption(parser):
+    parser.addoption("--install", action="store_true", help="run the tests that install other software, too")
+
+
+def installed_by(item):
+    """The words for what a test installs, or None."""
+    mark = item.get_closest_marker("installs")
+    return mark.args[0] if mark else "a browser" if "browser" in item.fixturenames else None
+
+
+LEFT_OUT = []  # for each test that was left out, as it installs something: the words for that
+
+
 RECIPE = re.compile(r"""\b(?:path_of|path)\(["'](\w+)["']\)""")
 
 
@@ -106,6 +119,10 @@ def pytest_collection_modifyitems(config, items):
     if {"tests.test_mains", "tests.slow.test_verify_programs"} <= modules:
         contained = ("test_main_of_a_copy_passes", "test_right_recipe", "test_wrong_program")
         items[:] = [item for item in items if item.originalname not in contained]
+    if not config.option.install:
+        LEFT_OUT.extend(filter(None, map(installed_by, items)))
+        config.hook.pytest_deselected(items=[item for item in items if installed_by(item)])
+        items[:] = [item for item in items if not installed_by(item)]
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -114,6 +131,10 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(
             f"{len(repeated)} calls repeated, as OneFlow died of SIGSEGV or hung as it exited: {repeated}"
         )
+
+    if LEFT_OUT:
+        words = ", ".join(sorted(set(LEFT_OUT)))
+        terminalreporter.write_line(f"{len(LEFT_OUT)} tests were left out, as they install {words}: --install runs them")
 
 
 def pytest_unconfigure(config):

@@ -35,14 +35,12 @@ def programs(name):
 
 
 def peers():
-    """The folder of programs of .venv-peers: PyTorch and JAX. Installed if it is missing in CI; elsewhere then None.
+    """The folder of programs of .venv-peers: PyTorch and JAX. Installed if it is missing.
 
     They need a newer Python than OneFlow; None where there is none.
     """
     requirements = ROOT / "benchmarks" / "requirements-peers.txt"
     if not (PEERS / "torchrun").exists():
-        if not os.environ.get("CI"):
-            return None
         names = [f"python3.{minor}" for minor in range(11, 15)]
         newer = next((path for path in map(shutil.which, names) if path and runs(path)), None)
         if newer is None:

@@ -28,9 +28,7 @@ OWN = {  # of the tests, beside the files of the page
 OWN["requeued.sbatch"] = FILES["train.sbatch"].replace(
     "--checkpoint-dir checkpoints", '--checkpoint-dir requeued --save-every 50 --steps "$(bash steps.sh)"'
 )
-HOW = "type COOKBOOK_CLUSTERS=1 ./launch.sh test tests/slow/test_clusters.py as root on Debian or Ubuntu"
-WANTED = os.environ.get("CI") or os.environ.get("COOKBOOK_CLUSTERS")
-installs = pytest.mark.skipif(not WANTED, reason=f"needs Slurm, Open MPI and sshd: {HOW}")
+installs = pytest.mark.installs("Slurm, Open MPI and sshd, as root on Debian or Ubuntu")
 
 
 @pytest.fixture(scope="module")

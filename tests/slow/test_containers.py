@@ -61,9 +61,7 @@ network_config_dir = "{folder}/networks"
 ADDED = "apt ca-certificates libbz2-1.0 libffi8 liblzma5 libncursesw6 libreadline8 libsqlite3-0 libssl3 netbase zlib1g"
 PYTHON, VERSION = Path(sys.base_prefix), "python{}.{}".format(*sys.version_info)
 
-installs = pytest.mark.skipif(
-    not os.environ.get("CI"), reason="needs Podman: as root on Debian 12, CI=true ./launch.sh test -k containers"
-)
+installs = pytest.mark.installs("Podman, as root on Debian 12")
 
 
 def write_base_image(path):
@@ -196,6 +194,7 @@ def test_docker_stop_ends_the_job(docker, tmp_path):
     assert ended([run]) and run.code == 143 and run.err.endswith("launch.sh: SIGTERM: every rank is ended\n")
 
 
+@pytest.mark.installs("linters")
 def test_names_in_the_manifest_agree():
     read = "import json, sys, yaml; print(json.dumps(list(yaml.safe_load_all(sys.stdin))))"
     text = subprocess.check_output([linter("python"), "-c", read], input=FILES["train.yaml"], text=True)
@@ -212,6 +211,7 @@ def test_names_in_the_manifest_agree():
     assert f"USER {spec['securityContext']['runAsUser']}\n" in FILES["Dockerfile"]
 
 
+@pytest.mark.installs("linters")
 def test_files_pass_their_linters(tmp_path):
     (tmp_path / "train.yaml").write_text(FILES["train.yaml"])
     (tmp_path / "Dockerfile").write_text(FILES["Dockerfile"])

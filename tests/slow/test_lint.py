@@ -16,6 +16,7 @@ COMMANDS = (
 )
 
 
+@pytest.mark.installs("linters")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_linter_reports_nothing(command):
     name, *arguments = command.split()
@@ -26,6 +27,6 @@ def test_linter_reports_nothing(command):
 
 def test_workflow_calls_what_users_and_ci_call():
     workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
-    for words in ("recipes/data_parallel.py", "test", "test --all"):
+    for words in ("recipes/data_parallel.py", "test", "test --all", "test --all --install"):
         assert f"run: ./launch.sh {words}\n" in workflow
-    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("./launch.sh test --all")
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("./launch.sh test --all --install")

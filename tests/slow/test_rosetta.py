@@ -22,6 +22,7 @@ from tests.peer_programs import LIMIT, Forked
 
 ROSETTA, PAGE = ROOT / "docs" / "rosetta", ROOT / "docs" / "rosetta.md"
 RANKS = {"train_data_tensor": 4}  # of a twin's main; the others have 2
+pytestmark = pytest.mark.installs("PyTorch and JAX")
 STRATEGIES = ("train_data_parallel", "train_model_parallel", "train_data_tensor", "train_pipeline", "fully_sharded")
 ON = [(name, n) for name in STRATEGIES for n in (2, 4) if n == 4 or name not in RANKS]
 WEIGHTS = 2 * 384 * 768 * 4  # bytes of w0 and w1 at the sizes of the SBP atlas
@@ -51,7 +52,7 @@ def programs(early):
     """The folder of programs of .venv-peers."""
     folder, _ = early["peers"].result()
     if folder is None:
-        pytest.skip("needs PyTorch and JAX: see the first lines of benchmarks/requirements-peers.txt")
+        pytest.skip("PyTorch and JAX need Python 3.11 or newer, which this machine has not")
     return folder
 
 

@@ -90,6 +90,7 @@ def notebook():
         return done
 
 
+@pytest.mark.installs("a notebook's packages")
 @pytest.mark.skipif(TOO_OLD, reason="these versions of ipyparallel and ipykernel need Python 3.10")
 def test_cells_of_the_notebook_run(measured):
     done = measured("notebook")
