@@ -39,6 +39,9 @@ def check_main(pools, path, name, graph=False):
         check_options(name, report)
         report["facts_of_ranks"] = [other["facts"] for other in reports]
         check_print(name, rank, graph, report)
+    has_losses = 'print(f"loss {losses[0]' in Path(path).read_text()
+    is_printed = any(map(LOSSES.match, reports[0]["out"].splitlines()))
+    Checks.that(is_printed or not has_losses, "rank 0 does not print the losses")
 
 
 def ranks_of(arguments):
@@ -59,6 +62,8 @@ def check_calls(name, n, graph, report):
     Checks.that(calls, "main does not compute")
     for number, call in enumerate(calls):
         Checks.equal(call.get("graph", graph), graph, f"call {number} of main: graph")
+    further = main_of(name).further.items()
+    Checks.that(not further or further <= calls[1].items(), "the second call must have", further)
     ranks = [ranks_of(call) for call in calls]
     Checks.that(not any(ranks) or set(range(n)) in ranks, "no call of main is on all ranks, but on", ranks)
     if "losses" in report["facts"][0] or name in ("pipeline_parallel", "hybrid_parallel"):
@@ -124,7 +129,7 @@ def check_print(name, rank, graph, report):
     for line in lines:
         Checks.that(len(line) <= 120, f"a line is too wide for a page: {line}")
         facts = report["facts"]
-        is_known = shows_shapes(name, line, facts, rank) or shows_losses(name, line, facts)
+        is_known = shows_shapes(name, line, facts, rank) or (rank == 0 and shows_losses(name, line, facts))
         is_known = is_known or shows_sums(line, report["facts_of_ranks"])
         Checks.that(is_known or any(is_like(other, line) for other in of_rank), f"rank {rank} prints {line!r}")
 

@@ -27,6 +27,8 @@ class Main:
     other_lines: list = None
     # option -> other values with which train or run may be called, as on a single device
     alone: dict = field(default_factory=dict)
+    # arguments of its second call
+    further: dict = field(default_factory=dict)
     # option -> its default in main and in train, where they differ
     defaults: dict = field(default_factory=dict)
     # options that reach no argument of their name
