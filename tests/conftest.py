@@ -133,8 +133,9 @@ def pytest_terminal_summary(terminalreporter):
         )
 
     if LEFT_OUT:
-        words = ", ".join(sorted(set(LEFT_OUT)))
-        terminalreporter.write_line(f"{len(LEFT_OUT)} tests were left out, as they install {words}: --install runs them")
+        software = ", ".join(sorted(set(LEFT_OUT)))
+        left_out = f"{len(LEFT_OUT)} tests are left out, as they install {software}"
+        terminalreporter.write_line(f"{left_out}: --install runs them")
 
 
 def pytest_unconfigure(config):

@@ -11,21 +11,13 @@ from tests.pools import step_call
 ON_RANK = str(ROOT / "tests" / "on_rank_training.py")
 
 
-def is_measured(name, n, mode):
-    """Eager mode on all numbers of ranks but 1, which sends nothing; a graph on the largest."""
-    if mode == "graph" or name in GRAPH_ONLY:
-        return n == max(proven_on(name))
-    return n > 1
-
-
-RUNS = [
+RUNS = [  # on the largest number of ranks: on fewer, the formula is the same
     (name, n, mode, more)
     for name in TRAINED
-    for n in proven_on(name)
+    for n in [max(proven_on(name))]
     for mode in runs.modes(path_of(name))
-    if is_measured(name, n, mode)
     for more in [{}, *(PROOFS[name].variants if n == 4 else [])]
-    if mode == "eager" or PROOFS[name].eager_only not in more
+    if n > 1 and (mode == "eager" or PROOFS[name].eager_only not in more)
 ]
 
 
