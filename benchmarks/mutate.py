@@ -31,12 +31,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in 
 
 from benchmarks.mutations import BY_NUMPY, WORLD, mutants  # noqa: E402
 from oneflow_cookbook.pool import Pool, PoolError, pool_cache  # noqa: E402
-from oneflow_cookbook.start.recipe import path_of  # noqa: E402
+from oneflow_cookbook.start.recipe import copied_with, path_of  # noqa: E402
 from oneflow_cookbook.start.signals import exit_at  # noqa: E402
 from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, WITHOUT_CASE, mains, modes, runs, whole_run  # noqa: E402
 from tests.cases import gpt_meshes as gpt  # noqa: E402
 from tests.cases.ladder import check_recipe  # noqa: E402
 
+PROVED_BY = {"graph_safe": "tensor_parallel_module"}  # a module that recipes share -> the recipe whose tests prove it
 LINES = f"{ROOT / 'benchmarks' / 'on_rank_lines.py'}:call_and_lines"
 EVERY = {"sequence_parallel": True, "shard_weights": True, "micro_batches": 2, "clip_grad": 0.5}
 GPT = [  # what proves gpt.py: the runs of tests/test_gpt.py, and meshes on which each axis of a layout shows
@@ -97,6 +98,11 @@ class Check:
     timeout: float = 300  # seconds after which a call hangs
 
 
+def file_of(name):
+    """The file of a recipe, or of a module of PROVED_BY."""
+    return {path.stem: path for path in copied_with(path_of(PROVED_BY.get(name, name)))}[name]
+
+
 def proofs(name):
     """Yield the Check of each run that proves a recipe."""
     found = []
@@ -151,12 +157,15 @@ def first_red(pools, path, checks, lines=None):
     return None
 
 
-def find_lines(name, checks):
-    """Run the checks of a recipe as it stands, and note their lines and timeouts. Returns what fails, or None."""
+def find_lines(file, path, checks):
+    """Run the checks of the recipe at `path` as it stands, and note their timeouts and the lines of `file` that run.
+
+    Returns what fails, or None.
+    """
     lines, seconds = set(), [0.0]
-    with pool_cache(partial(LinePool, file=str(path_of(name)), lines=lines, seconds=seconds)) as pools:
+    with pool_cache(partial(LinePool, file=str(file), lines=lines, seconds=seconds)) as pools:
         for check in checks:
-            red = failure(pools, path_of(name), check)
+            red = failure(pools, path, check)
             if red:
                 return red
             check.lines, check.timeout = set(lines), max(20.0, 5 * max(seconds))
@@ -173,8 +182,8 @@ def statement_lines(tree, line):
     return set(range(node.lineno, max(last, line) + 1))
 
 
-def red_test(path, name):
-    """The first of its case's tests that fails in a copy of the cookbook with the changed recipe, or None."""
+def red_test(changed, file, name):
+    """The first of a case's tests that fails in a copy of the cookbook where `changed` replaces this file, or None."""
     tests = PROOFS[name].tests
     if not tests:
         return None
@@ -182,7 +191,7 @@ def red_test(path, name):
         copy = Path(folder) / ROOT.name
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
         (copy / ".venv").symlink_to(ROOT / ".venv")
-        shutil.copy(path, copy / path_of(name).relative_to(ROOT))
+        shutil.copy(changed, copy / file.relative_to(ROOT))
         tests = tests if "-k" in tests else [*tests, "-k", name]  # as CONTRIBUTING.md tells those who change it
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         done = subprocess.run(command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -206,7 +215,7 @@ def why_equal(name, change, line=""):
 
 def places_of(recipes, parser):
     """(name, its lines as a range) of each of these recipes, by default of all."""
-    known = [*CASES, *WITHOUT_CASE]
+    known = [*CASES, *WITHOUT_CASE, *PROVED_BY]
     places = []
     for recipe in recipes or known:
         name, colon, lines = recipe.partition(":")
@@ -224,7 +233,7 @@ def places_of(recipes, parser):
 
 def mutants_of(name, lines):
     """The mutants of these lines of a recipe, by line."""
-    found = (mutant for mutant in mutants(path_of(name).read_text()) if mutant.line in lines)
+    found = (mutant for mutant in mutants(file_of(name).read_text()) if mutant.line in lines)
     return sorted(found, key=lambda mutant: mutant.line)
 
 
@@ -236,14 +245,17 @@ def count(places):
 
 
 def prove(name, lines, pools, of_lesson, of_main):
-    """Break a recipe in every way; yields (place and change, why it is red or None, why nothing changes or None)."""
-    source = path_of(name).read_text()
+    """Break a file in every way; yields (place and change, why it is red or None, why nothing changes or None)."""
+    recipe, file = PROVED_BY.get(name, name), file_of(name)
+    source = file.read_text()
     tree, text = ast.parse(source), source.splitlines()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{name}.py"
+        path, changed = Path(folder) / f"{recipe}.py", Path(folder) / file.name
+        for original in copied_with(path_of(recipe)):
+            shutil.copy(original, folder)
         for mutant in mutants_of(name, lines):
-            path.write_text(mutant.source)
-            reason, red = why_equal(name, mutant.change, text[mutant.line - 1]), None
+            changed.write_text(mutant.source)
+            reason, red = why_equal(recipe, mutant.change, text[mutant.line - 1]), None
             if not reason:
                 of_statement = statement_lines(tree, mutant.line)
                 if not any(check.lines & of_statement for check in (*of_lesson, *of_main)):
@@ -251,15 +263,16 @@ def prove(name, lines, pools, of_lesson, of_main):
                 checks = of_main if mutant.in_main else of_lesson
                 red = first_red(pools, path, checks, of_statement)
                 red = red or (None if mutant.in_main else first_red(pools, path, of_main, of_statement))
-                red = red or red_test(path, name)
+                red = red or red_test(changed, file, recipe)
             yield f"{name}.py:{mutant.line}: {mutant.change}", red, reason
 
 
 def judge(name, lines):
-    """Check a recipe as it stands, and then broken in every way, as `prove` yields it. Raises BaselineFails."""
-    of_lesson, of_main = list(proofs(name)), list(proofs_of_main(name))
+    """Check a file as it stands, and then broken in every way, as `prove` yields it. Raises BaselineFails."""
+    recipe, file = PROVED_BY.get(name, name), file_of(name)
+    of_lesson, of_main = list(proofs(recipe)), list(proofs_of_main(recipe))
     checks = [*of_lesson, *of_main]
-    red = find_lines(name, checks) or red_test(path_of(name), name)
+    red = find_lines(file, path_of(recipe), checks) or red_test(file, file, recipe)
     if red:
         raise BaselineFails(f"the tests of {name}.py fail without a change, so mutants show nothing\n    {red}")
     with pool_cache(partial(Pool, repeat=True)) as pools:

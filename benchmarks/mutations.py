@@ -37,7 +37,7 @@ class Source:
             self.starts.append(self.starts[-1] + len(line.encode()))
         self.nodes = [node for node in ast.walk(self.tree) if hasattr(node, "lineno")]
         self.functions = {node.name for node in self.tree.body if isinstance(node, ast.FunctionDef)}
-        [self.main] = [node for node in self.tree.body if getattr(node, "name", "") == "main"]
+        self.main = [node for node in self.tree.body if getattr(node, "name", "") == "main"]  # a module has none
         finals = [statement for node in self.nodes for statement in getattr(node, "finalbody", ())]
         self.endings = {part for statement in finals for part in ast.walk(statement)}  # they clean up
 
@@ -65,10 +65,9 @@ def mutants(source):
     """Yields a Mutant for every way in which the recipe can be broken, in its lesson and in its main."""
     recipe = Source(source)
     kinds = recipe.layer_kinds()
-    end = recipe.main.end_lineno
-    in_main = {id(node) for node in ast.walk(recipe.main)}
+    in_main = {id(node) for main in recipe.main for node in ast.walk(main)}
     for node in recipe.nodes:
-        if node.lineno > end:
+        if any(node.lineno > main.end_lineno for main in recipe.main):
             continue
         for new in replacements(node, recipe, kinds, id(node) in in_main):
             old = recipe.text(node)

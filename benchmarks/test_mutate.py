@@ -137,9 +137,10 @@ def test_comparisons_tolerances_arguments_defaults_refusals_and_figures_are_chan
 
 
 def test_red_and_green_are_distinguished(tmp_path):
-    source, path = path_of("single_device").read_text(), tmp_path / "single_device.py"
+    recipe, path = path_of("single_device"), tmp_path / "single_device.py"
+    source = recipe.read_text()
     checks = [*mutate.proofs("single_device"), *mutate.proofs_of_main("single_device")]
-    assert mutate.find_lines("single_device", checks) is None and checks[0].lines
+    assert mutate.find_lines(recipe, recipe, checks) is None and checks[0].lines
     with pool_cache(partial(Pool, timeout=300, repeat=True)) as pools:
         for old, new, words in (
             ("flow", "flow", None),

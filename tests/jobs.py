@@ -16,7 +16,7 @@ import time
 import uuid
 from pathlib import Path
 
-from oneflow_cookbook.start.recipe import ROOT
+from oneflow_cookbook.start.recipe import ROOT, copied_with
 
 LAUNCH = str(ROOT / "launch.sh")
 QUOTED = shlex.quote(LAUNCH)  # in a command of a shell
@@ -319,6 +319,8 @@ def changed(path, folder, *changes):
     for old, new in changes:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
+    for file in copied_with(ROOT / path):
+        shutil.copy(file, folder)
     copy = folder / path.rpartition("/")[2]
     copy.write_text(text)
     return copy

@@ -12,9 +12,11 @@ from tests.cases import ROOT
 
 MEASURING = ("oneflow_cookbook.start", "oneflow_cookbook.pool", "oneflow_cookbook.measure", "numpy", "oneflow")
 TESTING = ("oneflow_cookbook", "tests.cases", "numpy", "oneflow", "torch", "jax", "pytest")
+LAYOUTS = ("tensor_parallel", "pipeline", "fully_sharded")  # their modules share a file
 # package -> packages that it may import besides its own modules and the standard library
 ALLOWED_IMPORTS = {
     "recipes": ("numpy", "oneflow"),
+    **{f"recipes.your_model.{layout}_module": ("numpy", "oneflow", "graph_safe") for layout in LAYOUTS},
     "docs.rosetta.pytorch": ("numpy", "torch"),
     "docs.rosetta.jax": ("numpy", "jax"),
     "docs.rosetta.differences": ("numpy", "oneflow", "torch", "jax"),

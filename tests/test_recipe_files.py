@@ -196,13 +196,12 @@ def test_a_rank_sends_the_share_of_the_docstring(name):
         np.testing.assert_allclose(case.sends, value_of(formula, n=n) * size, err_msg=formula)
 
 
-MODULES = "tensor_parallel_module fully_sharded_module pipeline_module"
 COPIES = {  # function or class -> the recipes that have it
-    **dict.fromkeys(("prepare_for_graph", "prepare_layer", "forward_in_graph", "ThroughIdentity"), MODULES),
     **dict.fromkeys(
         ("CheckpointError", "Checkpoints", "from_rank_0", "crc_32", "fsync"),
         "checkpoint elastic_training gpt training_run",
     ),
+    **dict.fromkeys(("is_there", "open_safetensors", "check_names", "own_slice", "copy"), "llama pytorch_weights"),
 }
 
 

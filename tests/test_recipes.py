@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from oneflow_cookbook.start.recipe import all_paths, path_of
+from oneflow_cookbook.start.recipe import all_paths, copied_with, path_of
 from tests.cases import CASES, LONG, WITHOUT_CASE, is_default, proven_on, run_id, runs
 from tests.cases.ladder import MAIN, check_recipe
 from tests.cases.mains import PROOFS  # with those of recipes that have no case
@@ -33,7 +33,7 @@ def test_number_that_does_not_work_is_refused_in_one_line(pools, line):
 
 @pytest.mark.parametrize("name", COPIED)
 def test_main_of_a_copy_passes(pools, name, tmp_path):
-    path = shutil.copy(path_of(name), tmp_path)
+    path, *_ = [shutil.copy(file, tmp_path) for file in copied_with(path_of(name))]
     for rank, (code, out, err) in enumerate(pools(proven_on(name)[0]).call(MAIN, path=path, arguments=[])):
         assert (code, err) == (0, ""), err
         lines = out.splitlines()

@@ -90,20 +90,20 @@ def arrays_without(name):
 
 
 FILES = {  # what is wrong with a file -> (a change of its content, the error)
-    "empty": (lambda content: b"", "not a safetensors file, or cut off: 0 bytes"),
-    "cut off in the header": (lambda content: content[:100], "not a safetensors file, or cut off: 100 bytes"),
-    "cut off in the numbers": (lambda content: content[:-1], "cut off: .* ends at byte 6260, the file at 6259"),
+    "empty": (lambda content: b"", "not a safetensors file, or cut off"),
+    "cut off in the header": (lambda content: content[:100], "not a safetensors file, or cut off"),
+    "cut off in the numbers": (lambda content: content[:-1], "cut off or damaged at blocks.1.up.weight"),
     "a zip, as torch.save writes": (lambda content: b"PK\3\4" + content, "not a safetensors file"),
-    "no JSON": (lambda content: content[:8] + b"x" + content[9:], "its header is not a table of tensors in JSON"),
-    "a list": (lambda content: b"\2" + bytes(7) + b"[]", "its header is not a table of tensors in JSON"),
-    "no offsets": (lambda content: content.replace(b"data_offsets", b"data-offsets"), "its header is not a table"),
+    "no JSON": (lambda content: content[:8] + b"x" + content[9:], "not a safetensors file"),
+    "a list": (lambda content: b"\2" + bytes(7) + b"[]", "not a safetensors file"),
+    "no offsets": (lambda content: content.replace(b"data_offsets", b"data-offsets"), "not a safetensors file"),
     "int16": (
         lambda content: content.replace(b'"F32"', b'"I16"'),
         "is I16; this recipe reads F64, F32, F16, BF16, I64, I32, I8, U8, BOOL$",
     ),
     "float64": (
         lambda content: content.replace(b'"F32"', b'"F64"'),
-        r"damaged: blocks.0.down.bias is \(8,\) of float64, in 32 bytes",
+        "cut off or damaged at blocks.0.down.bias",
     ),
 }
 ARRAYS = {  # what is wrong with the arrays -> (the arrays, the error)
@@ -164,7 +164,7 @@ def test_main_refuses_a_damaged_file_in_a_line(pools, tmp_path):
     path.write_bytes(b"")
     for code, _, err in pools(2).call(MAIN, path=WEIGHTS, arguments=["--weights", str(path)]):
         assert code == 2
-        assert err.splitlines()[-1].endswith("cut off: 0 bytes, a header of 0")
+        assert err.splitlines()[-1].endswith("not a safetensors file, or cut off")
 
 
 LAYOUTS = [

@@ -64,24 +64,6 @@ class Config:
     tie_word_embeddings: bool = False
     eos_token_id: list = None  # of generation_config.json, if there is one
 
-    def check(self, stages):
-        """Raise ValueError where a size does not fit the stages."""
-        tensor, heads, kv_heads = stages[0].ranks.size, self.num_attention_heads, self.num_key_value_heads
-        if heads % kv_heads:
-            raise ValueError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-        if tensor not in fitting:
-            raise ValueError(
-                f"--tensor {tensor} does not fit {heads} heads with {kv_heads} of keys and values: "
-                f"type --tensor {' or '.join(map(str, fitting))}, and a multiple of it as -n"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; RoPE turns pairs")
-        if min(self.vocab_size, self.intermediate_size) < tensor:
-            raise ValueError(f"--tensor {tensor} is more than a weight has rows")
-        if len(stages) > self.num_hidden_layers:
-            raise ValueError(f"{len(stages)} stages are more than the {self.num_hidden_layers} layers")
-
     def shape_of(self, name):
         """The shape of a weight, by its name in LAYOUT."""
         q_size, kv_size = (heads * self.head_dim for heads in (self.num_attention_heads, self.num_key_value_heads))
@@ -351,8 +333,217 @@ def logits_of(model, prompts):
         return model(model.on_first_stage(ids), model.columns_of(is_token)).numpy()
 
 
-FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no bfloat16
+def cross_entropy(logits, targets):
+    """The mean over all tokens. OneFlow keeps only two-dimensional logits split."""
+    return flow._C.sparse_softmax_cross_entropy(logits.flatten(0, 1), targets.flatten()).mean()
+
+
+class TrainingGraph(nn.Graph):
+    def __init__(self, model, optimizer, columns):
+        super().__init__()
+        self.model, self.columns = model, columns
+        self.add_optimizer(optimizer)
+
+    def build(self, ids, targets):
+        loss = cross_entropy(self.model(ids, self.columns), targets)
+        loss.backward()  # in a graph this includes the update
+        return loss
+
+
+def batch_of(config, seed, step, batch, seq_len):
+    """Rows that count, such as 30, 31, 0, 1; and the same shifted by one, the targets."""
+    first = np.random.RandomState([seed, step]).randint(config.vocab_size, size=(batch, 1))
+    rows = (first + np.arange(seq_len + 1)) % config.vocab_size
+    return rows[:, :-1], rows[:, 1:]
+
+
+def train(stages, config=None, graph=False, weights=None, seed=0, steps=3, batch=8, seq_len=8):
+    """Load weights, {name: array} or None for random ones, and train them to count; returns model and losses.
+
+    stages: what `placements` returns. Without steps the model stays as it is loaded.
+    """
+    config = config or Config()
+    check_sizes(config, stages)
+    model = load(LlamaForCausalLM(config, stages), weights or random_weights(config, seed))
+    columns = model.columns_of(np.ones((batch, seq_len), bool))
+    optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    training = TrainingGraph(model, optimizer, columns) if graph else None
+    losses = []
+    for step in range(steps):
+        ids, targets = batch_of(config, seed, step, batch, seq_len)
+        ids, targets = model.on_first_stage(ids), flow.tensor(targets, placement=stages[-1], sbp=B)
+        if graph:
+            loss = training(ids, targets)
+        else:
+            loss = cross_entropy(model(ids, columns), targets)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.numpy())  # collective: all ranks call it
+    return model, losses
+
+
+def weight_shapes(config):
+    """{name in transformers: shape} of all weights."""
+    attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    mlp = [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    layer = [*attention, *mlp, "input_layernorm", "post_attention_layernorm"]
+    names = [f"model.layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in layer]
+    names = ["model.embed_tokens", *names, "model.norm", *([] if config.tie_word_embeddings else ["lm_head"])]
+    return {f"{name}.weight": config.shape_of(name.split(".")[-1]) for name in names}
+
+
+def random_weights(config, seed):
+    rng = np.random.default_rng(seed)  # all ranks draw the same
+    shapes = weight_shapes(config)
+    return {
+        name: np.ones(shape, np.float32) if len(shape) == 1 else 0.1 * rng.standard_normal(shape, dtype=np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def load(model, arrays):
+    """Fill a model; each rank reads only what it holds."""
+    for name, w in model.named_parameters():
+        if flow.env.get_rank() in w.placement.ranks:
+            copy(own_slice(arrays[name], w), w.to_local())  # to_local shares the memory of w
+    return model
+
+
+def own_slice(array, w):
+    """What this rank holds of a global tensor: a view, of which nothing is read yet."""
+    ranks = w.placement.ranks
+    [coordinates] = np.argwhere(ranks == flow.env.get_rank())
+    for k, size, sbp in zip(coordinates, ranks.shape, w.sbp):
+        for dim in range(array.ndim):
+            if sbp == S(dim):
+                array = np.array_split(array, size, axis=dim)[k]
+    return array
+
+
+def copy(array, local):
+    if array.dtype == np.uint16:  # bfloat16 is the upper half of a float32
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    with flow.no_grad():
+        local.copy_(flow.tensor(array, dtype=local.dtype, device=local.device))
+
+
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no bfloat16
+
+
+def is_there(path):
+    """Whether a file is there. ValueError for a link that points nowhere, as in a copied Hugging Face cache."""
+    path = pathlib.Path(path)
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            target = f"{place} is a link to {os.readlink(place)}"
+            raise ValueError(f"{target}, which is not there: where it is, copy the folder with cp -rL")
+    return path.exists()
+
+
+def open_safetensors(path):
+    """{name: array} of a file: the length of a header (8 bytes), the header in JSON, and one tensor after another.
+
+    The arrays are np.memmap, of which nothing is read yet; bfloat16 is uint16. Raises ValueError.
+    """
+    is_there(path)  # refuses a link that points nowhere
+    try:
+        data = np.memmap(path, np.uint8, "r")
+        length = int.from_bytes(data[:8].tobytes(), "little")
+        header = json.loads(data[8 : 8 + length].tobytes())
+        header.pop("__metadata__", None)
+        entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path}: not a safetensors file, or cut off") from None
+    numbers, arrays = data[8 + length :], {}
+    for name, dtype, shape, begin, end in entries:
+        if dtype not in DTYPES:
+            raise ValueError(f"{path}: {name} is {dtype}; this recipe reads {', '.join(DTYPES)}")
+        dtype = np.dtype(DTYPES[dtype])
+        if end > numbers.size or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path}: cut off or damaged at {name}")
+        arrays[name] = numbers[begin:end].view(dtype).reshape(shape)
+    return arrays
+
+
+def open_checkpoint(folder):
+    """{name: array} of all files of a folder, as np.memmap: nothing but the headers is read.
+
+    An index beside a single file is out of date: transformers does not read it either.
+    """
+    files, index = [pathlib.Path(folder, "model.safetensors")], pathlib.Path(folder, "model.safetensors.index.json")
+    if not is_there(files[0]):
+        weight_map = read_json(index).get("weight_map") if is_there(index) else None
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{folder}: no {files[0].name}, and no {index.name} with a weight_map")
+        files = [pathlib.Path(folder, name) for name in sorted(set(weight_map.values()))]
+    arrays = {}
+    for path in files:
+        arrays.update(open_safetensors(path))
+    return arrays
+
+
 WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile", "_fsdp_wrapped_module": "FSDP"}
+
+
+def check_names(names, wanted, way):
+    """Raise ValueError, with a way out, if PyTorch's wrappers add words such as module., or all names have a prefix."""
+    prefix = os.path.commonprefix(list(names)).rpartition(".")[0]
+    for name in names:
+        words = [word for word in name.split(".") if word in WRAPPERS]
+        inner = ".".join(word for word in name.split(".") if word not in WRAPPERS)
+        cause = " and ".join(f"PyTorch's {WRAPPERS[word]} adds {word}." for word in words)
+        if prefix and not words:
+            words, inner, cause = [prefix], name[len(prefix) + 1 :], f"all names begin with {prefix}."
+        if words and name not in wanted and inner in wanted:
+            renamed = "name" + "".join(f'.replace("{word}.", "")' for word in words)
+            raise ValueError(f"{name} is {inner} in the model: {cause}; take it away, as {way.format(renamed)}")
+
+
+def check_weights(arrays, config):
+    """Raise ValueError, in one line, if the arrays are not those of the model."""
+    shapes = weight_shapes(config)
+    check_names(
+        arrays, shapes, "by save_file({{{}: w for name, w in load_file(path).items()}}, path) of safetensors.torch"
+    )
+    problems = [f"{name} is missing" for name in shapes if name not in arrays]
+    for name, array in arrays.items():
+        is_unused = name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+        if name not in shapes and not is_unused:
+            problems.append(f"{name} is not in the model")
+        elif name in shapes and array.shape != shapes[name]:
+            problems.append(f"{name} is {array.shape}, the model has {shapes[name]}")
+    if config.tie_word_embeddings and not problems and not same(arrays, "lm_head", "model.embed_tokens"):
+        problems.append("lm_head is not embed_tokens, and config.json says tie_word_embeddings; which one is right?")
+    if problems:
+        raise ValueError("; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""))
+
+
+def same(arrays, name, other):
+    """Whether two weights are equal, or the first is not there; a few rows at a time, so that no rank holds one."""
+    a, b = arrays.get(f"{name}.weight"), arrays[f"{other}.weight"]
+    return a is None or all(np.array_equal(a[i : i + 256], b[i : i + 256]) for i in range(0, len(b), 256))
+
+
+def check_sizes(config, stages):
+    """Raise ValueError where a size does not fit the stages."""
+    tensor, heads, kv_heads = stages[0].ranks.size, config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if tensor not in fitting:
+        raise ValueError(
+            f"--tensor {tensor} does not fit {heads} heads with {kv_heads} of keys and values: "
+            f"type --tensor {' or '.join(map(str, fitting))}, and a multiple of it as -n"
+        )
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim {config.head_dim} is odd; RoPE turns pairs")
+    if min(config.vocab_size, config.intermediate_size) < tensor:
+        raise ValueError(f"--tensor {tensor} is more than a weight has rows")
+    if len(stages) > config.num_hidden_layers:
+        raise ValueError(f"{len(stages)} stages are more than the {config.num_hidden_layers} layers")
+
+
 IMPLEMENTED = {  # entries of config.json -> the only value that this recipe computes
     "model_type": "llama",
     "hidden_act": "silu",
@@ -362,37 +553,16 @@ IMPLEMENTED = {  # entries of config.json -> the only value that this recipe com
     "quantization_config": None,
 }
 GREEDY = {  # entries of generation_config.json that change the tokens -> the value with which they do not
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "guidance_scale": 1.0,
-    "penalty_alpha": 0.0,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "bad_words_ids": None,
-    "force_words_ids": None,
-    "sequence_bias": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
+    **dict.fromkeys(("num_beams", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), 0),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"), None),
+    **dict.fromkeys(("sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "stop_strings"), None),
     "exponential_decay_length_penalty": None,
-    "stop_strings": None,
 }
 ROPE_TYPES = {  # type -> what it needs
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-
-
-def is_there(path):
-    """Whether a file is there. ValueError for a link that points nowhere, as in a copied Hugging Face cache."""
-    for place in (path, *path.parents):
-        if place.is_symlink() and not place.exists():
-            target = f"{place} is a link to {os.readlink(place)}"
-            raise ValueError(f"{target}, which is not there: where it is, copy the folder with cp -rL")
-    return path.exists()
 
 
 def read_json(path):
@@ -462,176 +632,6 @@ def read_config(folder):
     )
 
 
-def open_checkpoint(folder):
-    """{name: array} of all files of a folder, as np.memmap: nothing but the headers is read.
-
-    An index beside a single file is out of date: transformers does not read it either.
-    """
-    files, index = [pathlib.Path(folder, "model.safetensors")], pathlib.Path(folder, "model.safetensors.index.json")
-    if not is_there(files[0]):
-        weight_map = read_json(index).get("weight_map") if is_there(index) else None
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{folder}: no {files[0].name}, and no {index.name} with a weight_map")
-        files = [pathlib.Path(folder, name) for name in sorted(set(weight_map.values()))]
-    arrays = {}
-    for path in files:
-        arrays.update(open_safetensors(path))
-    return arrays
-
-
-def open_safetensors(path):
-    """The length of a header (8 bytes), the header in JSON, and the numbers of one tensor after another."""
-    is_there(path)
-    try:
-        data = np.memmap(path, np.uint8, "r")
-        length = int.from_bytes(data[:8].tobytes(), "little")
-        header = json.loads(data[8 : 8 + length].tobytes())
-        header.pop("__metadata__", None)
-        entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path}: not a safetensors file, or cut off") from None
-    numbers, arrays = data[8 + length :], {}
-    for name, dtype, shape, begin, end in entries:
-        if dtype not in FLOATS:
-            raise ValueError(f"{path}: {name} is {dtype}; this recipe reads {', '.join(FLOATS)}")
-        dtype = np.dtype(FLOATS[dtype])
-        if end > numbers.size or end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{path}: cut off or damaged at {name}")
-        arrays[name] = numbers[begin:end].view(dtype).reshape(shape)
-    return arrays
-
-
-def weight_shapes(config):
-    """{name in transformers: shape} of all weights."""
-    attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    mlp = [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
-    layer = [*attention, *mlp, "input_layernorm", "post_attention_layernorm"]
-    names = [f"model.layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in layer]
-    names = ["model.embed_tokens", *names, "model.norm", *([] if config.tie_word_embeddings else ["lm_head"])]
-    return {f"{name}.weight": config.shape_of(name.split(".")[-1]) for name in names}
-
-
-def check_names(names, wanted):
-    """Raise ValueError where PyTorch's wrappers have added words to names, such as module., or all have one prefix."""
-    prefix = os.path.commonprefix(list(names)).rpartition(".")[0]
-    for name in names:
-        words = [word for word in name.split(".") if word in WRAPPERS]
-        inner = ".".join(word for word in name.split(".") if word not in WRAPPERS)
-        cause = " and ".join(f"PyTorch's {WRAPPERS[word]} adds {word}." for word in words)
-        if prefix and not words:
-            words, inner, cause = [prefix], name[len(prefix) + 1 :], f"all names begin with {prefix}."
-        if words and name not in wanted and inner in wanted:
-            renamed = "name" + "".join(f'.replace("{word}.", "")' for word in words)
-            way = f"save_file({{{renamed}: w for name, w in load_file(path).items()}}, path) of safetensors.torch"
-            raise ValueError(f"{name} is {inner} in the model: {cause}; take it away, as by {way}")
-
-
-def check_weights(arrays, config):
-    """Raise ValueError, in one line, if the arrays are not those of the model."""
-    shapes = weight_shapes(config)
-    check_names(arrays, shapes)
-    problems = [f"{name} is missing" for name in shapes if name not in arrays]
-    for name, array in arrays.items():
-        is_unused = name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
-        if name not in shapes and not is_unused:
-            problems.append(f"{name} is not in the model")
-        elif name in shapes and array.shape != shapes[name]:
-            problems.append(f"{name} is {array.shape}, the model has {shapes[name]}")
-    if config.tie_word_embeddings and not problems and not same(arrays, "lm_head", "model.embed_tokens"):
-        problems.append("lm_head is not embed_tokens, and config.json says tie_word_embeddings; which one is right?")
-    if problems:
-        raise ValueError("; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""))
-
-
-def same(arrays, name, other):
-    """Whether two weights are equal, or the first is not there; a few rows at a time, so that no rank holds one."""
-    a, b = arrays.get(f"{name}.weight"), arrays[f"{other}.weight"]
-    return a is None or all(np.array_equal(a[i : i + 256], b[i : i + 256]) for i in range(0, len(b), 256))
-
-
-def load(model, arrays):
-    """Fill a model; each rank reads only what it holds."""
-    for name, w in model.named_parameters():
-        if flow.env.get_rank() in w.placement.ranks:
-            copy(own_slice(arrays[name], w), w.to_local())  # to_local shares the memory of w
-    return model
-
-
-def own_slice(array, w):
-    """What this rank holds of a weight: a view, of which nothing is read yet."""
-    ranks = w.placement.ranks.tolist()
-    for dim in range(array.ndim):
-        if w.sbp == (S(dim),):
-            array = np.array_split(array, len(ranks), axis=dim)[ranks.index(flow.env.get_rank())]
-    return array
-
-
-def copy(array, local):
-    if array.dtype == np.uint16:  # bfloat16 is the upper half of a float32
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    with flow.no_grad():
-        local.copy_(flow.tensor(array, dtype=local.dtype, device=local.device))
-
-
-def random_weights(config, seed):
-    rng = np.random.default_rng(seed)  # all ranks draw the same
-    shapes = weight_shapes(config)
-    return {
-        name: np.ones(shape, np.float32) if len(shape) == 1 else 0.1 * rng.standard_normal(shape, dtype=np.float32)
-        for name, shape in shapes.items()
-    }
-
-
-def cross_entropy(logits, targets):
-    """The mean over all tokens. OneFlow keeps only two-dimensional logits split."""
-    return flow._C.sparse_softmax_cross_entropy(logits.flatten(0, 1), targets.flatten()).mean()
-
-
-class TrainingGraph(nn.Graph):
-    def __init__(self, model, optimizer, columns):
-        super().__init__()
-        self.model, self.columns = model, columns
-        self.add_optimizer(optimizer)
-
-    def build(self, ids, targets):
-        loss = cross_entropy(self.model(ids, self.columns), targets)
-        loss.backward()  # in a graph this includes the update
-        return loss
-
-
-def batch_of(config, seed, step, batch, seq_len):
-    """Rows that count, such as 30, 31, 0, 1; and the same shifted by one, the targets."""
-    first = np.random.RandomState([seed, step]).randint(config.vocab_size, size=(batch, 1))
-    rows = (first + np.arange(seq_len + 1)) % config.vocab_size
-    return rows[:, :-1], rows[:, 1:]
-
-
-def train(stages, config=None, graph=False, weights=None, seed=0, steps=3, batch=8, seq_len=8):
-    """Load weights, {name: array} or None for random ones, and train them to count; returns model and losses.
-
-    stages: what `placements` returns. Without steps the model stays as it is loaded.
-    """
-    config = config or Config()
-    config.check(stages)
-    model = load(LlamaForCausalLM(config, stages), weights or random_weights(config, seed))
-    columns = model.columns_of(np.ones((batch, seq_len), bool))
-    optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    training = TrainingGraph(model, optimizer, columns) if graph else None
-    losses = []
-    for step in range(steps):
-        ids, targets = batch_of(config, seed, step, batch, seq_len)
-        ids, targets = model.on_first_stage(ids), flow.tensor(targets, placement=stages[-1], sbp=B)
-        if graph:
-            loss = training(ids, targets)
-        else:
-            loss = cross_entropy(model(ids, columns), targets)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.numpy())  # collective: all ranks call it
-    return model, losses
-
-
 def prompt_of(text, config):
     """The token ids of a text such as 1,5,9."""
     ids = [int(word) if word.isdecimal() else -1 for word in text.split(",")]
@@ -673,7 +673,7 @@ def parse_arguments():
         else:
             config = read_config(args.checkpoint)
             weights = open_checkpoint(args.checkpoint)
-        config.check(stages)
+        check_sizes(config, stages)
         check_weights(weights, config)
         prompts = [prompt_of(text, config) for text in args.prompt_ids]
         if args.max_new_tokens < 1:

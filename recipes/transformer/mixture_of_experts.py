@@ -135,7 +135,7 @@ class TrainingGraph(flow.nn.Graph):
         self.model = model
         self.aux_loss_coef = model.config.aux_loss_coef
         self.add_optimizer(optimizer)
-        # micro-batches: call prepare_for_graph of recipes/your_model, which reads all weights through flow._C.identity
+        # micro-batches: prepare_for_graph of your_model/graph_safe.py reads all weights through flow._C.identity
 
     def build(self, x, y):
         out, balance_loss, load, num_dropped = self.model(x)

@@ -75,7 +75,7 @@ class TrainingGraph(flow.nn.Graph):
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer)
-        # micro-batches: call prepare_for_graph of recipes/your_model, which reads all weights through flow._C.identity
+        # micro-batches: prepare_for_graph of your_model/graph_safe.py reads all weights through flow._C.identity
 
     def build(self, x, y):
         loss = flow.nn.functional.mse_loss(self.model(x), y)

@@ -78,41 +78,38 @@ def lay_out(model, ranks):
 
 
 def open_safetensors(path):
-    """{name: array} of a file, as np.memmap: nothing but the header is read. bfloat16 is uint16 here: see `copy`.
+    """{name: array} of a file: the length of a header (8 bytes), the header in JSON, and one tensor after another.
 
-    Raises ValueError if the file is not complete.
+    The arrays are np.memmap, of which nothing is read yet; bfloat16 is uint16. Raises ValueError.
     """
-    check_link(path)
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"{path}: not a safetensors file, or cut off: {size} bytes, a header of {length}")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            entries = {name: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{path}: not a safetensors file: its header is not a table of tensors in JSON") from None
-    data, arrays = np.memmap(path, np.uint8, "r")[8 + length :], {}
-    for name, (dtype, shape, begin, end) in entries.items():
+    is_there(path)  # refuses a link that points nowhere
+    try:
+        data = np.memmap(path, np.uint8, "r")
+        length = int.from_bytes(data[:8].tobytes(), "little")
+        header = json.loads(data[8 : 8 + length].tobytes())
+        header.pop("__metadata__", None)
+        entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path}: not a safetensors file, or cut off") from None
+    numbers, arrays = data[8 + length :], {}
+    for name, dtype, shape, begin, end in entries:
         if dtype not in DTYPES:
             raise ValueError(f"{path}: {name} is {dtype}; this recipe reads {', '.join(DTYPES)}")
-        if end > data.size:
-            raise ValueError(f"{path}: cut off: {name} ends at byte {8 + length + end}, the file at {size}")
         dtype = np.dtype(DTYPES[dtype])
-        if end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{path}: damaged: {name} is {shape} of {dtype}, in {end - begin} bytes")
-        arrays[name] = data[begin:end].view(dtype).reshape(shape)
+        if end > numbers.size or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path}: cut off or damaged at {name}")
+        arrays[name] = numbers[begin:end].view(dtype).reshape(shape)
     return arrays
 
 
-def check_link(path):
-    """Raise ValueError for a link that points nowhere, as in a copied Hugging Face cache: open would find no file."""
-    for place in (pathlib.Path(path), *pathlib.Path(path).parents):
+def is_there(path):
+    """Whether a file is there. ValueError for a link that points nowhere, as in a copied Hugging Face cache."""
+    path = pathlib.Path(path)
+    for place in (path, *path.parents):
         if place.is_symlink() and not place.exists():
             target = f"{place} is a link to {os.readlink(place)}"
             raise ValueError(f"{target}, which is not there: where it is, copy the folder with cp -rL")
+    return path.exists()
 
 
 def match(model, arrays):
@@ -121,7 +118,7 @@ def match(model, arrays):
     Raises ValueError, in one line, if the arrays are not those of the model, before anything is loaded.
     """
     tensors, names_of = model.state_dict(), {}
-    check_names(arrays, tensors)
+    check_names(arrays, tensors, "in load(model, {{{}: array for name, array in open_safetensors(path).items()}})")
     for name, w in tensors.items():
         names_of.setdefault(id(w), []).append(name)  # tied weights have several names
     pairs, problems = [], [f"{name} is not in the model" for name in arrays if name not in tensors]
@@ -142,8 +139,8 @@ def match(model, arrays):
     return pairs
 
 
-def check_names(names, wanted):
-    """Raise ValueError where PyTorch's wrappers have added words to names, such as module., or all have one prefix."""
+def check_names(names, wanted, way):
+    """Raise ValueError, with a way out, if PyTorch's wrappers add words such as module., or all names have a prefix."""
     prefix = os.path.commonprefix(list(names)).rpartition(".")[0]
     for name in names:
         words = [word for word in name.split(".") if word in WRAPPERS]
@@ -153,8 +150,7 @@ def check_names(names, wanted):
             words, inner, cause = [prefix], name[len(prefix) + 1 :], f"all names begin with {prefix}."
         if words and name not in wanted and inner in wanted:
             renamed = "name" + "".join(f'.replace("{word}.", "")' for word in words)
-            way = f"load(model, {{{renamed}: array for name, array in open_safetensors(path).items()}})"
-            raise ValueError(f"{name} is {inner} in the model: {cause}; take it away, as in {way}")
+            raise ValueError(f"{name} is {inner} in the model: {cause}; take it away, as {way.format(renamed)}")
 
 
 def problems_of(array, w):

@@ -9,7 +9,7 @@ import pytest
 
 from oneflow_cookbook.report.drawing import bytes_in_words
 from oneflow_cookbook.report.runs import MEMORY
-from oneflow_cookbook.start.recipe import path_of
+from oneflow_cookbook.start.recipe import copied_with, path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
 from tests.cases.verifying import verified
@@ -45,7 +45,10 @@ def files_of(sections):
     script = SCRIPT
     for name in sections:
         script = applied(script, blocks_of(SECTIONS[name], "diff")[0])
-    return {"train.py": script, **{f"{name}.py": path_of(name).read_text() for name in COPIED}}
+    return {
+        "train.py": script,
+        **{path.name: path.read_text() for name in COPIED for path in copied_with(path_of(name))},
+    }
 
 
 def write(folder, files):
@@ -255,8 +258,8 @@ def test_pytorch_checkpoint_under_each_layout(pools, tmp_path, checkpoint, alone
 
 def test_page_copies_each_recipe_that_its_scripts_import():
     commands = [line for block in blocks_of(PAGE.read_text(), "bash") for line in block.splitlines()]
-    copies = [command for command in commands if command.startswith("cp ")]
-    assert copies == [f"cp {path_of(name).relative_to(ROOT)} ." for name in COPIED]
+    copies = [command.split()[1:-1] for command in commands if command.startswith("cp ")]
+    assert copies == [[str(path.relative_to(ROOT)) for path in copied_with(path_of(name))] for name in COPIED]
 
 
 @pytest.mark.parametrize("layout, against", [("Data parallel", False), ("Pipeline", True)])

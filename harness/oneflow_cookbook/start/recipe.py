@@ -11,11 +11,18 @@ from pathlib import Path
 HARNESS = Path(__file__).resolve().parent.parent
 ROOT = HARNESS.parent.parent
 RECIPES = ROOT / "recipes"
+MODULES = ("graph_safe",)  # files that recipes of their folder import: no recipes
 
 
 def all_paths():
     """The files of all recipes, sorted by name."""
-    return sorted(RECIPES.rglob("*.py"), key=lambda path: path.stem)
+    return sorted((path for path in RECIPES.rglob("*.py") if path.stem not in MODULES), key=lambda path: path.stem)
+
+
+def copied_with(path):
+    """A recipe's file, and those of MODULES that it imports: what a reader copies."""
+    names = [name for name in MODULES if f"\nfrom {name} import " in Path(path).read_text(encoding="utf-8")]
+    return [Path(path), *(Path(path).with_name(f"{name}.py") for name in names)]
 
 
 def path_of(name):
@@ -116,6 +123,8 @@ def load(path):
     name, folder = Path(path).stem, str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
+    for module in MODULES:  # so that it imports the one beside it
+        sys.modules.pop(module, None)
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
