@@ -75,12 +75,6 @@ def divided_by_ranks(wrong):
     train(mlp, lambda x, y: cross_entropy(mlp(x), y) / (flow.env.get_world_size() if wrong else 1))
 
 
-def times_ranks(wrong):
-    mlp = model()
-    scale = flow.env.get_world_size() if wrong else 1
-    train(mlp, lambda x, y: cross_entropy(mlp(x), y, reduction="sum") * scale)
-
-
 def divided_by_own_rows(wrong):
     """The sum over all rows, divided by the rows of one rank."""
     mlp = model()
@@ -90,11 +84,6 @@ def divided_by_own_rows(wrong):
         return cross_entropy(mlp(x), y, reduction="sum") / rows
 
     train(mlp, loss)
-
-
-def learning_rate_times_ranks(wrong):
-    mlp = model()
-    train(mlp, lambda x, y: cross_entropy(mlp(x), y), lr=0.1 * (flow.env.get_world_size() if wrong else 1))
 
 
 def mean_of_means(wrong):
@@ -265,51 +254,6 @@ def maximum_of_p(wrong):
     train(head, loss, data=data)
 
 
-class Attention(nn.Module):
-    """One head; the sequence is split. wrong: what is taken of the rank's own block alone."""
-
-    def __init__(self, wrong=""):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(8, 8, bias=False) for _ in range(3))
-        self.wrong = wrong
-
-    def forward(self, x):  # (batch, sequence, 8) in S(1)
-        q, k, v = self.query(x), self.key(x), self.value(x)
-        if self.wrong == "keys":
-            q, k, v = (t.to_local() for t in (q, k, v))
-            out = flow.matmul(flow.softmax(flow.matmul(q, k.transpose(1, 2)), dim=-1), v)
-            return out.to_global(placement=x.placement, sbp=S(1))
-        k, v = k.to_global(sbp=B), v.to_global(sbp=B)
-        scores = flow.matmul(q, k.transpose(1, 2))
-        return flow.matmul(flow.softmax(scores + self.mask(x), dim=-1), v)
-
-    def mask(self, x):
-        """Causal, in S(0) of the queries; each rank makes its own rows."""
-        length = x.shape[1]
-        own = length // x.placement.ranks.size
-        first = 0 if self.wrong == "mask" else own * flow.env.get_rank()
-        rows = np.where(np.arange(length) <= np.arange(first, first + own)[:, None], 0, -1e9).astype(np.float32)
-        return flow.tensor(rows).to_global(placement=x.placement, sbp=S(0))
-
-
-def train_attention(own, add=lambda x: x):
-    flow.manual_seed(0)
-    attention = Attention(own).to_global(placement=everywhere(), sbp=B)
-
-    def data(rng):
-        return (flow.tensor(rng.standard_normal((2, 8, 8), dtype=np.float32), placement=everywhere(), sbp=S(1)),)
-
-    train(attention, lambda x: (attention(add(x)) ** 2).sum(), data=data)
-
-
-def attention_to_own_keys(wrong):
-    train_attention("keys" if wrong else "")
-
-
-def mask_without_offset(wrong):
-    train_attention("mask" if wrong else "")
-
-
 def labels_without_offset(wrong):
     """Row i of a similarity matrix belongs to item i of the batch; each rank numbers its own rows from 0."""
     mlp = model()
@@ -322,95 +266,6 @@ def labels_without_offset(wrong):
         return cross_entropy(flow.matmul(out, out.to_global(sbp=B), transpose_b=True), labels)
 
     train(mlp, loss)
-
-
-def softmax_of_own_columns(wrong):
-    """Probabilities of a split vocabulary, normalized by the sum of the rank's own columns."""
-    flow.manual_seed(0)
-    head = nn.Linear(8, 16).to_global(placement=everywhere(), sbp=B)
-    head.weight.data, head.bias.data = head.weight.data.to_global(sbp=S(0)), head.bias.data.to_global(sbp=S(0))
-
-    def loss(x, _):
-        logits = head(x)
-        if wrong:
-            probs = flow.softmax(logits.to_local(), dim=-1).to_global(placement=x.placement, sbp=S(1))
-        else:
-            probs = flow.softmax(logits.to_global(sbp=B), dim=-1)
-        return (probs * probs).sum()
-
-    train(head, loss, data=in_b)
-
-
-def gradients_added_twice(wrong):
-    """An all-reduce by hand of gradients that OneFlow has added already."""
-    mlp = model()
-
-    def reduce():
-        for parameter in mlp.parameters() if wrong else ():
-            own = parameter.grad.to_local().clone()
-            flow.comm.all_reduce(own)
-            parameter.grad.copy_(own.to_global(placement=everywhere(), sbp=B))
-
-    train(mlp, lambda x, y: cross_entropy(mlp(x), y), reduce)
-
-
-def weights_changed_on_one_rank(wrong):
-    """A line that only the last rank runs, on its copy of a weight."""
-    mlp = model()
-
-    def clamp():
-        if wrong and flow.env.get_rank() == ranks() - 1:
-            with flow.no_grad():
-                mlp.down.bias.to_local().zero_()
-
-    train(mlp, lambda x, y: cross_entropy(mlp(x), y), clamp)
-
-
-def expert_gradients_times_ranks(wrong):
-    """Experts split over the ranks, whose gradients are scaled as if they were replicated."""
-    flow.manual_seed(0)
-    experts = nn.Linear(8, 16).to_global(placement=everywhere(), sbp=B)
-    experts.weight.data, experts.bias.data = (
-        experts.weight.data.to_global(sbp=S(0)),
-        experts.bias.data.to_global(sbp=S(0)),
-    )
-
-    def scale():
-        for parameter in experts.parameters() if wrong else ():
-            parameter.grad.mul_(ranks())
-
-    train(experts, lambda x, _: (experts(x.to_global(sbp=B)) ** 2).mean(), scale)
-
-
-def part_of_an_auxiliary_loss(wrong):
-    """The balance of experts is computed from the rank's own tokens."""
-    mlp = model()
-
-    def loss(x, y):
-        logits = mlp(x)
-        probs = flow.softmax(logits, dim=-1)
-        if wrong:
-            own = probs.to_local().mean(0)
-            balance = (own * own).sum().to_global(placement=x.placement, sbp=P) / ranks()
-        else:
-            balance = (probs.mean(0) ** 2).sum()
-        return cross_entropy(logits, y) + balance
-
-    train(mlp, loss)
-
-
-def labels_shifted_in_blocks(wrong):
-    """Each token's label is the next token; each rank shifts its own block of the sequence."""
-    flow.manual_seed(0)
-    table = nn.Embedding(12, 12).to_global(placement=everywhere(), sbp=B)
-
-    def data(rng):
-        ids = flow.tensor(rng.integers(12, size=(2, 8)), placement=everywhere(), sbp=S(1))
-        if not wrong:
-            return ids, flow.roll(ids.to_global(sbp=B), -1, 1).to_global(sbp=S(1))
-        return ids, flow.roll(ids.to_local(), -1, 1).to_global(placement=everywhere(), sbp=S(1))
-
-    train(table, lambda ids, y: cross_entropy(table(ids).reshape(-1, 12), y.reshape(-1)), data=data)
 
 
 def optimizer_before_layout(wrong):
@@ -427,18 +282,6 @@ def optimizer_before_layout(wrong):
         optimizer.zero_grad()
         cross_entropy(mlp(x), y).backward()
         optimizer.step()
-
-
-def scaled_by_own_largest(wrong):
-    """Each rank scales the logits by the largest number of its own rows."""
-    mlp = model()
-
-    def loss(x, y):
-        logits = mlp(x)
-        seen = logits.to_local() if wrong else logits
-        return cross_entropy(logits * (4.0 / seen.abs().max().item()), y)
-
-    train(mlp, loss)
 
 
 class Graph(nn.Graph):

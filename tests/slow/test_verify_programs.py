@@ -14,7 +14,7 @@ from oneflow_cookbook.measure.sbp import Layout
 from oneflow_cookbook.start.recipe import all_paths, entry, path_of, world_sizes
 from oneflow_cookbook.verify import command
 from oneflow_cookbook.verify.cause import cause_of
-from oneflow_cookbook.verify.compare import Comparison, Outcome
+from oneflow_cookbook.verify.compare import Comparison, Difference
 from oneflow_cookbook.verify.values import Key, Value
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
@@ -59,11 +59,8 @@ def test_programs(pools, program):
 
 def test_links_lead_to_a_heading():
     for path in (ROOT / "harness" / "oneflow_cookbook" / "verify").glob("*.py"):
-        text = (
-            path.read_text()
-            .replace('PAGE + "', '"docs/silently-wrong.md#')
-            .replace('PAGE = "docs/silently-wrong.md#"', "")
-        )
+        text = re.sub('PAGE = .*', "", path.read_text())
+        text = re.sub('PAGE \\+ "|{PAGE}', "docs/silently-wrong.md#", text)
         for page, anchor in re.findall(r"(docs/[\w-]+\.md)#([^\"'\s)]+)", text):
             headings = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.M)
             slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
@@ -73,7 +70,7 @@ def test_links_lead_to_a_heading():
 def one_difference(sbp, many, one, kind="output"):
     """What cause_of says of a value on 2 ranks, many, which is `one` on a single rank."""
     value = Value(Key(kind, "x", (), 1), 1, Layout(sbp, [0, 1]), many.shape, "float32")
-    first = Outcome(value.key, value, abs(many - one).max(), 1e-6, many, one)
+    first = Difference(value.key, value, abs(many - one).max(), 1e-6, many, one)
 
     class Runs(dict):
         world_size, keys = 2, ()
@@ -89,6 +86,7 @@ def test_causes_that_no_program_has():
     wrong = rows.copy()
     wrong[3, 1] += 1
     Checks.that("only the part of rank 1 is wrong" in one_difference("S(0)", wrong, rows), "a rank that is wrong")
+    Checks.that("right but in the wrong places" in one_difference("S(0)", rows[::-1], rows), "another order")
     for shape, bias in (((4, 3, 2), (2,)), ((4, 3, 2, 2), (3, 1, 1))):  # of Linear on sequences, and of Conv2d
         right = np.arange(np.prod(shape), dtype=float).reshape(shape) ** 2
         off = one_difference("P", right + np.arange(1.0, 1 + bias[0]).reshape(bias), right)
@@ -426,7 +424,7 @@ def test_parameter_that_is_local(pools, tmp_path, against):
     single, several = local_scripts(tmp_path)
     found = verified(pools, "-n", 2, *(["--against", single] if against else []), several)
     Checks.equal(
-        found.wrong_entries,
+        found.wrong,
         [
             "wrong: scale is local, not global, so its gradient is not reduced, and the copies of the ranks differ "
             "after an update (docs/silently-wrong.md#from-local-to-b-the-values-of-the-other-ranks-are-lost)"

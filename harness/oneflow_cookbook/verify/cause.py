@@ -1,30 +1,45 @@
-"""The likely cause of a difference, from what it looks like. Each function returns None unless the numbers fit."""
+"""The likely cause of a difference, from what it looks like: the first row of CAUSES that fits the numbers."""
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from oneflow_cookbook.measure.sbp import Split, parse
-from oneflow_cookbook.verify.compare import comparable, diverging
-from oneflow_cookbook.verify.values import difference
+from oneflow_cookbook.verify.compare import Comparison, comparable, diverging
+from oneflow_cookbook.verify.values import Run, largest_difference
 
 PAGE = "docs/silently-wrong.md#"
-RACE = PAGE + "micro-batches-train-ready-made-layers-wrongly"
 BATCH_NORM = PAGE + "batchnorm-normalizes-each-shard-by-itself"
-RANDPERM = PAGE + "tensors-in-b-from-randperm-and-bernoulli-differ-from-rank-to-rank"
 ROWS = PAGE + "the-gradient-of-weightids-x-j-xi-j-or-xmask-is-wrong"
-CAST = PAGE + "a-tensor-in-p-loses-its-fractions-when-it-is-cast-to-integers"
-NORM = PAGE + "the-norm-from-tnorm-linalgnorm-or-vector_norm-is-too-large"
-TRAITS = "docs/your-model.md#does-your-model-have-one-of-these"
-STACK = PAGE + "the-gradient-of-stack-of-split-tensors-is-wrong"
-LARGEST = PAGE + "the-gradient-of-amax-maxdim-or-logsumexp-of-a-tensor-in-p-is-nan"
-PARAMETER = PAGE + "a-parameter-in-p-is-never-updated"
 BEGIN = PAGE + "where-does-the-difference-begin"
-TOO_LARGE = (
-    "a sum over the ranks adds the whole value n times, or it is divided by what one rank holds; "
-    "global tensors need no factor of the number of ranks"
-)
-TOO_SMALL = (
-    "it is divided by the number of ranks once too often; the mean of a global tensor is that of all ranks already"
-)
+APART = "the copies on ranks {0} and {1} differ, although B says that they are equal"
+OUTPUTS = ("output", "graph output")
+
+
+@dataclass
+class Evidence:
+    """What is known of the first difference. again: a second Run on n ranks, {} if there is none."""
+
+    comparison: Comparison
+    parallel: Run
+    again: object
+
+    def __post_init__(self):
+        self.first = self.comparison.first
+        self.key, self.value, self.rounding = self.first.key, self.first.value, self.first.rounding
+        self.many, self.one, self.layout = self.first.parallel, self.first.alone, self.value.layout
+        self.is_gradient = self.key.kind.startswith("gradient")
+        self.agreeing = {key.kind for key in self.comparison.agreeing}
+        self.splits = [isinstance(sbp, Split) for sbp in parse(self.layout.sbp)] if self.layout.sbp != "local" else []
+
+    def fact(self, name, default=None):
+        return self.value.facts.get(name, default)
+
+    def blocks(self):
+        """[(rank, what it holds of the value, what one rank computes there)]"""
+        for rank in self.layout.members:
+            part = tuple(slice(*bounds) for bounds in self.layout.block(self.value.shape, rank))
+            yield rank, self.many[part], self.one[part]
 
 
 def cause_of(comparison, parallel, again):
@@ -32,144 +47,85 @@ def cause_of(comparison, parallel, again):
 
     parallel, again: the Run on n ranks, and a second one.
     """
-    first = comparison.first
-    for look in CAUSES:
-        words = look(first, comparison, parallel, again)
-        if words:
-            return words
-    return after_to_local(first) or wrong_on_some_ranks(first) or where_it_is(first, comparison)
-
-
-def from_run_to_run(first, comparison, parallel, again):
-    if first.key not in again or first.parallel is None:
-        return None
-    before, now = (comparable(run, first.key) for run in (parallel, again))
-    if before is None or now is None or difference(before, now) <= first.rounding:
-        return None
-    if first.value.facts.get("micro_batches", 1) > 1:
-        return f"it differs from run to run: micro-batches read parameters while they change ({RACE})"
-    return "it differs from run to run: random numbers without a seed, or ranks that do not wait for each other"
-
-
-def diverging_parameter(first, comparison, parallel, again):
-    names = diverging(parallel)
-    if not names or first.value.step < 2:
-        return None
-    return f"it comes after an update of {names[0]}, which is local, and different on each rank by now"
-
-
-def gradient_of_an_index(first, comparison, parallel, again):
-    """The gradient of x[i], with a tensor as i, has arrived before."""
-    place = first.value.facts.get("indexed")
-    if place is None or first.key.kind not in ("gradient", "gradient of an output"):
-        return None
-    return f"in {place}, x[i] with tensors in i has a wrong gradient where x or i is split, or it is in P ({ROWS})"
-
-
-def copies_apart(first, comparison, parallel, again):
-    if not first.apart:
-        return None
-    a, b, _ = first.apart[0]
-    words = f"the copies on ranks {a} and {b} differ, although B says that they are equal"
-    module = first.value.facts.get("module", "")
-    if "BatchNorm" in module:
-        return f"{words}: each rank takes the statistics of its own rows ({BATCH_NORM})"
-    if first.key.kind == "entry":
-        return f"{words}: each rank has drawn its own ({RANDPERM})"
-    return f"{words}: a line changes what only its own rank holds, as clipping by the norm of a rank's own part does"
-
-
-def parameter_in_p(first, comparison, parallel, again):
-    if first.key.kind != "parameter" or "P" not in first.value.layout.axes:
-        return None
-    return f"a parameter in P is not one that optimizers can update ({PARAMETER})"
-
-
-def fraction_lost(first, comparison, parallel, again):
-    """A tensor in P of whole numbers, which is less than it must be by less than 1 for each rank."""
-    if first.value.layout.sbp != "P" or first.parallel.dtype.kind != "i":
-        return None
-    if first.error >= len(first.value.layout.members):
-        return None
-    return f"a cast to integers drops the fraction of each rank's part of a tensor in P ({CAST})"
-
-
-def norm_of_shards(first, comparison, parallel, again):
-    """A tensor in P whose parts are the norms of the shards: the norm is the root of the sum of their squares."""
-    if first.value.layout.sbp != "P" or first.parallel.dtype.kind != "f":
-        return None
-    squares = sum(block.astype(np.float64) ** 2 for block in parallel.blocks(first.key).values())
-    if difference(np.sqrt(squares), first.alone) > max(first.rounding, 1e-5 * abs(first.alone).max(initial=0)):
-        return None
-    return f"it is the sum of the norms of the shards, and not the norm ({NORM})"
-
-
-def unequal_micro_batches(first, comparison, parallel, again):
-    if first.key.kind != "graph output" or first.value.facts.get("micro_batches", 1) < 2:
-        return None
-    words = "micro-batch i is the i-th part of each rank's rows, so padding counts differently than on one rank"
-    return f"{words} ({TRAITS})"
-
-
-def not_a_number(first, comparison, parallel, again):
-    if first.parallel.dtype.kind != "f" or not np.isnan(first.parallel).any() or np.isnan(first.alone).any():
-        return None
-    alone = f"it has NaN on {parallel.world_size} ranks and not on one"
-    return f"{alone}: amax, max or logsumexp of a tensor in P has ({LARGEST})"
-
-
-def factor(first, comparison, parallel, again):
-    """The value is that of one rank times a number of ranks, or divided by it."""
-    sizes = {parallel.world_size, *first.value.layout.grid.shape} - {1}
-    alone, n_ranks = first.alone.astype(np.float64), first.parallel.astype(np.float64)
-    for size in sorted(sizes, reverse=True):
-        if difference(n_ranks, alone * size) <= first.rounding * size:
-            return f"{size} times too large: {TOO_LARGE}"
-        if difference(n_ranks * size, alone) <= first.rounding * size:
-            return f"{size} times too small: {TOO_SMALL}"
+    evidence = Evidence(comparison, parallel, again)
+    for fits, words in CAUSES:
+        details = fits(evidence)
+        if details:
+            return words.format(*(details if isinstance(details, tuple) else [details]))
     return None
 
 
-def another_order(first, comparison, parallel, again):
+def changes(e):
+    """A second run on n ranks has another value."""
+    before, now = (comparable(run, e.key) if e.key in run else None for run in (e.parallel, e.again))
+    return before is not None and now is not None and largest_difference(before, now) > e.rounding
+
+
+def diverging_parameter(e):
+    return e.value.step > 1 and (diverging(e.parallel) or [None])[0]
+
+
+def copies_apart(e):
+    """The first two ranks whose copies differ."""
+    return e.first.apart and e.first.apart[0][:2]
+
+
+def has_nan_on_n_ranks(e):
+    return e.many.dtype.kind == "f" and np.isnan(e.many).any() and not np.isnan(e.one).any() and e.parallel.world_size
+
+
+def is_less_by_fractions(e):
+    """A tensor in P of whole numbers is less than it must be, by less than 1 for each rank."""
+    return e.layout.sbp == "P" and e.many.dtype.kind == "i" and e.first.error < len(e.layout.members)
+
+
+def is_sum_of_norms(e):
+    """The root of the sum of the squares of the addends is right: they are the norms of shards."""
+    if e.layout.sbp != "P" or e.many.dtype.kind != "f":
+        return False
+    squares = sum(block.astype(np.float64) ** 2 for block in e.parallel.blocks(e.key).values())
+    return largest_difference(np.sqrt(squares), e.one) <= max(e.rounding, 1e-5 * abs(e.one).max(initial=0))
+
+
+def times(e, too_large):
+    """The number of ranks, in all or along an axis, by which the value is too large or too small."""
+    many, one = (array.astype(np.float64) for array in (e.many, e.one))
+    small, large = (one, many) if too_large else (many, one)
+    for size in sorted({e.parallel.world_size, *e.layout.grid.shape} - {1}, reverse=True):
+        if largest_difference(large, small * size) <= e.rounding * size:
+            return size
+    return None
+
+
+def is_in_another_order(e):
     """The numbers are right, up to their signs, but in the wrong places."""
-    if first.alone.size < 2 or first.alone.dtype.kind == "b":
-        return None
-    in_order = [np.sort(np.abs(array), axis=None) for array in (first.parallel, first.alone)]
-    if difference(*in_order) > first.rounding:
-        return None
-    words = "the numbers are right but in the wrong places"
-    return f"{words}: stack of a split tensor has such a gradient ({STACK})" if "gradient" in first.key.kind else words
+    if e.one.size < 2 or e.one.dtype.kind == "b":
+        return False
+    return largest_difference(*(np.sort(np.abs(array), axis=None) for array in (e.many, e.one))) <= e.rounding
 
 
-def added_by_each_rank(first, comparison, parallel, again):
-    """Every row is off by the same numbers, one for each feature: a bias that several ranks have added, or none."""
-    if first.alone.ndim < 2 or first.key.kind not in ("output", "graph output") or len(first.alone) < 2:
-        return None
-    off = first.parallel.astype(np.float64) - first.alone
+def is_off_by_a_bias(e):
+    """Every row is off by the same numbers, one for each feature."""
+    if e.one.ndim < 2 or e.key.kind not in OUTPUTS or len(e.one) < 2:
+        return False
+    off = e.many.astype(np.float64) - e.one
     by_feature = [np.moveaxis(off, dim, -1).reshape(-1, off.shape[dim]) for dim in (-1, 1)]  # of Linear, of Conv2d
-    if min(np.abs(rows - rows[:1]).max(initial=0) for rows in by_feature) > first.rounding:
-        return None
-    words = "every row is off by the same numbers, as by a bias that each rank adds to its part of a sum"
-    return f"{words}: add it once, after the all-reduce"
+    return min(np.abs(rows - rows[:1]).max(initial=0) for rows in by_feature) <= e.rounding
 
 
-def statistics_of_a_shard(first, comparison, parallel, again):
-    """On each rank the block is off by a factor and a constant for each feature: it was normalized by itself."""
-    value = first.value
-    if value.layout.sbp == "local" or not any(isinstance(sbp, Split) for sbp in parse(value.layout.sbp)):
-        return None
-    if first.alone.ndim < 2 or first.key.kind not in ("output", "graph output"):
-        return None
-    for rank in value.layout.members:
-        part = tuple(slice(*bounds) for bounds in value.layout.block(value.shape, rank))
-        right, seen = (columns_of(array[part]) for array in (first.alone, first.parallel))
+def is_normalized_by_shard(e):
+    """On each rank the block is off by a factor and a constant for each feature."""
+    if not any(e.splits) or e.one.ndim < 2 or e.key.kind not in OUTPUTS:
+        return False
+    for _, own, right in e.blocks():
+        own, right = columns_of(own), columns_of(right)
         if len(right) < 3:
-            return None
+            return False
         mean, spread = right.mean(0), right.std(0)
-        fitted = (right - mean) / np.where(spread, spread, 1) * seen.std(0) + seen.mean(0)
-        if difference(fitted, seen) > max(first.rounding, 1e-4 * np.abs(seen).max(initial=0)):
-            return None
-    return f"each rank has normalized its own rows, by their mean and variance ({BATCH_NORM})"
+        fitted = (right - mean) / np.where(spread, spread, 1) * own.std(0) + own.mean(0)
+        if largest_difference(fitted, own) > max(e.rounding, 1e-4 * np.abs(own).max(initial=0)):
+            return False
+    return True
 
 
 def columns_of(array):
@@ -177,61 +133,107 @@ def columns_of(array):
     return np.moveaxis(array, 1, -1).reshape(-1, array.shape[1]).astype(np.float64)
 
 
-def wrong_on_some_ranks(first):
-    """The blocks of some ranks are right."""
-    layout = first.value.layout
-    if layout.sbp == "local" or not all(isinstance(sbp, Split) for sbp in parse(layout.sbp)):
+def wrong_ranks(e):
+    """Those whose blocks are wrong, as "rank 1 is", where others are right."""
+    if not e.splits or not all(e.splits):
         return None
-    wrong = []
-    for rank in layout.members:
-        part = tuple(slice(*bounds) for bounds in layout.block(first.value.shape, rank))
-        if difference(first.parallel[part], first.alone[part]) > first.rounding:
-            wrong.append(rank)
-    if len(wrong) == len(layout.members):
+    wrong = [rank for rank, own, right in e.blocks() if largest_difference(own, right) > e.rounding]
+    if len(wrong) == len(e.layout.members):
         return None
-    whose = f"rank {wrong[0]} is" if len(wrong) == 1 else f"ranks {in_words(wrong)} are"
-    return f"only the part of {whose} wrong: look for code that depends on the rank, or on what a rank holds"
+    return f"rank {wrong[0]} is" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))} are"
 
 
-def after_to_local(first):
-    """The value may depend on a rank's own block."""
-    taken = first.value.facts.get("took_block")
-    if taken:
-        return f"it comes after to_local() in {taken}, which gives a rank its own block alone; is the rest needed too?"
-    return None
-
-
-def where_it_is(first, comparison):
-    """In which part of a step the difference begins."""
-    kinds = {key.kind for key in comparison.agreeing}
-    if first.key.kind == "parameter" and "gradient" in kinds:
-        causes = "the learning rate, clipping, the optimizer's state or its groups"
-        return f"the gradients are right and the update is not: {causes} ({BEGIN})"
-    if first.key.kind == "gradient at the update":
-        return f"backward is right, and a line between it and the update is not, as one that clips ({BEGIN})"
-    if first.key.kind == "norm" and "gradient" in kinds:
-        return f"the gradients are right and their norm is not: clipping by groups, or another type of norm ({BEGIN})"
-    if first.key.kind.startswith("gradient") and "loss" in kinds:
-        return f"forward and the loss are right and backward is not ({BEGIN})"
-    return None
-
-
-CAUSES = (
-    from_run_to_run,
-    diverging_parameter,
-    gradient_of_an_index,
-    copies_apart,
-    parameter_in_p,
-    not_a_number,
-    fraction_lost,
-    norm_of_shards,
-    factor,
-    another_order,
-    added_by_each_rank,
-    statistics_of_a_shard,
-    unequal_micro_batches,
+CAUSES = (  # (whether the evidence fits, and details of it; words with these details), in the order they are tried
+    (
+        lambda e: changes(e) and e.fact("micro_batches", 1) > 1,
+        "it differs from run to run: micro-batches read parameters while they change "
+        f"({PAGE}micro-batches-train-ready-made-layers-wrongly)",
+    ),
+    (changes, "it differs from run to run: random numbers without a seed, or ranks that do not wait for each other"),
+    (diverging_parameter, "it comes after an update of {}, which is local, and different on each rank by now"),
+    (
+        lambda e: e.key.kind in ("gradient", "gradient of an output") and e.fact("indexed"),
+        f"in {{}}, x[i] with tensors in i has a wrong gradient where x or i is split, or it is in P ({ROWS})",
+    ),
+    (
+        lambda e: "BatchNorm" in e.fact("module", "") and copies_apart(e),
+        f"{APART}: each rank takes the statistics of its own rows ({BATCH_NORM})",
+    ),
+    (
+        lambda e: e.key.kind == "source" and copies_apart(e),
+        f"{APART}: each rank has drawn its own "
+        f"({PAGE}tensors-in-b-from-randperm-and-bernoulli-differ-from-rank-to-rank)",
+    ),
+    (
+        copies_apart,
+        f"{APART}: a line changes what only its own rank holds, as clipping by the norm of a rank's own part does",
+    ),
+    (
+        lambda e: e.key.kind == "parameter" and "P" in e.layout.axes,
+        f"a parameter in P is not one that optimizers can update ({PAGE}a-parameter-in-p-is-never-updated)",
+    ),
+    (
+        has_nan_on_n_ranks,
+        "it has NaN on {} ranks and not on one: amax, max or logsumexp of a tensor in P has "
+        f"({PAGE}the-gradient-of-amax-maxdim-or-logsumexp-of-a-tensor-in-p-is-nan)",
+    ),
+    (
+        is_less_by_fractions,
+        "a cast to integers drops the fraction of each rank's part of a tensor in P "
+        f"({PAGE}a-tensor-in-p-loses-its-fractions-when-it-is-cast-to-integers)",
+    ),
+    (
+        is_sum_of_norms,
+        "it is the sum of the norms of the shards, and not the norm "
+        f"({PAGE}the-norm-from-tnorm-linalgnorm-or-vector_norm-is-too-large)",
+    ),
+    (
+        lambda e: times(e, too_large=True),
+        "{} times too large: a sum over the ranks adds the whole value n times, or it is divided by what one rank "
+        "holds; global tensors need no factor of the number of ranks",
+    ),
+    (
+        lambda e: times(e, too_large=False),
+        "{} times too small: it is divided by the number of ranks once too often; the mean of a global tensor is that "
+        "of all ranks already",
+    ),
+    (
+        lambda e: e.is_gradient and is_in_another_order(e),
+        "the numbers are right but in the wrong places: stack of a split tensor has such a gradient "
+        f"({PAGE}the-gradient-of-stack-of-split-tensors-is-wrong)",
+    ),
+    (is_in_another_order, "the numbers are right but in the wrong places"),
+    (
+        is_off_by_a_bias,
+        "every row is off by the same numbers, as by a bias that each rank adds to its part of a sum: add it once, "
+        "after the all-reduce",
+    ),
+    (is_normalized_by_shard, f"each rank has normalized its own rows, by their mean and variance ({BATCH_NORM})"),
+    (
+        lambda e: e.key.kind == "graph output" and e.fact("micro_batches", 1) > 1,
+        "micro-batch i is the i-th part of each rank's rows, so padding counts differently than on one rank "
+        "(docs/your-model.md#does-your-model-have-one-of-these)",
+    ),
+    (
+        lambda e: e.fact("took_block"),
+        "it comes after to_local() in {}, which gives a rank its own block alone; is the rest needed too?",
+    ),
+    (wrong_ranks, "only the part of {} wrong: look for code that depends on the rank, or on what a rank holds"),
+    (  # else: in which part of a step the difference begins
+        lambda e: e.key.kind == "parameter" and "gradient" in e.agreeing,
+        "the gradients are right and the update is not: the learning rate, clipping, the optimizer's state or its "
+        f"groups ({BEGIN})",
+    ),
+    (
+        lambda e: e.key.kind == "gradient at the update",
+        f"backward is right, and a line between it and the update is not, as one that clips ({BEGIN})",
+    ),
+    (
+        lambda e: e.key.kind == "norm" and "gradient" in e.agreeing,
+        f"the gradients are right and their norm is not: clipping by groups, or another type of norm ({BEGIN})",
+    ),
+    (
+        lambda e: e.is_gradient and "loss" in e.agreeing,
+        f"forward and the loss are right and backward is not ({BEGIN})",
+    ),
 )
-
-
-def in_words(ranks):
-    return ", ".join(map(str, ranks))

@@ -1,4 +1,4 @@
-"""`launch.sh verify`: run a script on n ranks and on one rank with the same entries, and compare what both compute."""
+"""`launch.sh verify`: run a script on n ranks and on one rank with the same sources, and compare what both compute."""
 
 import contextlib
 import functools
@@ -17,22 +17,12 @@ from oneflow_cookbook.start.output import say
 from oneflow_cookbook.start.signals import exit_at
 from oneflow_cookbook.verify.cause import cause_of
 from oneflow_cookbook.verify.compare import compare, pairs_by_name, pairs_of
-from oneflow_cookbook.verify.findings import (
-    Findings,
-    local_parameters,
-    missing_gradients,
-    never_updated,
-    no_updates,
-    other_parameters,
-    suspicious,
-    unused_runs,
-    wrong_entries,
-)
+from oneflow_cookbook.verify.findings import Findings, suspicious_lines, unused_lines, wrong_lines
 from oneflow_cookbook.verify.values import Run
 
 OBSERVE = "oneflow_cookbook.verify.observer:observe_script"
 TIMEOUT = 600.0  # seconds for each run of the script, by default
-NUDGES = (1, 2)  # seeds of the runs whose entries are changed in their last bit
+NUDGES = (1, 2)  # seeds of the runs whose sources are changed in their last bit
 NOTHING = (
     "no global tensor of it can be compared; verify does not follow local tensors, flow.comm and "
     "DistributedDataParallel: compare their losses and weights with those of a script for one device"
@@ -63,62 +53,43 @@ class Runner:
         """call: on_new_ranks with a timeout, or what does the same."""
         self.call, self.folder = call, folder
 
-    def observed(self, ranks, name, **arguments):
-        """(Run of a script, why it cannot be compared or None). Raises PoolError."""
-        return self.all_observed(ranks, {name: arguments})[0]
-
-    def all_observed(self, ranks, runs):
-        """The same of several runs at once. runs: {name of the folder: arguments}."""
+    def observed(self, ranks, runs):
+        """The Runs of several scripts at once, by {name of the folder: arguments}. Raises CannotVerify, PoolError."""
         for name in runs:
             (self.folder / name).mkdir()
         calls = [(ranks, {"folder": str(self.folder / name), **arguments}) for name, arguments in runs.items()]
-        answers = self.call(calls)
-        return [(Run(self.folder / name, ranks), by_rank[0]) for name, by_rank in zip(runs, answers)]
+        for cannot, *_ in self.call(calls):
+            if cannot:
+                raise CannotVerify(cannot)
+        return [Run(self.folder / name, ranks) for name in runs]
 
+    def repeatable(self, ranks, name, **arguments):
+        """The Run of a script that draws no random numbers that cannot be replayed."""
+        [run] = self.observed(ranks, {name: arguments})
+        for line, function in [place for facts in run.facts for place in facts["random"]]:
+            advice = (
+                "set its p to 0 for this" if function == "dropout" else "draw them before, as a tensor with a placement"
+            )
+            words = f"{function} draws random numbers that another run cannot repeat; {advice}"
+            raise CannotVerify(f"{line}: {words}")
+        return run
 
-def on_n_ranks(runner, ranks, **arguments):
-    """The Run of a script on n ranks. Raises CannotVerify, PoolError."""
-    parallel, cannot = runner.observed(ranks, "parallel", **arguments)
-    if cannot:
-        raise CannotVerify(cannot)
-    refuse_random(parallel)
-    return parallel
+    def on_one_rank(self, parallel, **arguments):
+        """(the Run of the same script on one rank, what the script is told there).
 
-
-def on_one_rank(runner, parallel, **arguments):
-    """(the Run of the same script on one rank, the number of ranks that it was told). Raises CannotVerify.
-
-    It is told 1, so that factors of n are checked too, and if it then makes other entries, the n of the run `parallel`.
-    """
-    reasons = {}
-    for told_size in dict.fromkeys((1, parallel.world_size)):
-        told_so = {"world_size": told_size, "strict": told_size == 1}
-        try:
-            run, cannot = runner.observed(1, f"told {told_size}", **told_so, **arguments)
-        except PoolError as error:
-            cannot = shortened(error, arguments["script"]["path"])
-        if cannot is None:
-            return run, told_size
-        reasons[told_size] = cannot
-    raise CannotVerify(f"on one rank the script does something else: {reasons[parallel.world_size]}")
-
-
-def on_single_device(runner, **arguments):
-    """The Run of another script, for one device. Raises CannotVerify, PoolError."""
-    alone, cannot = runner.observed(1, "single", **arguments)
-    if cannot:
-        raise CannotVerify(cannot)
-    refuse_random(alone)
-    return alone
-
-
-def with_other_rounding(runner, **arguments):
-    """The Runs on one rank whose entries are changed in their last bit, differently in each. Raises CannotVerify."""
-    observed = runner.all_observed(1, {f"nudged {seed}": {**arguments, "nudge": seed} for seed in NUDGES})
-    for _, cannot in observed:
-        if cannot:
-            raise CannotVerify(f"with other rounding the script does something else: {cannot}")
-    return [run for run, _ in observed]
+        It is told that there is 1 rank, so that factors of n are checked too, and if it then makes other sources, that
+        there are the n of the run `parallel`.
+        """
+        for told_size in (1, parallel.world_size):
+            told = {"world_size": told_size, "strict": told_size == 1}
+            try:
+                [run] = self.observed(1, {f"told {told_size}": {**told, **arguments}})
+                return run, told
+            except PoolError as error:
+                reason = shortened(error, arguments["script"]["path"])
+            except CannotVerify as error:
+                reason = error
+        raise CannotVerify(f"on one rank the script does something else: {reason}")
 
 
 def findings(options, call=None):
@@ -129,55 +100,42 @@ def findings(options, call=None):
     if call is None:
         timeout = TIMEOUT if options.timeout is None else options.timeout or 1e9
         call = functools.partial(on_new_ranks, timeout=timeout)
-    script = {"path": file_of(options), "module": options.module, "argv": options.arguments}
+    n, path = options.nproc_per_node, file_of(options)
+    script = {"path": path, "module": options.module, "argv": options.arguments}
     single = script if options.against is None else single_device(options.against)
-    with tempfile.TemporaryDirectory() as name:
-        runner = Runner(call, Path(name))
-        parallel = on_n_ranks(runner, options.nproc_per_node, script=script, steps=options.steps)
-        arguments = {"script": single, "steps": options.steps, "replay": (str(parallel.folder), parallel.world_size)}
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(call, Path(folder))
+        parallel = runner.repeatable(n, "parallel", script=script, steps=options.steps)
+        arguments = {"script": single, "steps": options.steps, "replay": (str(parallel.folder), n)}
+        told, matching, other = {}, pairs_by_name, f"in {Path(single['path']).name}"
         if options.against is None:
-            alone, told_size = on_one_rank(runner, parallel, **arguments)
-            arguments.update(world_size=told_size, strict=told_size == 1)
+            alone, told = runner.on_one_rank(parallel, **arguments)
+            matching, other = pairs_of, "on one rank"
         else:
-            alone, told_size = on_single_device(runner, **arguments), 1
-        others = with_other_rounding(runner, **arguments)
-        matching = pairs_of if options.against is None else pairs_by_name
+            alone = runner.repeatable(1, "single", **arguments)
+        try:
+            others = runner.observed(1, {f"nudged {seed}": {**arguments, **told, "nudge": seed} for seed in NUDGES})
+        except CannotVerify as reason:
+            raise CannotVerify(f"with other rounding the script does something else: {reason}") from None
         comparison = compare(parallel, alone, others, *matching(parallel, alone))
         if not comparison.agreeing and not comparison.differing:
             raise CannotVerify(NOTHING)
         cause, failed = None, None
         if comparison.first:
-            again, failed = second_run(runner, options.nproc_per_node, script=script, steps=options.steps)
+            try:
+                [again] = runner.observed(n, {"again": {"script": script, "steps": options.steps}})
+            except (PoolError, CannotVerify) as error:
+                again, failed = {}, shortened(error, path)
             cause = cause_of(comparison, parallel, again)
         return Findings(
             options,
-            told_size,
+            told.get("world_size", 1),
             comparison,
             cause,
-            wrong_lines(options, parallel, alone),
-            suspicious(parallel, alone),
-            [*no_updates(parallel), *unused_runs(others, failed)],
+            list(wrong_lines(parallel, alone, other)),
+            suspicious_lines(parallel, alone),
+            list(unused_lines(parallel, others, failed)),
         )
-
-
-def second_run(runner, ranks, **arguments):
-    """(a second Run on n ranks, {} if it fails; how it failed or None)"""
-    try:
-        return runner.observed(ranks, "again", **arguments)[0], None
-    except PoolError as error:
-        return {}, shortened(error, arguments["script"]["path"])
-
-
-def wrong_lines(options, parallel, alone):
-    """Lines on mistakes beside the values that differ."""
-    other = "on one rank" if options.against is None else f"in {Path(shlex.split(options.against)[0]).name}"
-    return [
-        *missing_gradients(parallel, alone, other),
-        *never_updated(parallel),
-        *local_parameters(parallel),
-        *wrong_entries(parallel, alone),
-        *other_parameters(alone),
-    ]
 
 
 def single_device(command):
@@ -189,15 +147,6 @@ def single_device(command):
     if not Path(path).is_file():
         raise UsageError(f"--against {path}: there is no such file; name the script for a single device")
     return {"path": str(Path(path).resolve()), "module": None, "argv": arguments}
-
-
-def refuse_random(parallel):
-    """Raises CannotVerify if a run has drawn random numbers that cannot be replayed."""
-    random = [place for facts in parallel.facts for place in facts["random"]]
-    if random:
-        where, what = random[0]
-        advice = "set its p to 0 for this" if what == "dropout" else "draw them before, as a tensor with a placement"
-        raise CannotVerify(f"{where}: {what} draws random numbers that another run cannot repeat; {advice}")
 
 
 def shortened(error, file):

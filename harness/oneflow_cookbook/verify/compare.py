@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from oneflow_cookbook.verify.values import Key, Value, difference
+from oneflow_cookbook.verify.values import Key, Value, largest_difference
 
 NAMELESS = ("loss", "norm")  # kinds of which two scripts have the same, whatever its name
 BY_NAME = (
@@ -22,7 +22,7 @@ TIMES_EPSILON = 16  # the least that counts as a rounding difference, in units i
 
 
 @dataclass
-class Outcome:
+class Difference:
     """A value that differs.
 
     error: the largest difference. rounding: the largest that rounding explains. apart: [(rank, rank, difference)] of
@@ -40,9 +40,9 @@ class Outcome:
 
 @dataclass
 class Comparison:
-    """agreeing: keys of equal values before the first difference; differing: Outcomes; skipped: keys of other values.
+    """agreeing: keys of equal values before the first difference; differing: Differences; skipped: keys of others.
 
-    steps: of training that were compared. kinks: number of values in which only a few elements differ, see is_kink.
+    steps: of training that were compared. kinks: number of values of which only a few elements differ.
     """
 
     agreeing: list
@@ -66,91 +66,92 @@ def pairs_of(parallel, alone):
 
 def pairs_by_name(parallel, alone):
     """The same for two different scripts: values of the same kind, module or parameter, in the same order."""
-    numbered = []
-    for run in (parallel, alone):
-        seen, keys = Counter(), {}
-        for key in run.keys:
-            if key.kind in BY_NAME:
-                kind = "loss" if key.kind == "graph output" and run[key].shape == () else key.kind
-                name = "" if kind in NAMELESS else key.name
-                seen[kind, name] += 1
-                keys[kind, name, seen[kind, name]] = key
-        numbered.append(keys)
-    pairs = [(key, numbered[1][name]) for name, key in numbered[0].items() if name in numbered[1]]
-    return pairs, [key for name, key in numbered[0].items() if name not in numbered[1]]
+    of_many, of_one = numbered_by_name(parallel), numbered_by_name(alone)
+    pairs = [(key, of_one[name]) for name, key in of_many.items() if name in of_one]
+    return pairs, [key for name, key in of_many.items() if name not in of_one]
+
+
+def numbered_by_name(run):
+    """{(kind, name, how often it came before): key} of a run's values that two different scripts can share."""
+    times, keys = Counter(), {}
+    for key in run.keys:
+        if key.kind in BY_NAME:
+            kind = "loss" if key.kind == "graph output" and run[key].shape == () else key.kind
+            name = "" if kind in NAMELESS else key.name
+            times[kind, name] += 1
+            keys[kind, name, times[kind, name]] = key
+    return keys
 
 
 def compare(parallel, alone, nudged, pairs, skipped):
-    """The Comparison of two Runs. nudged: Runs like `alone`, whose entries were changed in their last bit.
+    """The Comparison of two Runs. nudged: Runs like `alone`, whose sources were changed in their last bit.
 
     pairs, skipped: of pairs_of or pairs_by_name.
     """
-    comparer = Comparer(parallel, alone, tolerances(parallel, alone, nudged, pairs))
-    for pair in pairs:
-        comparer.add(*pair)
-    steps = max((parallel[key].step for key in parallel.keys if key.kind == "parameter"), default=0)
-    return Comparison(comparer.agreeing, comparer.differing, skipped + comparer.skipped, steps, comparer.kinks)
-
-
-def tolerances(parallel, alone, nudged, pairs):
-    """relative_rounding of the values of `alone` in these pairs; more where one run trains in a graph."""
-    relative = relative_rounding(alone, nudged, [pair[1] for pair in pairs])
-    has_graph = [any(key.kind == "graph output" for key in run.keys) for run in (parallel, alone)]
-    if has_graph[0] != has_graph[1]:
-        for key in relative:
-            if key[0] == "parameter":
-                relative[key] = max(relative[key], GRAPH_AND_EAGER)
-    return relative
-
-
-class Comparer:
-    """Compares the values of two runs, one after another, in the order of the script."""
-
-    def __init__(self, parallel, alone, relative):
-        """relative: that of relative_rounding."""
-        self.parallel, self.alone, self.relative = parallel, alone, relative
-        self.agreeing, self.differing, self.skipped, self.kinks = [], [], [], 0
-        self.undetermined = {}  # name of a parameter -> where its gradient may have any sign
-
-    def add(self, key, key_of_one):
-        """Compare a value of `parallel` with one of `alone`."""
-        of_many, of_one = comparable(self.parallel, key), comparable(self.alone, key_of_one)
-        value = self.parallel[key]
-        if of_many is None or of_one is None or of_many.shape != of_one.shape:
+    tolerances = Tolerances(relative_rounding(parallel, alone, nudged, [pair[1] for pair in pairs]))
+    agreeing, differing, skipped = [], [], list(skipped)
+    for key, key_of_one in pairs:
+        value, many, one = parallel[key], comparable(parallel, key), comparable(alone, key_of_one)
+        if many is None or one is None or many.shape != one.shape:
             if value.layout.sbp != "local":  # else `diverging` tells
-                self.skipped.append(key)
-            return
-        rounding = self.relative[key_of_one[:3]] * largest(of_one)
-        apart = [pair for pair in self.parallel.apart(key) if pair[2] > rounding]
-        outcome = Outcome(key, value, 0.0, rounding, of_many, of_one, apart)
-        if key.kind == "gradient":
-            self.note_signs(outcome)
-        outcome.error = max([self.error_of_whole(outcome), *(pair[2] for pair in apart)])
-        if outcome.error > rounding:
-            self.differing.append(outcome)
-        elif not self.differing:
-            self.agreeing.append(key)
+                skipped.append(key)
+            continue
+        tolerance = tolerances.of(key, key_of_one, many, one)
+        many = many if tolerance.undetermined is None else np.where(tolerance.undetermined, one, many)
+        apart = [copies for copies in parallel.apart(key) if copies[2] > tolerance.rounding]
+        error = 0.0  # of a value that the script computes, such as the addends of a mean that is divided later
+        if not value.facts.get("computed"):
+            error = largest_difference(many, one) if apart else tolerances.error(tolerance, many, one)
+        error = max([error, *(copies[2] for copies in apart)])
+        if error > tolerance.rounding:
+            differing.append(Difference(key, value, error, tolerance.rounding, many, one, apart))
+        elif not differing:
+            agreeing.append(key)
+    steps = max((parallel[key].step for key in parallel.keys if key.kind == "parameter"), default=0)
+    return Comparison(agreeing, differing, skipped, steps, tolerances.kinks)
 
-    def error_of_whole(self, outcome):
-        """The largest difference of two whole values, without what rounding may have caused."""
-        of_many, of_one, name = outcome.parallel, outcome.alone, outcome.key.name
-        if outcome.value.facts.get("computed"):  # such as the addends of a mean that is divided later
-            return 0.0
-        if outcome.key.kind == "parameter" and name in self.undetermined:
-            outcome.parallel = of_many = np.where(self.undetermined[name], of_one, of_many)
-        error = difference(of_many, of_one)
-        if error <= outcome.rounding or outcome.apart:
+
+@dataclass
+class Tolerance:
+    """By how much a value may differ from that on one rank."""
+
+    rounding: float  # an element, by this
+    undetermined: np.ndarray  # a mask of elements that may have any value, or None
+    few: float  # this share of the elements of a large tensor may have any value
+    norm: float  # the whole, by this, relative in the 2-norm
+
+
+class Tolerances:
+    """Makes the Tolerance of each value, in the order of the script. relative: of relative_rounding."""
+
+    def __init__(self, relative):
+        self.relative = relative
+        self.undetermined = {}  # name of a parameter -> where its gradient was as small as rounding
+        self.kinks = 0  # values of which only a few elements differed
+
+    def of(self, key, key_of_one, many, one):
+        rounding = self.relative[key_of_one[:3]] * largest(one)
+        if key.kind == "gradient":  # Adam may move the parameter either way where this is rounding
+            unsure = (np.abs(one) <= rounding) & ((one != 0) | (many != 0))
+            self.undetermined[key.name] = unsure | self.undetermined.get(key.name, False)
+        undetermined = self.undetermined.get(key.name) if key.kind == "parameter" else None
+        return Tolerance(rounding, undetermined, few_of(one), AFTER_A_KINK if self.kinks else 0.0)
+
+    def error(self, tolerance, many, one):
+        """The largest difference of two values, 0 if all that is above rounding is allowed."""
+        error = largest_difference(many, one)
+        if error <= tolerance.rounding:
             return error
-        if is_kink(of_many, of_one, outcome.rounding):
-            self.kinks += 1
+        can_be_few = tolerance.few and np.isfinite(many).all()
+        if can_be_few and float((np.abs(many - one) > tolerance.rounding).mean()) <= tolerance.few:
+            self.kinks += 1  # as behind a ReLU whose input is 0 but for rounding
             return 0.0
-        return 0.0 if self.kinks and relative_norm(of_many, of_one) <= AFTER_A_KINK else error
+        return 0.0 if relative_norm(many, one) <= tolerance.norm else error
 
-    def note_signs(self, outcome):
-        """Note where the gradient of a parameter is as small as rounding: Adam may move it either way there."""
-        of_many, of_one, name = outcome.parallel, outcome.alone, outcome.key.name
-        unsure = (np.abs(of_one) <= outcome.rounding) & ((of_one != 0) | (of_many != 0))
-        self.undetermined[name] = unsure | self.undetermined.get(name, False)
+
+def few_of(value):
+    """The share of its elements that may have any value."""
+    return FEW if value.size >= MANY and value.dtype.kind == "f" else 0.0
 
 
 def diverging(run):
@@ -161,16 +162,9 @@ def diverging(run):
     return list(dict.fromkeys(key.name for key in updated if run.whole(key) is None))
 
 
-def is_kink(of_many, of_one, rounding):
-    """Whether only a few elements of a large tensor differ, as behind a ReLU whose input is 0 but for rounding."""
-    if of_one.size < MANY or of_one.dtype.kind != "f" or not np.isfinite(of_many).all():
-        return False
-    return float((np.abs(of_many - of_one) > rounding).mean()) <= FEW
-
-
-def relative_norm(of_many, of_one):
+def relative_norm(many, one):
     """|a - b| / |b| in the 2-norm."""
-    apart, norm = (np.linalg.norm(array.astype(np.float64)) for array in (of_many - of_one, of_one))
+    apart, norm = (np.linalg.norm(array.astype(np.float64)) for array in (many - one, one))
     return apart / norm if norm else np.inf
 
 
@@ -182,18 +176,21 @@ def comparable(run, key):
     return whole
 
 
-def relative_rounding(alone, nudged, keys):
+def relative_rounding(parallel, alone, nudged, keys):
     """{kind, name and place of a value: the largest difference that rounding explains, relative to its largest number}.
 
     The nudged runs are few, and a value may be equal by luck: all its occurrences are taken together.
     """
     relative, rows = {}, rows_of_outputs(alone)
+    has_graph = [any(key.kind == "graph output" for key in run.keys) for run in (parallel, alone)]
     for key in keys:
         value = comparable(alone, key)
         if value is None:
             continue
         times = max(TIMES_EPSILON, rows * ONE_BY_ONE) if value.ndim == 0 else TIMES_EPSILON
         least = times * np.finfo(value.dtype).eps if value.dtype.kind == "f" else 0.0
+        if key.kind == "parameter" and has_graph[0] != has_graph[1]:
+            least = max(least, GRAPH_AND_EAGER)
         others = [comparable(run, key) for run in nudged if key in run]
         moved = [moved_by(value, other) for other in others if other is not None and other.shape == value.shape]
         moved = max(filter(np.isfinite, moved), default=0.0) / (largest(value) or 1)
@@ -208,12 +205,12 @@ def rows_of_outputs(run):
 
 
 def moved_by(value, other):
-    """The largest difference; of a large tensor without that of the few elements that is_kink allows."""
-    if value.size < MANY or value.dtype.kind != "f":
-        return difference(value, other)
-    apart = np.abs(value - other).ravel()
-    number = value.size - 1 - int(FEW * value.size)
-    return float(np.partition(apart, number)[number])
+    """The largest difference; of a large tensor without that of the few elements that may differ."""
+    few = few_of(value)
+    if not few:
+        return largest_difference(value, other)
+    number = value.size - 1 - int(few * value.size)
+    return float(np.partition(np.abs(value - other).ravel(), number)[number])
 
 
 def largest(value):

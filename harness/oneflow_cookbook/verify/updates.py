@@ -7,7 +7,7 @@ from oneflow_cookbook.measure.graph import modules_in
 from oneflow_cookbook.measure.names import tensors_inside
 from oneflow_cookbook.measure.tensors import tensors_in
 from oneflow_cookbook.verify.value_recorder import ValueRecorder, digest, frames_now, place_now
-from oneflow_cookbook.verify.values import at
+from oneflow_cookbook.verify.values import line_of
 
 BY_HAND = "by hand"
 MIXED = "docs/errors-tensors.md#all-parameters-must-be-global-tensor-from-clip_grad_norm_"
@@ -148,7 +148,7 @@ class UpdateRecorder(ValueRecorder):
         if local and any(p.is_global for p in parameters if p.grad is not None):
             names = ", ".join(self.names.get(id(p), "a tensor") for p in local)
             words = "OneFlow cannot clip local and global parameters together; make these global with to_global"
-            raise CannotFollow(f"{at(place_now())}: {words}: {names} ({MIXED})")
+            raise CannotFollow(f"{line_of(place_now())}: {words}: {names} ({MIXED})")
         with self.pause():
             norm = call.function(parameters, **named)
         self.observe("norm", call.name, norm)

@@ -25,7 +25,7 @@ class ValueRecorder(Recorder):
     def __init__(self, writer):
         super().__init__(keeps_initial=False)
         self.writer = writer
-        self.seen = Counter()  # (kind, name, place) -> how often
+        self.times = Counter()  # (kind, name, place) -> how often
         self.updates = Counter()  # id of an optimizer or graph, or "by hand" -> its steps
         self.local = set()  # names of parameters that are local beside global ones
         self.backward_facts = {}  # facts of the gradients that arrive now
@@ -42,8 +42,8 @@ class ValueRecorder(Recorder):
         if tensor is None or tensor.is_lazy or not (self.records(tensor) or name in self.local):
             return None
         place = place_now() if place is None else place
-        self.seen[kind, name, place] += 1
-        key = Key(kind, name, place, self.seen[kind, name, place])
+        self.times[kind, name, place] += 1
+        key = Key(kind, name, place, self.times[kind, name, place])
         self.write(key, tensor, step, **facts)
         return key
 

@@ -1,4 +1,4 @@
-"""The values that ranks have seen: written by each rank while the script runs, read and put together afterwards."""
+"""The values of a script: written by each rank while the script runs, read and put together afterwards."""
 
 import os
 import pickle
@@ -8,19 +8,19 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
-from oneflow_cookbook.measure.sbp import Layout, Partial, Split, parse
+from oneflow_cookbook.measure.sbp import Layout
 
 
 class Key(NamedTuple):
     """What makes a value the same one in two runs."""
 
-    kind: str  # such as "entry", "output", "gradient"
+    kind: str  # such as "source", "output", "gradient"
     name: str  # of the function, the module or the parameter
     place: tuple  # (file, line) of each frame of the user's code, innermost first
     number: int  # how often these three came before
 
 
-def at(place):
+def line_of(place):
     """A place as users write it, such as "train.py:31"."""
     return f"{Path(place[0][0]).name}:{place[0][1]}" if place else "the script"
 
@@ -109,10 +109,11 @@ class Run:
         if set(blocks) != set(members(value, self.world_size)):
             return None
         if value.layout.sbp == "local":
-            return blocks[0] if all(difference(blocks[0], block) == 0 for block in blocks.values()) else None
-        whole = np.zeros(value.shape, np.dtype(value.dtype))
+            return blocks[0] if all(largest_difference(blocks[0], block) == 0 for block in blocks.values()) else None
+        whole, copies = np.zeros(value.shape, np.dtype(value.dtype)), set()
         for rank, block in blocks.items():
-            if is_first_copy(value.layout, rank):
+            if copy_number(value.layout, rank) not in copies:
+                copies.add(copy_number(value.layout, rank))
                 part = tuple(slice(*bounds) for bounds in value.layout.block(value.shape, rank))
                 if whole[part].shape != block.shape:
                     return None
@@ -126,7 +127,7 @@ class Run:
             return []
         first = {copy_number(value.layout, rank): rank for rank in reversed(list(blocks))}
         pairs = [(first[copy_number(value.layout, rank)], rank) for rank in blocks]
-        return [(a, b, difference(blocks[a], blocks[b])) for a, b in pairs if a != b]
+        return [(a, b, largest_difference(blocks[a], blocks[b])) for a, b in pairs if a != b]
 
 
 def members(value, world_size):
@@ -134,21 +135,13 @@ def members(value, world_size):
     return list(range(world_size)) if value.layout.sbp == "local" else value.layout.members
 
 
-def coordinates(layout, rank):
-    """[(SBP, position of a rank)] along each axis of its mesh."""
-    return list(zip(parse(layout.sbp), np.argwhere(layout.grid == rank)[0].tolist()))
-
-
 def copy_number(layout, rank):
-    """Equal for ranks that hold copies of the same block."""
-    return tuple(at if isinstance(sbp, (Partial, Split)) else 0 for sbp, at in coordinates(layout, rank))
+    """Equal for ranks that hold copies of the same block: the rank's coordinates, 0 along the axes of B."""
+    coordinates = np.argwhere(layout.grid == rank)[0].tolist()
+    return tuple(0 if axis == "B" else position for axis, position in zip(layout.axes, coordinates))
 
 
-def is_first_copy(layout, rank):
-    return tuple(at for _, at in coordinates(layout, rank)) == copy_number(layout, rank)
-
-
-def difference(a, b):
+def largest_difference(a, b):
     """The largest |a - b|, 0 where both are NaN or one infinity; infinity where only one is, or if shapes differ."""
     if a.shape != b.shape:
         return np.inf
