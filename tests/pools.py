@@ -19,8 +19,8 @@ class RecipePool(Pool):
 
     repeated = []  # calls that were repeated because OneFlow died of SIGSEGV
 
-    def __init__(self, world_size, timeout=TIMEOUT, repeat=True, forked=True, **options):
-        super().__init__(world_size, timeout, repeat, forked=forked, **options)
+    def __init__(self, world_size, timeout=TIMEOUT, repeat=True, **options):
+        super().__init__(world_size, timeout, repeat, **options)
         self.recipe_timeout, self.repeated = timeout, RecipePool.repeated
 
     def call(self, function, **arguments):
@@ -51,8 +51,7 @@ class Background:
             return function(None)
         if self.pool is None or self.pool.world_size != n:
             self._close_pool()
-            # Where other tests compute, these ranks have a tenth of the cores. They start as those of a user.
-            self.pool = RecipePool(n, timeout=15 * TIMEOUT, forked=False)
+            self.pool = RecipePool(n, timeout=15 * TIMEOUT)  # where other tests compute, it has a tenth of the cores
         return function(self.pool)
 
     def _close_pool(self):

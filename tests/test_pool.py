@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from oneflow_cookbook.pool import Pool, PoolError
-from oneflow_cookbook.pool.forked import SERVERS
-from oneflow_cookbook.pool.pool import ForkedRanks
 from tests.jobs import wait_until
 
 
@@ -69,7 +67,7 @@ def keeps_a_called_graph():
 
 @pytest.fixture(scope="module")
 def pool():
-    with Pool(2, forked=True) as pool:
+    with Pool(2) as pool:
         yield pool
 
 
@@ -90,15 +88,6 @@ def test_failure_of_one_rank_fails_the_call_and_the_next_one_works(pool, rank, h
     assert works(pool) and pool.starts == starts + 1, "ranks live on between calls"
 
 
-def test_call_works_again_after_the_death_of_the_process_that_forks(pool):
-    assert works(pool)
-    if isinstance(pool.ranks, ForkedRanks):  # and not on a machine with more cores than ranks
-        SERVERS[-1].process.kill()
-        with pytest.raises(PoolError, match="died .SIGKILL"):
-            pool.call(f"{__file__}:fail", rank=0, how="hang")
-        assert works(pool)
-
-
 def with_a_child(program):
     """On a rank: start a program without the environment by which descendants are found; its process id."""
     return subprocess.Popen(["env", "-i", *program]).pid
@@ -110,10 +99,9 @@ def status_of(pid):
     return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else ""
 
 
-@pytest.mark.parametrize("forked", [False, True])
-def test_id_of_a_rank_that_has_ended_is_its_own_until_its_group_has_ended(forked, monkeypatch):
+def test_id_of_a_rank_that_has_ended_is_its_own_until_its_group_has_ended(monkeypatch):
     """Later it may be that of any other process of the user, whose group must get no signal."""
-    with Pool(2, forked=forked) as pool:
+    with Pool(2) as pool:
         child, _ = pool.call(f"{__file__}:with_a_child", program=["sleep", "1000"])
         ranks = pool.ranks
         process = ranks.processes[0]
@@ -132,7 +120,7 @@ def test_hanging_rank_fails_the_call_and_shows_where_it_is():
     shown = ""
     for seconds in (2, 60):  # on a busy machine it may not be there after 2 s
         error = pytest.raises(PoolError, match=f"gave no answer in {seconds} s")
-        with Pool(2, timeout=seconds, forked=True) as pool, error as caught:
+        with Pool(2, timeout=seconds) as pool, error as caught:
             pool.call(f"{__file__}:fail", rank=1, how="hang")
         shown = str(caught.value)
         if re.search(r'test_pool.py", line \d+ in fail', shown):
@@ -144,7 +132,7 @@ def test_hanging_rank_fails_the_call_and_shows_where_it_is():
 @pytest.mark.parametrize("repeat", [False, True])
 def test_ranks_that_use_much_memory_are_replaced_if_calls_may_be_repeated(repeat, monkeypatch):
     monkeypatch.setattr("oneflow_cookbook.pool.pool.LARGE", 0)
-    with Pool(2, repeat=repeat, forked=True) as pool:
+    with Pool(2, repeat=repeat) as pool:
         assert works(pool) and works(pool) and pool.starts == 1 + repeat
 
 
@@ -164,6 +152,6 @@ def test_call_is_repeated_after_sigsegv_where_that_is_allowed(pool, tmp_path):
         pool.call(f"{__file__}:crash_once", folder=str(tmp_path))
     assert not pool.repeated
     (tmp_path / "died").unlink()
-    with Pool(2, repeat=True, forked=pool.forked) as repeating:
+    with Pool(2, repeat=True) as repeating:
         assert repeating.call(f"{__file__}:crash_once", folder=str(tmp_path)) == ["well"] * 2
         assert len(repeating.repeated) == 1

@@ -19,9 +19,9 @@ def path(name):
     return str(path_of(name))
 
 
-def fresh(n, name, forked=True, **arguments):
-    """`memory` on new ranks, in which no memory is left over from a different run. Forked, they count 16 MB more."""
-    with Pool(n, repeat=True, forked=forked) as pool:
+def fresh(n, name, **arguments):
+    """`memory` on new ranks, in which no memory is left over from a different run."""
+    with Pool(n, repeat=True) as pool:
         return pool.call(MEMORY, path=path(name), keywords=arguments)
 
 
@@ -56,7 +56,7 @@ def test_fully_sharded_rank_holds_its_share_at_rest_and_all_weights_at_the_peak(
 
 def test_resharding_after_forward_frees_the_gathered_weights_until_backward():
     n, layers, hidden_size = 4, 16, 512
-    sizes = {"num_layers": layers, "hidden_size": hidden_size, "optimizer": "momentum", "steps": 2, "forked": False}
+    sizes = {"num_layers": layers, "hidden_size": hidden_size, "optimizer": "momentum", "steps": 2}
     whole = 4 * layers * 8 * hidden_size**2  # bytes of the weights of all blocks
     kept = peak(fresh(n, "fully_sharded_module", **sizes))
     freed = peak(fresh(n, "fully_sharded_module", reshard_after_forward=True, **sizes))
@@ -66,7 +66,7 @@ def test_resharding_after_forward_frees_the_gathered_weights_until_backward():
 
 
 def test_stages_of_zero_compile_to_one_job_on_cpu_that_keeps_shards():
-    with Pool(2, repeat=True, forked=True) as pool:  # a stage leaves settings behind, so from the lowest up
+    with Pool(2, repeat=True) as pool:  # a stage leaves settings behind, so from the lowest up
         jobs = [pool.call(COMPILED, path=path("zero_optimizer"), stage=stage)[0] for stage in (1, 2, 3)]
     for name in ("w0", "w1"):
         for variable in (f"model.{name}", f"model.{name}-m", f"model.{name}-v"):

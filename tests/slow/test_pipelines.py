@@ -110,7 +110,7 @@ LARGE = {"batch": MICRO_BATCHES * ROWS, "in_features": 16, "hidden_size": HIDDEN
 
 def peaks(n, name, **arguments):
     """The peak of each rank, on new ranks, in which no memory is left over."""
-    with Pool(n, timeout=300, repeat=True, forked=True) as pool:
+    with Pool(n, timeout=300, repeat=True) as pool:
         results = pool.call(MEMORY, path=str(path_of(name)), keywords={**LARGE, **arguments})
     return [result["peak"] for result in results]
 

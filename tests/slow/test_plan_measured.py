@@ -21,7 +21,7 @@ def test_memory_of_a_layer_s_activations_is_within_15_percent(tensor, changes):
     """The difference of 8 layers and 2: what else a forward pass takes is the same."""
     sizes, grown, sequence_parallel = {**PLAIN, **changes}, [], tensor > 1
     for num_layers in (2, 8):
-        with Pool(tensor, timeout=120, repeat=True, forked=True) as pool:  # OneFlow gives no memory back
+        with Pool(tensor, timeout=120, repeat=True) as pool:  # OneFlow gives no memory back
             arguments = {"tensor": tensor, "sequence_parallel": sequence_parallel, **sizes}
             by_rank = pool.call(f"{ON_RANK}:growth_in_forward", path=GPT, num_layers=num_layers, **arguments)
             grown.append(max(by_rank))

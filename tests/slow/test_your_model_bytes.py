@@ -45,7 +45,7 @@ def test_fully_sharded_module_has_at_most_one_whole_block_while_shards_are_made(
     block = 4 * (8 * hidden_size**2 + 8 * hidden_size)  # bytes
     most = {}
     for at_once in (False, True):
-        with Pool(4, forked=True) as pool:  # OneFlow gives no memory back: only the first time in a process counts
+        with Pool(4) as pool:  # OneFlow gives no memory back: only the first time in a process counts
             sizes = {"num_layers": layers, "hidden_size": hidden_size}
             seen = pool.call(f"{ON_RANK}:growth", path=str(path_of("fully_sharded_module")), at_once=at_once, **sizes)
         most[at_once] = max(peak - held for peak, held in seen)

@@ -11,13 +11,11 @@ import signal
 import sys
 import tempfile
 import time
-import uuid
 from functools import lru_cache
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from oneflow_cookbook.pool.forked import POSSIBLE, fork_server
 from oneflow_cookbook.start.ranks import RankAssignment, RankProcesses, is_consequence, reserve_port
 
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -31,27 +29,6 @@ def resident(pid):
     if not Path(f"/proc/{pid}").exists():
         return 0
     return int(Path(f"/proc/{pid}/statm").read_text("utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-class ForkedRanks(RankProcesses):
-    """The processes of a pool, forked."""
-
-    def __init__(self, assignment, pipes, logs):
-        self.processes, self.job = [], uuid.uuid4().hex
-        server = fork_server(assignment.environment(0))
-        try:
-            for rank in range(assignment.nproc_per_node):
-                environment = {**assignment.environment(rank), "HARNESS_JOB": self.job}
-                del environment["HARNESS_PARENT"]
-                self.processes.append(server.start(environment, assignment.cores[rank], pipes[rank], logs[rank]))
-        except BaseException:
-            self.end(grace=0)
-            raise
-
-    def _signal_groups(self, signum):
-        super()._signal_groups(signum)
-        for process in self.processes:  # one that has just been forked has no group yet
-            process.send_signal(signum)
 
 
 class PoolError(Exception):
@@ -74,18 +51,16 @@ class CallCancelled(Exception):
 class Pool:
     """Ranks 0 to world_size - 1. Close it, or use it as a context manager."""
 
-    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, place=RankAssignment, forked=False):
+    def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, place=RankAssignment):
         """timeout: seconds after which a call counts as hung; the start of the ranks is not counted.
 
         repeat: whether calls may run twice and on different processes: a call runs again if a rank died of SIGSEGV,
         which OneFlow 0.9.0 rarely causes, and the ranks are replaced when a rank uses more memory than LARGE.
         variables: more environment variables of the ranks.
         place: a function from world_size and a port to a RankAssignment; by default all ranks run on this host.
-        forked: whether ranks that have a core each are forked from a process that has imported OneFlow; see forked.py.
         """
         self.world_size, self.timeout, self.repeat = world_size, timeout, repeat
         self.variables, self.place = variables, place
-        self.forked = forked and POSSIBLE and not variables and place is RankAssignment
         self.repeated = []  # the functions of repeated calls
         self.starts = 0  # how often ranks were started
         self.ranks = None
@@ -152,12 +127,9 @@ class Pool:
         self.port = reserve_port()
         pipes = [connection.fileno() for connection in theirs]
         assignment = self.place(self.world_size, self.port.getsockname()[1])
-        if self.forked and all(len(cores) == 1 for cores in assignment.cores):  # with more, OpenBLAS has threads
-            self.ranks = ForkedRanks(assignment, pipes, self.logs)
-        else:
-            self.ranks = RankProcesses(
-                [WORKER], assignment, self.logs, self.logs, pipes, name="HARNESS_POOL", variables=self.variables
-            )
+        self.ranks = RankProcesses(
+            [WORKER], assignment, self.logs, self.logs, pipes, name="HARNESS_POOL", variables=self.variables
+        )
         for connection in theirs:
             connection.close()
         self.starts += 1
@@ -218,8 +190,7 @@ class Pool:
     def _is_traced(self, rank, before):
         """Whether the log of a rank ends with a new traceback."""
         log = self._log(rank)
-        outermost = log.rpartition("\n")[2]
-        return log != before and ('rank.py"' in outermost or 'forked.py"' in outermost)
+        return log != before and 'rank.py"' in log.rpartition("\n")[2]
 
     def _wait_until(self, condition):
         deadline = time.monotonic() + 5
