@@ -26,8 +26,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in 
 
 from benchmarks import peers  # noqa: E402
 from benchmarks.peers import Peer, PeerError  # noqa: E402
+from benchmarks.tables import fill, table  # noqa: E402
 from oneflow_cookbook.pool import Pool, PoolError  # noqa: E402
-from oneflow_cookbook.report.tables import fill, table  # noqa: E402
 from oneflow_cookbook.start.recipe import path_of  # noqa: E402
 from oneflow_cookbook.start.signals import exit_at  # noqa: E402
 from tests.cases import reference_gpt  # noqa: E402

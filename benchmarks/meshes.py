@@ -15,9 +15,9 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "harness")]
 
+from benchmarks.tables import fill, table  # noqa: E402
 from oneflow_cookbook.plan.formulas import AXES  # noqa: E402
 from oneflow_cookbook.pool import Pool  # noqa: E402
-from oneflow_cookbook.report.tables import fill, table  # noqa: E402
 from oneflow_cookbook.start.signals import exit_at  # noqa: E402
 from tests.cases import ROOT  # noqa: E402
 from tests.cases import gpt_meshes as gpt  # noqa: E402

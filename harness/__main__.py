@@ -62,11 +62,10 @@ def main(command, *arguments):
         return program.main(arguments)
     if command == "docs":
         from oneflow_cookbook.explore import matmul_runs
-        from oneflow_cookbook.report import atlas_page
         from oneflow_cookbook.start.signals import exit_at
 
         exit_at(signal.SIGTERM, signal.SIGHUP)
-        return atlas_page.main() or matmul_runs.main()
+        return matmul_runs.main()
     return job.main([command, *arguments])
 
 

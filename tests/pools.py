@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from oneflow_cookbook.pool import Pool
-from oneflow_cookbook.report import runs
+from tests import runs
 from tests.cases import PROOFS
 
 TIMEOUT = 60  # seconds for a call on a recipe: of 800, on two cores with 20 processes that wanted them, none took 20

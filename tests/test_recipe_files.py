@@ -8,11 +8,12 @@ import pytest
 
 from oneflow_cookbook.measure import theory
 from oneflow_cookbook.measure.sbp import NAMES, Layout
-from oneflow_cookbook.report import atlas
 from oneflow_cookbook.start.recipe import path_of, world_sizes
+from tests import atlas
 from tests.cases import CASES, ROOT, TRANSFORMERS, WITHOUT_CASE, modes
 from tests.cases.forward import SIGNATURES
 from tests.cases.pipelines import in_turns, rows_of_chunks, rows_of_schedule
+from tests.runs import MODES
 
 RECIPE_NAMES = [*CASES, *WITHOUT_CASE]
 
@@ -106,7 +107,7 @@ def test_table_of_conversions_names_the_collectives_and_what_costs_more():
     assert lookup("sbp_conversions") == {
         old: [
             theory.collective(layouts[old], layouts[new])
-            + (" *" if any((mode, "same", old, new) in atlas.DEVIATIONS for mode in atlas.MODES) else "")
+            + (" *" if any((mode, "same", old, new) in atlas.DEVIATIONS for mode in MODES) else "")
             for new in NAMES
         ]
         for old in NAMES
@@ -115,14 +116,14 @@ def test_table_of_conversions_names_the_collectives_and_what_costs_more():
 
 def test_table_of_placements_gives_the_formulas():
     def formula(old, new):
-        return atlas.formula_in_words("disjoint", old, new).replace("+", " + ").replace("-", " - ")
+        return atlas.OTHER_RANKS.get((old[0], new[0]), "1").replace("+", " + ").replace("-", " - ")
 
     rows = lookup("cross_placement")
     assert list(rows) == ["B", "S(0), S(1)", "P"]
     assert rows == {old: [formula(old.split(",")[0], new) for new in ("B", "S(0)", "P")] for old in rows}
     deviating = {
         f"{old} -> {new} {words}"
-        for (mode, which, old, new), (_, words, _) in atlas.DEVIATIONS.items()
+        for (mode, which, old, new), (_, words) in atlas.DEVIATIONS.items()
         if (mode, which) == ("eager", "disjoint")
     }
     assert deviating == {"B -> B 1 + 2(p2-1)", "P -> B p1 p2", "P -> P 1 + 2(p1-1)"}  # 2 p2 - 1, p1 p2, 2 p1 - 1 there

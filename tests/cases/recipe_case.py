@@ -46,7 +46,7 @@ class Main:
 class Proof:
     """How a recipe is tested, besides its case."""
 
-    # arguments with which the bytes of a step are measured, in place of those of report/runs.py
+    # arguments with which the bytes of a step are measured, in place of those of tests/runs.py
     measured_at: dict = field(default_factory=dict)
     # other arguments with which a step sends something else; measured on 4 ranks
     variants: list = field(default_factory=list)

@@ -1,18 +1,21 @@
-"""What moves, in bytes: theory against the paper's formulas, OneFlow against theory, the page against a fresh run."""
+"""What moves, in bytes: theory against the paper's formulas, OneFlow against theory, docs/sbp-atlas.md against both."""
 
+import itertools
+import re
 from functools import partial
 
 import pytest
 
 from oneflow_cookbook.measure import theory
 from oneflow_cookbook.measure.sbp import NAMES
-from oneflow_cookbook.measure.steps import Move, tensors_and_moves
-from oneflow_cookbook.report import atlas, atlas_page, runs
+from oneflow_cookbook.measure.steps import COMPARES, Move, tensors_and_moves
 from oneflow_cookbook.start.recipe import path_of
-from tests.cases import CASES, GRAPH_ONLY, PROOFS, TRAINED, proven_on
+from tests import atlas, runs
+from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, TRAINED, proven_on
 from tests.cases.forward import SIGNATURES
 from tests.cases.ladder import Checks
 
+PAGE = (ROOT / "docs" / "sbp-atlas.md").read_text()
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
 # What a step of training sends is measured as a whole, in test_training.py
 RUNS = [(name, mode) for name in CASES if name not in TRAINED for mode in runs.modes(path_of(name))]
@@ -24,8 +27,8 @@ def background_calls(item):
     calls = {}
     if "atlas_tables" in item.fixturenames:
         calls = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
-    if item.originalname == "test_page_is_that_of_this_run":
-        calls = atlas_page.calls()
+    if item.originalname == "test_page_has_the_bytes_of_the_mesh":
+        wanted = [("two_d_sbp", 4, mode) for mode in runs.MODES]
     for name, n, mode in wanted:
         run = partial(runs.recipe_run, path=path_of(name), mode=mode, **PROOFS[name].measured_at)
         calls["run", name, n, mode] = (n, run)
@@ -50,26 +53,90 @@ def near(sent, wanted, *what):
     Checks.that(abs(sent - wanted) <= 0.02 * wanted + CONTROL * (wanted < 1e6), *what, "sent", sent, "not", wanted)
 
 
+def part_of_page(name):
+    """What the page has between <!-- name --> and <!-- end -->."""
+    [text] = re.findall(f"<!-- {name} -->(.*?)<!-- end -->", PAGE, flags=re.DOTALL)
+    return text.strip()
+
+
+def rows(text):
+    """The rows of a table, each a list of cells, without its head."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return lines[2:]
+
+
+def pairs_in(words):
+    """The pairs of SBPs of a row: "S(0), S(1) → B" is two, and so is "S(0) ↔ S(1)"."""
+    pairs = []
+    for line in words.split("<br>"):
+        old, arrow, new = re.split(" ([→↔]) ", line)
+        olds, news = (NAMES if sbps in ("any", "the same") else sbps.split(", ") for sbps in (old, new))
+        pairs += zip(olds, news) if new == "the same" else itertools.product(olds, news)
+        pairs += itertools.product(news, olds) if arrow == "↔" else []
+    return pairs
+
+
+def rows_by_pair(text):
+    """{pair of SBPs: the other cells of its row} of a table, which has each pair once."""
+    pairs = [(pair, cells) for words, *cells in rows(text) for pair in pairs_in(words)]
+    Checks.equal(sorted(pair for pair, _ in pairs), sorted(atlas.PAIRS), "pairs of a table")
+    return dict(pairs)
+
+
+def check_cell(cell, sent, is_off, *what):
+    """A cell shows these multiples of the tensor; a single figure is that of all ranks; bold where it is_off."""
+    figures = [float(figure) for figure in re.findall(r"\d[\d.]*", cell)]
+    figures *= len(sent) if len(figures) == 1 else 1
+    are_near = len(figures) == len(sent) and not any(map(differs, sent, figures))
+    Checks.that(are_near and cell.startswith("**") == is_off, *what, "the page has", cell, "and not", sent)
+
+
+def differs(sent, formula):
+    """Whether measured bytes differ from a formula, in units of the tensor."""
+    return abs(sent - formula) > 0.02 * formula + 0.02
+
+
 def value(words, p):
     """The value of a formula of the page."""
     return eval(words.replace("2(", "2*(").replace("p²", "p**2").replace(" on average", ""), dict(p))
 
 
-@pytest.mark.parametrize("which, ranks", [("same", atlas.SAME), ("disjoint", atlas.DISJOINT)])
-def test_theory_is_that_of_the_paper(which, ranks):
-    for old, new in atlas.PAIRS:
-        for source, target in [*ranks.values(), *([([0, 1, 2], [3, 4, 5, 6])] if which == "disjoint" else [])]:
-            p = {"p": len(source), "p1": len(source), "p2": len(target)}
+def test_formulas_for_the_same_ranks_are_those_of_theory():
+    for (old, new), (words, *_) in rows_by_pair(part_of_page("same")).items():
+        collective, _, formula = words.partition("<br>")
+        Checks.equal(atlas.formula([0, 1], [0, 1], old, new).collective, collective, old, new)
+        for p, (source, target) in atlas.SAME.items():
             boxing = atlas.formula(source, target, old, new, shape=(12, 24))
-            total = value(atlas.formula_in_words(which, old, new), p)
-            Checks.that(abs(boxing.total - total) < 1e-9, which, old, new, source, target, boxing)
-            by_rank = dict.fromkeys(source, value(atlas.sent_by_each(old, new), p))
-            if which == "disjoint":
-                before, after = (value(words, p) for words in atlas.sent_to_others(old, new))
-                by_rank = {**dict.fromkeys(source, before), **dict.fromkeys(target, after)}
-            Checks.that(abs(sum(by_rank.values()) - total) < 1e-9, which, old, new, by_rank, "is not", total)
+            sent = value(formula or "0", {"p": p})
+            Checks.that(abs(boxing.total - p * sent) < 1e-9, old, new, p, boxing.total)
+            Checks.that(all(abs(part - sent) < 1e-9 for part in boxing.by_rank.values()), old, new, p, boxing.by_rank)
+
+
+def test_formulas_for_other_ranks_are_those_of_theory_and_of_the_paper():
+    for (old, new), formulas in rows_by_pair(part_of_page("formulas")).items():
+        for source, target in [*atlas.DISJOINT.values(), ([0, 1, 2], [3, 4, 5, 6])]:
+            p = {"p1": len(source), "p2": len(target)}
+            boxing = atlas.formula(source, target, old, new, shape=(12, 24))
+            of_paper = value(atlas.OTHER_RANKS.get((old[0], new[0]), "1"), p)
+            before, after = (value(words, p) for words in formulas)
+            by_rank = {**dict.fromkeys(source, before), **dict.fromkeys(target, after)}
+            Checks.that(abs(boxing.total - of_paper) < 1e-9, old, new, source, target, boxing.total)
+            Checks.that(abs(sum(by_rank.values()) - of_paper) < 1e-9, old, new, by_rank, "is not", of_paper)
             for rank, sent in (boxing.by_rank or {}).items():
-                Checks.that(abs(sent - by_rank[rank]) < 1e-9, which, old, new, "rank", rank, boxing)
+                Checks.that(abs(sent - by_rank[rank]) < 1e-9, old, new, "rank", rank, sent)
+
+
+@pytest.mark.parametrize("which", ["same", "disjoint"])
+def test_page_explains_each_deviation(which):
+    explained = {
+        (mode, which, *pair)
+        for pairs, mode in re.findall(
+            r"^- \*\*(.*), (eager|graph)\*\*\.", part_of_page(f"{which}_deviations"), re.MULTILINE
+        )
+        for words in pairs.split(" and ")
+        for pair in pairs_in(words)
+    }
+    assert explained == {key for key in atlas.DEVIATIONS if key[1] == which}
 
 
 def test_theory_of_uneven_blocks_and_meshes():
@@ -86,10 +153,10 @@ def test_theory_of_uneven_blocks_and_meshes():
     assert total((4, 4), "P, P", mesh, "B, B") is None  # along both axes: no formula
 
 
-@pytest.mark.parametrize("mode", atlas.MODES)
+@pytest.mark.parametrize("mode", runs.MODES)
 @pytest.mark.parametrize("n", atlas.SAME)
 def test_conversions_send_what_theory_says_or_what_is_known(atlas_tables, n, mode):
-    whole = 4 * atlas.SHAPE[0] * atlas.SHAPE[1]
+    whole = atlas.WHOLE
     for source, target in (atlas.SAME[n], atlas.DISJOINT[n]):
         for old, new in atlas.PAIRS:
             sent = [
@@ -154,7 +221,67 @@ def key_of(mode, boxing):
     return (mode, atlas.kind(ranks, new_ranks), old, new) if "," not in old else None
 
 
-def test_page_is_that_of_this_run(measured):
-    text = atlas_page.page({key: measured(*key) for key in atlas_page.calls()})
-    difference = atlas_page.differs(atlas_page.ATLAS.read_text(), text)
-    assert difference is None, f"{atlas_page.ATLAS}: {difference}; ./launch.sh docs makes it anew"
+def test_page_has_the_bytes_of_conversions_on_the_same_ranks(atlas_tables):
+    page = rows_by_pair(part_of_page("same"))
+    assert rows(part_of_page("example")) == [["S(0) → B", *page["S(0)", "B"]]]
+    for pair, (_, *cells) in page.items():
+        for mode, cell in zip(runs.MODES, cells):
+            sent, are_off = [], []
+            for source, target in atlas.SAME.values():
+                by_rank = atlas_tables["conversions", tuple(source), tuple(target), mode][pair]
+                sent.append(sum(by_rank) / len(by_rank))  # all ranks send the same: see above
+                are_off.append(differs(sum(by_rank), atlas.formula(source, target, *pair).total))
+            check_cell(cell, sent, any(are_off), pair, mode)
+
+
+@pytest.mark.parametrize("source, target", atlas.DISJOINT.values())
+def test_page_has_the_bytes_of_conversions_to_other_ranks(atlas_tables, source, target):
+    table = part_of_page("disjoint").partition(f"### {source} → {target}\n")[2].partition("###")[0]
+    for pair, (formula, *cells) in rows_by_pair(table).items():
+        boxing = atlas.formula(source, target, *pair)
+        for mode, cell in zip(runs.MODES, cells):
+            sent = atlas_tables["conversions", tuple(source), tuple(target), mode][pair]
+            if boxing.by_rank is None:
+                check_cell(formula.replace(" from any", ""), [boxing.total], False, pair)
+                is_off = differs(sum(sent), boxing.total)
+            else:
+                by_rank = [boxing.by_rank.get(rank, 0.0) for rank in range(len(sent))]
+                check_cell(formula, by_rank, False, pair)
+                is_off = any(map(differs, sent, by_rank))
+            check_cell(cell, sent, is_off, pair, mode)
+        assert ("from any" in formula) == (boxing.by_rank is None)
+
+
+def test_page_has_the_bytes_of_matmuls(atlas_tables):
+    legal = {f"{x} @ {w} = {out}" for (x, w), out in theory.MATMUL.items()}
+    assert sorted(part_of_page("legal").splitlines()) == sorted(f"- {words}" for words in legal)
+    page = {words: cells for words, *cells in rows(part_of_page("signatures"))}
+    measured = {mode: atlas_tables["signatures", 2, "equal", mode] for mode in runs.MODES}
+    products = {f"{x} @ {w} = {out}": (x, w) for (x, w), (out, _) in measured["eager"].items()}
+    assert set(products) == {*page, *legal} and len(page) + len(legal) == len(atlas.PAIRS)
+    for words, (moves, *cells) in page.items():
+        inputs = [
+            {"sbp": sbp, "ranks": [0, 1], "shape": shape, "item": 4}
+            for sbp, shape in zip(products[words], atlas.MATMULS["equal"])
+        ]
+        [(operand, boxing)] = theory.matmul_boxings(inputs, {"sbp": words.partition(" = ")[2]})
+        assert moves == f"{operand} {boxing.change.replace('->', '→')}, {boxing.collective}"
+        for mode, cell in zip(runs.MODES, cells):
+            sent = measured[mode][products[words]][1]
+            check_cell(cell, [sum(sent) / len(sent) / boxing.size], False, words, mode)
+
+
+def test_page_has_the_bytes_of_the_mesh(measured):
+    items = {mode: tensors_and_moves(measured("run", "two_d_sbp", 4, mode)) for mode in runs.MODES}
+    moves = [item for item in items["eager"] if isinstance(item, Move) and item.collective != COMPARES]
+    page = rows(part_of_page("mesh"))
+    assert len(page) == len(moves)
+    for (step, collective, formula, cell), move in zip(page, moves):
+        assert step.replace("→", "->").split("<br>") == [words for words in (move.what, move.change) if words]
+        assert collective == move.collective
+        by_formula = [(move.by_rank or {}).get(rank, 0) / move.size for rank in range(4)]
+        sent = [count / move.size for count in move.sent]
+        check_cell(formula, by_formula, False, step)
+        check_cell(cell, sent, any(map(differs, sent, by_formula)), step)
+    [call] = [item for item in items["graph"] if isinstance(item, Move) and item.sent and item.formula]
+    check_cell(part_of_page("mesh_graph"), [sum(call.sent) / call.formula], False, "the mesh in a graph")

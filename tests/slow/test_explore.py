@@ -14,8 +14,8 @@ from oneflow_cookbook.explore.matmul_runs import CONTROL, MESH_NAMES, RANKS
 from oneflow_cookbook.measure.sbp import NAMES, Layout
 from oneflow_cookbook.measure.theory import Boxing, lines
 from oneflow_cookbook.plan import formulas
-from oneflow_cookbook.report import atlas
 from oneflow_cookbook.start.recipe import load, path_of
+from tests import atlas
 from tests.browser import Browser
 from tests.cases import CASES, ROOT, pipelines
 from tests.cases.ladder import Checks
@@ -145,13 +145,13 @@ def test_drawn_numbers_and_bytes_are_those_of_the_runs(opened, which):
     states = [
         (*pair.split(" @ "), to, mode)
         for pair, entry in RUNS["runs"][which].items()
-        for to, mode in itertools.product(["", *entry.get("to", {})], atlas.MODES)
+        for to, mode in itertools.product(["", *entry.get("to", {})], matmul_runs.MODES)
     ]
     assert len(states) == (512 if which == "2x2" else 160)
     states = states[::3]
     names = {x for x, *_ in states}
     assert len(names) == (16 if which == "2x2" else 4) and names == {w for _, w, *_ in states}
-    assert {mode for *_, mode in states} == set(atlas.MODES)
+    assert {mode for *_, mode in states} == set(matmul_runs.MODES)
     whole = [[*place, number] for place, number in np.ndenumerate(VALUES["out"])]
     browser = opened("#lang=en")
     parts = [browser.run(DRAWN, which, states[first : first + 32]) for first in range(0, len(states), 32)]

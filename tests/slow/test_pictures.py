@@ -15,10 +15,10 @@ import pytest
 
 from oneflow_cookbook.measure.events import layout
 from oneflow_cookbook.measure.steps import bytes_of
-from oneflow_cookbook.report import atlas
-from oneflow_cookbook.report.runs import MEASURE_SCRIPT, with_mode
 from oneflow_cookbook.start import recipe
+from tests import atlas
 from tests.cases import ROOT, reference_transformer
+from tests.runs import MEASURE_SCRIPT, with_mode
 
 PICTURES = ROOT / "docs" / "pictures"
 NAMES = sorted(path.stem for path in PICTURES.glob("*.svg"))

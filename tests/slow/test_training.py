@@ -2,8 +2,8 @@
 
 import pytest
 
-from oneflow_cookbook.report import runs
 from oneflow_cookbook.start.recipe import path_of
+from tests import runs
 from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, TRAINED, proven_on
 from tests.cases.ladder import OBSERVE, Checks
 from tests.pools import step_call

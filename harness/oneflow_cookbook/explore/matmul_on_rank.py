@@ -1,11 +1,13 @@
-"""Multiply two matrices in pairs of SBPs on this rank: what it holds, and the bytes that it sends."""
+"""Multiply two matrices in pairs of SBPs, and convert between SBPs: what this rank holds, and what it sends."""
+
+import functools
 
 import numpy as np
 import oneflow as flow
 
 from oneflow_cookbook.explore.shards import shard
 from oneflow_cookbook.measure.graph import FunctionGraph
-from oneflow_cookbook.measure.sbp import Layout, label, label_of_proto, sbp_of
+from oneflow_cookbook.measure.sbp import NAMES, Layout, label, label_of_proto, sbp_of
 from oneflow_cookbook.measure.sent import sent_by
 
 
@@ -60,12 +62,32 @@ def bytes_sent(pairs, ranks, shapes, graph):
     placement, measured = flow.placement("cpu", ranks), {}
     for pair in pairs:
         x, w = (flow.ones(*shape, placement=placement, sbp=sbps_of(sbp)) for shape, sbp in zip(shapes, pair))
-        function = FunctionGraph(flow.matmul) if graph else flow.matmul
-        if graph:
-            function._compile(x, w)  # so that only its call is measured
+        function = compiled(flow.matmul, x, w) if graph else flow.matmul
         out, sent = sent_by(lambda function=function, x=x, w=w: function(x, w))
         measured[pair] = label(out.sbp), sent, inputs_of(function).get(pair) if graph else None
     return measured
+
+
+def conversions(shape, source, target, graph):
+    """Convert a tensor of this shape from each SBP on the ranks `source` to each on the ranks `target`. Collective.
+
+    Returns {(old SBP, new SBP): bytes that this rank sent}.
+    """
+    ranks, measured = flow.placement("cpu", target), {}
+    for old in NAMES:
+        x = flow.ones(*shape, placement=flow.placement("cpu", source), sbp=sbp_of(old))
+        for new in NAMES:
+            convert = functools.partial(flow.Tensor.to_global, placement=ranks, sbp=sbp_of(new))
+            function = compiled(convert, x) if graph else convert
+            _, measured[old, new] = sent_by(lambda function=function, x=x: function(x))
+    return measured
+
+
+def compiled(function, *tensors):
+    """A graph of a function of tensors, which has been built for these, so that only its call is measured."""
+    graph = FunctionGraph(function)
+    graph._compile(*tensors)
+    return graph
 
 
 def inputs_of(graph):

@@ -23,7 +23,6 @@ import numpy as np
 from oneflow_cookbook.explore.shards import multiplied_sbps
 from oneflow_cookbook.measure.sbp import NAMES
 from oneflow_cookbook.pool import Pool
-from oneflow_cookbook.report import atlas
 from oneflow_cookbook.start.recipe import ROOT
 
 PATH = ROOT / "docs" / "explore" / "runs.js"
@@ -32,12 +31,12 @@ VALUES = {
     "x": np.array([[1, 2, 3, 4], [5, 6, 7, 8], [8, 7, 6, 5], [4, 3, 2, 1]]),
     "w": np.array([[1, 4, 2, 3], [3, 1, 4, 2], [2, 3, 1, 5], [4, 2, 3, 1]]),
 }
-SHAPES = atlas.MATMULS["equal"]  # where bytes are measured: large, so that OneFlow's own messages hardly count
+MODES = ("eager", "graph")
+SHAPES = ((720, 720), (720, 720))  # where bytes are measured: large, so that OneFlow's own messages hardly count
 RANKS = {"1": [0], "2": [0, 1], "3": [0, 1, 2], "4": [0, 1, 2, 3], "2x2": [[0, 1], [2, 3]]}
 MESH_NAMES = tuple(", ".join(pair) for pair in itertools.product(NAMES, NAMES))
 CONTROL = 15_000  # bytes of OneFlow's own messages that a rank sends at most for one call: 5,500 were seen
 FUNCTIONS = "oneflow_cookbook.explore.matmul_on_rank"
-CONVERSIONS = "oneflow_cookbook.measure.conversions"
 
 
 def pairs_of(which):
@@ -100,7 +99,7 @@ def without_equal(modes):
 
 def entry_of(pair, ranks, shown, measured, conversions):
     """The entry of one pair. shown, measured, conversions: {mode: results}; no conversions on a mesh."""
-    by_mode = {mode: shown[mode][pair] for mode in atlas.MODES}
+    by_mode = {mode: shown[mode][pair] for mode in MODES}
     modes = {mode: matmul(pair, ranks, results, measured[mode][pair]) for mode, results in by_mode.items()}
     entry = {name: [rows(result[name]) for result in by_mode["eager"]] for name in "xw"}
     entry.update(without_equal(modes))
@@ -116,7 +115,7 @@ def measured_on(pool, which, pairs=None):
     """{pair: its entry} for one of RANKS, on a pool of its size. pairs: of SBPs, by default all."""
     ranks, pairs, line = RANKS[which], pairs or pairs_of(which), which != "2x2"
     shown, measured, conversions = {}, {}, {}
-    for mode in atlas.MODES:
+    for mode in MODES:
         how = {"ranks": ranks, "graph": mode == "graph"}
         values = [value.tolist() for value in VALUES.values()]
         shown[mode] = call_on_pairs(pool, "products", pairs, values=values, targets=NAMES if line else (), **how)
@@ -125,7 +124,7 @@ def measured_on(pool, which, pairs=None):
             measured[mode].update(call_on_pairs(pool, "bytes_sent", pairs[first : first + 16], shapes=SHAPES, **how))
         if line:
             where = {"source": ranks, "target": ranks, "shape": SHAPES[0]}
-            conversions[mode] = pool.call(f"{CONVERSIONS}:conversions", graph=mode == "graph", **where)
+            conversions[mode] = pool.call(f"{FUNCTIONS}:conversions", graph=mode == "graph", **where)
     return {key(*pair): entry_of(pair, ranks, shown, measured, conversions) for pair in pairs}
 
 

@@ -1,4 +1,4 @@
-"""The tensors and moves of a script in order, for `show`, `bytes` and the atlas."""
+"""The tensors and moves of a script in order, for `show` and `bytes`."""
 
 import re
 from collections import defaultdict

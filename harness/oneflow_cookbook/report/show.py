@@ -20,7 +20,6 @@ from oneflow_cookbook.measure.steps import IMPLICIT, Move, steps_in, tensors_and
 from oneflow_cookbook.pool import Pool, PoolError
 from oneflow_cookbook.report import drawing
 from oneflow_cookbook.report.drawing import times_in_words
-from oneflow_cookbook.report.runs import MEASURE_SCRIPT, MEMORY
 from oneflow_cookbook.report.shorten import left_out_in_words, shortened
 from oneflow_cookbook.report.verdict import verdict
 from oneflow_cookbook.start import recipe
@@ -30,6 +29,8 @@ from oneflow_cookbook.start.options import Parser, checked, file_of
 from oneflow_cookbook.start.output import say
 from oneflow_cookbook.start.signals import exit_at
 
+MEASURE_SCRIPT = "oneflow_cookbook.measure.script:measure_script"
+MEMORY = "oneflow_cookbook.measure.rank_memory:memory"
 MEMORY_IN_WORDS = (
     "Peak: how much the resident memory of the process grew while the script ran, numpy's arrays and OneFlow's own "
     "buffers (tens of MB) included, the memory of a GPU not. Weights, gradients and optimizer state: counted from the "

@@ -1,8 +1,8 @@
 """Run recipes on pools of ranks: record a run, and measure the cost of a training step."""
 
-from oneflow_cookbook.report.atlas import MODES
 from oneflow_cookbook.start.recipe import entry, path_of
 
+MODES = ("eager", "graph")
 MEMORY = "oneflow_cookbook.measure.rank_memory:memory"
 MEASURE_SCRIPT = "oneflow_cookbook.measure.script:measure_script"
 PER_STEP = "oneflow_cookbook.measure.training:per_step"
