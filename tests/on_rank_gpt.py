@@ -6,23 +6,14 @@ from dataclasses import dataclass, field
 import oneflow as flow
 
 from oneflow_cookbook.measure.entry import call_entry
-from oneflow_cookbook.measure.frames import arrays_by_name, optimizer_state
-from oneflow_cookbook.measure.graph import training_bytes
-from oneflow_cookbook.measure.observe import RECORDED, observed
-from oneflow_cookbook.measure.rank_memory import memory_size
-from oneflow_cookbook.measure.recorder import Recorder
+from oneflow_cookbook.measure.rank_memory import bytes_held, memory_size
 from oneflow_cookbook.measure.sbp import label
 from oneflow_cookbook.measure.sent import quiet
 from oneflow_cookbook.measure.tensors import snapshot
 from oneflow_cookbook.start import recipe
+from tests.on_rank_recipe import RECORDED, RecipeRecorder, arrays_by_name, observed, optimizer_state
 
 COUNTED = (2, 3)  # steps after which the bytes are read: the first one connects the ranks
-
-
-def local_bytes(tensors):
-    """The bytes of this rank's shards: none outside the placement."""
-    shards = [tensor.to_local() for tensor in tensors]
-    return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
 def variables_of_train():
@@ -34,8 +25,8 @@ def variables_of_train():
 
 
 @dataclass
-class StepRecorder(Recorder):
-    """A Recorder that also looks at the end of each step, where the script reads its loss."""
+class StepRecorder(RecipeRecorder):
+    """A RecipeRecorder that also looks at the end of each step, where the script reads its loss."""
 
     logits: set = field(default_factory=set)  # the SBPs of what the cross-entropy takes
     first: dict = field(default_factory=dict)  # the moments after the first step, by name
@@ -60,12 +51,8 @@ class StepRecorder(Recorder):
         moments = optimizer_state(variables, parameters)
         copies = {name: tensor.clone() for name, tensor in moments.items()}  # numpy's array is the tensor's own
         self.first = {f"{name} in step 1": snapshot(tensor) for name, tensor in copies.items()}
-        gradients = [] if graph else [parameter.grad for parameter in parameters.values()]
-        self.state_bytes = {
-            "weights": local_bytes(parameters.values()),
-            "gradients": training_bytes(graph, flow.env.get_rank())["gradients"] if graph else local_bytes(gradients),
-            "moments": local_bytes(moments.values()),
-        }
+        owners = ([], [graph]) if graph else ([variables["optimizer"]], [])
+        self.state_bytes = bytes_held(parameters.values(), *owners)
 
 
 def trained(path, sums=0, **arguments):

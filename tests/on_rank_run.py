@@ -6,17 +6,15 @@ import numpy as np
 import oneflow as flow
 
 from oneflow_cookbook.measure.entry import call_entry
-from oneflow_cookbook.measure.frames import optimizer_state
-from oneflow_cookbook.measure.observe import RECORDED, observed
-from oneflow_cookbook.measure.recorder import Recorder
 from oneflow_cookbook.measure.sent import sent_by
 from oneflow_cookbook.measure.tensors import snapshot
 from oneflow_cookbook.start import recipe
+from tests.on_rank_recipe import RECORDED, RecipeRecorder, observed, optimizer_state
 
 
 def trained(path, **arguments):
     """Train training_run.py; returns what `observe` does, with its weights before and after ("new") and moments."""
-    recorder = Recorder()
+    recorder = RecipeRecorder()
     _, seen = observed(path, recorder, **arguments)
     model = seen.outer["model"]
     parameters = dict(model.named_parameters())

@@ -1,11 +1,11 @@
 """Run recipes on pools of ranks: record a run, and measure the cost of a training step."""
 
-from oneflow_cookbook.start.recipe import entry, path_of
+from oneflow_cookbook.start.recipe import ROOT, entry, path_of
 
 MODES = ("eager", "graph")
 MEMORY = "oneflow_cookbook.measure.rank_memory:memory"
 MEASURE_SCRIPT = "oneflow_cookbook.measure.script:measure_script"
-PER_STEP = "oneflow_cookbook.measure.training:per_step"
+PER_STEP = f"{ROOT / 'tests' / 'on_rank_recipe.py'}:per_step"
 # The sizes at which runs and steps are measured.
 SIZES = dict(batch=480, in_features=720, hidden_size=960, out_features=1080, rows=480, columns=1080, steps=1)
 TRAINING_SIZES = dict(batch=384, in_features=384, hidden_size=768, out_features=384)

@@ -16,6 +16,7 @@ from oneflow_cookbook.plan.megatron import ROWS, first_layouts, modelled, proble
 from oneflow_cookbook.plan.model import ConfigError, Model, of_config
 from oneflow_cookbook.start.recipe import load, path_of
 from tests.cases import ROOT
+from tests.cases.ladder import MAIN
 from tests.jobs import Run
 from tests.markdown import blocks
 
@@ -237,9 +238,8 @@ def test_printed_command_runs_gpt_py(pools):
     *_, command = plan.answer(plan.parser().parse_args(options))[0]
     front, arguments = command.replace("\\\n", "").split(" gpt ")
     assert front.split() == ["./launch.sh", "-n", "2"]
-    main = "oneflow_cookbook.measure.main:main_of"
     short = ["--steps", "1"]
-    for code, _, err in pools(2).call(main, path=str(path_of("gpt")), arguments=[*arguments.split(), *short]):
+    for code, _, err in pools(2).call(MAIN, path=str(path_of("gpt")), arguments=[*arguments.split(), *short]):
         assert code == 0, err
 
 

@@ -21,9 +21,9 @@ MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 
 def multiplied(path, x, w, graph):
     """On a rank: the recipe's shard of out, its matmuls (SBP, ranks, shape), and whether each is in a graph."""
-    from oneflow_cookbook.measure.recorder import Recorder
+    from tests.on_rank_recipe import RecipeRecorder
 
-    recorder = Recorder(SCALE)
+    recorder = RecipeRecorder(matmul_scale=SCALE)
     with recorder.recording():
         shard = load(path).multiply(x, w, graph, "cpu")
     return shard, recorder.matmuls, recorder.lazy

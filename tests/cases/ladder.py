@@ -4,11 +4,11 @@ import tempfile
 
 import numpy as np
 
-from tests.cases import CASES, TRAINED, modes, proven_on, reference, sizes_of
+from tests.cases import CASES, ROOT, TRAINED, modes, proven_on, reference, sizes_of
 from tests.cases.reference import Value
 
-OBSERVE = "oneflow_cookbook.measure.observe:observe"
-MAIN = "oneflow_cookbook.measure.main:main_of"
+ON_RANK = ROOT / "tests" / "on_rank_recipe.py"
+OBSERVE, MAIN = f"{ON_RANK}:observe", f"{ON_RANK}:main_of"
 SCALE = 0.5  # of each matmul; a power of two rounds nothing, and 2.0 would make a deep gradient ill-conditioned
 
 

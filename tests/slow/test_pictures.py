@@ -185,7 +185,7 @@ def test_slots_are_those_that_tokens_take():
 def test_ranks_hold_what_is_claimed(measured, strategy):
     results = measured("held", strategy)
     for kind, by_rank in STRATEGIES[strategy]["kept"].items():
-        held = [result["kept"][kind] / result["weights"] for result in results]
+        held = [result[kind] / result["whole"] for result in results]
         assert held[: len(by_rank)] == by_rank, kind
 
 

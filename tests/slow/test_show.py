@@ -13,6 +13,7 @@ import pytest
 from oneflow_cookbook.measure.events import ONEFLOW, SCRIPT
 from oneflow_cookbook.measure.steps import Move
 from oneflow_cookbook.measure.theory import Boxing, matmul_boxings, probable_boxings
+from oneflow_cookbook.report import run
 from oneflow_cookbook.report import show as program
 from oneflow_cookbook.report.shorten import fold_blocks
 from tests.cases import ROOT
@@ -124,7 +125,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def show(pools, monkeypatch, capfd, tmp_path):
     """The program in this process, on ranks that run already; script: the text of mine.py in the current folder."""
-    monkeypatch.setattr(program, "Pool", lambda n, timeout: contextlib.nullcontext(pools(n)))
+    monkeypatch.setattr(run, "Pool", lambda n, timeout: contextlib.nullcontext(pools(n)))
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
 
     def call(command, *arguments, script=None, code=0):

@@ -17,7 +17,6 @@ class Event:
     name: str  # of the function; of a graph its class
     inputs: list = field(default_factory=list)
     outputs: list = field(default_factory=list)
-    lazy: bool = False  # whether a graph was being built
     line: int = 0  # of the script; 0 outside of it
     text: str = ""  # of that line
     layer: str = ""  # path of the innermost module around it, such as "blocks.0.up"; "" outside of modules

@@ -138,32 +138,3 @@ def training_bytes(graph, rank):
         elif op.name in variables and op.name.rpartition("-")[0] in variables:  # "w-m" beside "w"
             totals["state"] += bytes_of(op, "out", op.variable_conf)
     return totals
-
-
-def without_identity(graph):
-    """The names of the parameters that a graph with micro-batches reads without identity.
-
-    The last micro-batch's backward may read such a parameter while the optimizer changes it, rarely and silently.
-    """
-    job = graph._forward_job_proto  # before OneFlow optimizes it
-    if job.job_conf.num_gradient_accumulation_steps < 2:
-        return []
-    parameters = {op.name: op.name for op in job.net.op if op.WhichOneof("op_type") == "variable_conf"}
-    unprotected = set()
-    for op in job.net.op:
-        for lbn in (lbn for lbns in op.user_conf.input.values() for lbn in lbns.s):
-            parameter = parameters.get(lbn.split("/")[0])
-            if parameter and op.user_conf.op_type_name == "repeat":  # OneFlow adds it, for the micro-batches
-                parameters[op.name] = parameter
-            elif parameter and op.user_conf.op_type_name != "identity":
-                unprotected.add(parameter)
-    return sorted(unprotected)
-
-
-def recomputed(graph):
-    """{type of op: number of ops that backward computes again} because of activation checkpointing."""
-    kinds = {}
-    for op in graph._full_job_proto.net.op:
-        if op.name.startswith("Sys-Checkpointing-Fake-Fw-Op_"):
-            kinds[op.user_conf.op_type_name] = kinds.get(op.user_conf.op_type_name, 0) + 1
-    return kinds

@@ -1,11 +1,11 @@
 """Name the tensors of a script: a parameter after its path in the module, others after their variable."""
 
+import contextlib
 import re
 import sys
 
 import oneflow as flow
 
-from oneflow_cookbook.measure.frames import returns_of
 from oneflow_cookbook.measure.tensors import describe, layout_of
 
 # Nodes of autograd between a parameter and its use that leave its gradient the same.
@@ -26,6 +26,30 @@ def tensors_inside(name, value, module):
     elif type(value).__module__ == module and hasattr(value, "__dict__"):
         pairs = [(f"{name}.{key}", item) for key, item in vars(value).items()]
     return [(path, item) for path, item in pairs if isinstance(item, flow.Tensor)]
+
+
+def of_sequential(path, in_a_list=False):
+    """The path of a parameter as recipes call it: "w0" for "0.w", the w of part 0 of a Sequential.
+
+    in_a_list: whether "layers.0.w" is w0, too.
+    """
+    return re.sub(r"^(?:\w+\.)?(\d+)\.(\w+)$" if in_a_list else r"^(\d+)\.(\w+)$", r"\2\1", path)
+
+
+@contextlib.contextmanager
+def returns_of(path, handler):
+    """Inside it, handler(frame) is called when the file at `path`, or a function of it, returns."""
+
+    def look(frame, event, _):
+        if event == "return" and frame.f_code.co_filename == path:
+            handler(frame)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 class Names:
@@ -173,6 +197,5 @@ class Names:
         names = {}
         for key, (path, module) in self.parameters.items():
             variable = self.modules[module]
-            of_sequential = re.sub(r"^(\d+)\.(\w+)$", r"\2\1", path)  # the w of part 0 is w0, as recipes call it
-            names[key] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else of_sequential
+            names[key] = f"{variable}.{path}" if variable and len(owners[path]) > 1 else of_sequential(path)
         return names

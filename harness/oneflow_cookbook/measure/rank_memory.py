@@ -15,9 +15,7 @@ WATCHED = ("module", "backward", "update", "graph")  # kinds of calls after whic
 class Held:
     """The most bytes of each kind that this rank holds of a script's tensors.
 
-    weights: the parameters of the modules that it calls and of its optimizers; gradients, state: theirs. Those
-    of a graph cannot be seen from outside: they are computed from the compiled graph, gradients as its optimizers read
-    them.
+    weights: the parameters of the modules that it calls and of its optimizers; gradients, state: theirs.
     """
 
     def __init__(self):
@@ -31,30 +29,33 @@ class Held:
         owners = {"module": self.modules, "update": self.optimizers, "graph": self.graphs}
         if call.kind in owners:
             owners[call.kind].add(call.arguments[0])
-        for kind, count in self.bytes_now().items():
+        for kind, count in bytes_held(self.parameters(), self.optimizers, self.graphs).items():
             self.most[kind] = max(self.most[kind], count)
         return result
 
-    def bytes_now(self):
-        """{kind: bytes} at this moment."""
-        in_graphs = [training_bytes(graph, flow.env.get_rank()) for graph in self.graphs]
-        parameters = {id(parameter): parameter for parameter in self.parameters()}.values()
-        gradients = [parameter.grad for parameter in parameters if parameter.is_leaf and parameter.requires_grad]
-        states = [value for optimizer in self.optimizers for value in optimizer._state.values()]
-        states = [tensor for value in states if isinstance(value, dict) for tensor in value.values()]
-        return {
-            "weights": sum(map(local_bytes, parameters)),
-            "gradients": sum(map(local_bytes, gradients)) + sum(held["gradients"] for held in in_graphs),
-            "state": sum(map(local_bytes, states)) + sum(held["state"] for held in in_graphs),
-        }
-
     def parameters(self):
         modules = [*self.modules, *(module for graph in self.graphs for module in modules_in(graph).values())]
-        for module in modules:
-            yield from module.parameters()
+        parameters = [parameter for module in modules for parameter in module.parameters()]
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                yield from group.parameters
+            parameters += [parameter for group in optimizer.param_groups for parameter in group.parameters]
+        return {id(parameter): parameter for parameter in parameters}.values()  # each once
+
+
+def bytes_held(parameters, optimizers, graphs):
+    """{"weights", "gradients", "state": bytes of these that this rank holds now}.
+
+    Gradients and state of a graph cannot be seen from outside: they are computed from the compiled graph, gradients as
+    its optimizers read them.
+    """
+    in_graphs = [training_bytes(graph, flow.env.get_rank()) for graph in graphs]
+    gradients = [parameter.grad for parameter in parameters if parameter.is_leaf and parameter.requires_grad]
+    states = [value for optimizer in optimizers for value in optimizer._state.values()]
+    states = [tensor for value in states if isinstance(value, dict) for tensor in value.values()]
+    return {
+        "weights": sum(map(local_bytes, parameters)),
+        "gradients": sum(map(local_bytes, gradients)) + sum(of_graph["gradients"] for of_graph in in_graphs),
+        "state": sum(map(local_bytes, states)) + sum(of_graph["state"] for of_graph in in_graphs),
+    }
 
 
 def local_bytes(tensor):

@@ -15,7 +15,7 @@ import oneflow as flow
 from oneflow_cookbook.measure.events import GRADIENT, SCRIPT, Event
 from oneflow_cookbook.measure.graph import modules_in
 from oneflow_cookbook.measure.names import Names, layout_and_shape
-from oneflow_cookbook.measure.recorder import Recorder, tensors_of
+from oneflow_cookbook.measure.recorder import Recorder
 from oneflow_cookbook.measure.sbp import label
 from oneflow_cookbook.measure.sent import growth, quiet, sent_by
 from oneflow_cookbook.measure.tensors import describe, is_whole, tensors_in
@@ -39,7 +39,7 @@ class Trace(Recorder):
     operand by itself.
     """
 
-    keeps_initial: bool = False
+    events: list = field(default_factory=list)
     path: str = ""  # of the script
     others: tuple = ()  # paths of more files that belong to it
     similar: dict = field(default_factory=dict)  # signature of a step -> the events with this signature
@@ -115,6 +115,10 @@ class Trace(Recorder):
         described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
         return Event(kind, name, *described, line=line, text=text, **fields)
 
+    def of_kind(self, kind):
+        """The events of a kind of call."""
+        return [event for event in self.events if event.kind == kind]
+
     def add_event(self, event, similar):
         """Add an event to the record, and to `similar`, the list of the events of the same step."""
         similar.append(event)
@@ -151,6 +155,9 @@ class Trace(Recorder):
             layout = self.source_of(tensor), tensor.placement, call.keywords.get("grad_sbp")
             result.register_hook(functools.partial(self.move_gradient, *layout))
         return result
+
+    def see_read(self, call):
+        return self.record(call)
 
     def source_of(self, tensor):
         """What to name the gradient of a tensor after: a parameter's id, else the layer or the line it is used in."""
@@ -277,7 +284,11 @@ class Trace(Recorder):
         self.names.add_module(module)
         name = self.names.modules[module] or type(module).__name__
         options = str([*call.arguments[1:], *call.keywords.values()])
-        result = self.measured(call, tensors_of(module), options, name, lambda _: tensors_of(module))
+
+        def tensors(_=None):
+            return [*module.parameters(), *module.buffers()]
+
+        result = self.measured(call, tensors(), options, name, tensors)
         self.names.add_module(module)
         return result
 

@@ -1,9 +1,10 @@
-"""Draw what a script did on a terminal: a row for each tensor, with the ranks side by side, and the moves between."""
+"""Draw what a script did on a terminal: its tensors, with the ranks side by side, the moves between, and its bytes."""
 
 from itertools import chain, zip_longest
 
 import numpy as np
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from oneflow_cookbook.measure.steps import BY_PART, IMPLICIT, Tensor
@@ -133,3 +134,44 @@ def times_in_words(move, form):
     times = f"{move.times} times" if move.times > 1 else ""
     words = f"{times} each".strip() if move.equal > 1 else times
     return form.format(words) if words else ""
+
+
+def bytes_table(title, moves, outside):
+    """The bytes of each move as a table of rich. outside: those that each rank sent outside of them."""
+    table = Table(title=f"bytes that leave each rank: {title}", title_justify="left", expand=False)
+    for name in ("line", "step", "collective"):
+        table.add_column(name, overflow="fold")
+    for name in (*(f"rank {rank}" for rank in range(len(outside))), "all ranks", "formula", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for move in moves:
+        table.add_row(*map(Text, cells_of(move, len(outside))))  # in a plain str, [...] would be markup
+    table.add_section()
+    sent = [f"{number:,}" for number in (*outside, sum(outside))]
+    between = "between the steps: making tensors, building graphs, operators outside of layers"
+    table.add_row("", between, "", *sent, "", "")
+    return table
+
+
+def cells_of(move, world_size):
+    """The cells of a move in the table of bytes."""
+    line = str(move.line) if move.line else ""
+    what = move.what + (f" ({move.change})" if move.change and move.change != move.collective else "")
+    formula = "" if move.formula is None else f"{move.formula:,.0f}"
+    if move.sent is None:  # a boxing in a graph, of which only the whole call is measured
+        return [line, f"  {what}", move.collective, *[""] * world_size, "", formula, ""]
+    total, about = sum(move.sent), "" if move.is_exact else "~"
+    sent = [f"{about}{number:,}" for number in (*move.sent, total)]
+    ratio = f"{total / move.formula:.3f}" if move.formula and move.is_exact else ""
+    return [line, what + times_in_words(move, ", {}"), move.collective, *sent, formula, ratio]
+
+
+def memory_table(memory):
+    """The peak of each rank's memory, and what it is made of. memory: of rank_memory.memory, by rank."""
+    table = Table(title="\npeak of each rank's memory", title_justify="left")
+    for name in ("rank", "peak", "weights", "gradients", "optimizer state", "rest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank, held in enumerate(memory):
+        kinds = [held["weights"], held["gradients"], held["state"]]
+        rest = max(0, held["peak"] - sum(kinds))
+        table.add_row(str(rank), *map(bytes_in_words, [held["peak"], *kinds, rest]))
+    return table

@@ -1,11 +1,32 @@
-"""The last line of `show` and `bytes`: what the script moves in a step, and what OneFlow adds."""
+"""The last lines of `show` and `bytes`: what the script moves in a step, and what OneFlow adds."""
 
 import re
 
 from oneflow_cookbook.measure.events import GRADIENT, ONEFLOW, SCRIPT
+from oneflow_cookbook.measure.steps import IMPLICIT
 from oneflow_cookbook.report.drawing import bytes_in_words
+from oneflow_cookbook.report.shorten import left_out_in_words
 
 NAMED = 6  # places that are named at most
+
+
+def notes(moves, how, has_graph):
+    """Sentences: why a measured number of bytes is not exact, and how to see what OneFlow moved inside a layer.
+
+    how: what becomes of a number that is not exact. has_graph: whether the script takes --graph.
+    """
+    if not all(move.is_exact for move in moves if move.sent is not None):
+        words = f"Tensors under 1 MB: what was measured is {how}, because OneFlow's own messages outweigh their bytes."
+        yield f"{words} Give larger sizes to compare with the formulas."
+    if any(move.collective == IMPLICIT for move in moves):
+        more = "Add --graph" if has_graph else "Run the model in an nn.Graph"
+        words = "OneFlow moved operands inside these layers; in eager mode it does not tell which ones."
+        yield f"{words} {more}: there each move is listed."
+
+
+def conclusion(moves, left_out, steps):
+    """What is not listed, and the verdict, as lines."""
+    return "\n".join(filter(None, [left_out_in_words(left_out), verdict(moves, steps)]))
 
 
 def verdict(moves, steps):

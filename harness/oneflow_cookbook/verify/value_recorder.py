@@ -23,7 +23,7 @@ class ValueRecorder(Recorder):
     """A Recorder that writes the values of global tensors, and of parameters that are local beside global ones."""
 
     def __init__(self, writer):
-        super().__init__(keeps_initial=False)
+        super().__init__()
         self.writer = writer
         self.times = Counter()  # (kind, name, place) -> how often
         self.updates = Counter()  # id of an optimizer or graph, or "by hand" -> its steps
