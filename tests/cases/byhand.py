@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.recipe_case import Case, Main, all_reduce, case_of_recipe, in_steps, weights_of
+from tests.cases.recipe_case import Case, Main, case_of_recipe, weights_of
 from tests.cases.reference import Value, mlp, mse, total
 from tests.cases.train import UNEVEN
 
@@ -29,9 +29,7 @@ def ring_all_reduce(n, graph=False, seed=0, in_features=8, out_features=4):
     return Case(
         layout,
         {**dict.fromkeys(layout, total(own)), "own": own[0]},
-        moves=[(("local", []), ("P", ranks)), all_reduce(ranks)],
         parts={"partial": own, "own": own},
-        reads=[],
         sends=[(2 * in_features - rows) * out_features for rows in not_sent],
     )
 
@@ -48,14 +46,8 @@ def on_server(values):
 
 
 def on_workers(values, n):
-    """The two matmuls of each worker, with the weights that it has fetched."""
-    matmuls, [inner, hidden], [_, outer] = [], values["w0"].exact.shape, values["w1"].exact.shape
-    for k in range(n):
-        rows = len(values[f"x{k}"].exact)
-        between = ("B", [k], (rows, hidden))
-        matmuls.append((f"x{k}", ("B", [k], (inner, hidden)), between))
-        matmuls.append((between, ("B", [k], (hidden, outer)), ("B", [k], (rows, outer))))
-    return matmuls
+    """What each worker computes: its rows, times the weights that it has fetched."""
+    return [2 * len(values[f"x{k}"].exact) * (values["w0"].exact.size + values["w1"].exact.size) for k in range(n)]
 
 
 WEIGHTS = 4 * (4 * 8 + 8 * 4)  # bytes of w0 and w1 in float32
@@ -71,14 +63,11 @@ WEIGHTS = 4 * (4 * 8 + 8 * 4)  # bytes of w0 and w1 in float32
 def parameter_server(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     values = reference.trained("momentum", steps=steps, matmul_scale=matmul_scale, **sizes)
     values = {**worker_rows(values, n), **{name: value for name, value in values.items() if name not in "xy"}}
-    moves = [(("B", [old]), ("B", [new])) for k in range(n) for old, new in ((0, k), (0, k), (k, 0))]
     weights = weights_of(values)
     return Case(
         on_server(values),
         values,
-        in_steps(graph, steps, on_workers(values, n)),
-        in_steps(graph, steps, moves),
-        reads=[("B", [0])] * steps,
+        on_workers(values, n),
         sends=[(n - 1) * weights] + [weights] * (n - 1),
     )
 
@@ -119,17 +108,11 @@ def with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes):
 )
 def async_update(n, graph=False, steps=4, sync_every=2, matmul_scale=1.0, **sizes):
     values = with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes)
-    moves, weights = [], values["w0"].exact.size + values["w1"].exact.size
-    for step in range(steps):
-        fetching = [k for k in range(n) if k < n - 1 or step % sync_every == 0]
-        moves += [(("B", [0]), ("B", [k])) for k in fetching for _ in "01"]
-        moves += [(("B", [k]), ("B", [0])) for k in range(n) for _ in "01"]
+    weights = values["w0"].exact.size + values["w1"].exact.size
     return Case(
         on_server(values),
         values,
-        on_workers(values, n) * steps,
-        moves,
+        on_workers(values, n),
         numbers=("staleness",),
-        reads=[("B", [k]) for k in range(n)] * steps,
         sends=[(n - 2 + 1 / sync_every) * weights] + [weights] * (n - 1),
     )

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.recipe_case import Case, Main, all_reduce, case_of_recipe, in_steps, placed, reduced
+from tests.cases.recipe_case import Case, Main, case_of_recipe, placed, reduced, shares
 from tests.cases.reference import Value, drawn, mse, rows_of, unknown
 
 UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}
@@ -58,8 +58,6 @@ def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
     return Case(
         {"data": local, "numbers": global_, "x": global_},
         {"data": data, "numbers": unknown(rows, 1), "x": unknown(rows, features)},
-        moves=[(local, global_)] * (2 * 2 * batches),
-        reads=[],
         claims=claims,
     )
 
@@ -90,10 +88,8 @@ def metrics(n, graph=False, seed=0, batch=25, in_features=5, classes=3, matmul_s
     return Case(
         {**placed(sbps, ranks, **sbps), "by_hand": ("local", [])},
         {"x": x, "y": y, "w": w, "out": out, "samples": samples, "sums": sums, "means": means, "by_hand": means[0]},
-        [("x", "w", "out")],
-        [all_reduce(ranks)],
-        {"sums": [samples[rows].sum(0) for rows in rows_of(batch, n)]},
-        reads=[],
+        shares(n, batch, 2 * w.exact.size),
+        parts={"sums": [samples[rows].sum(0) for rows in rows_of(batch, n)]},
     )
 
 
@@ -129,9 +125,7 @@ def batch_norm(n, graph=False, seed=0, steps=3, batch=8, in_features=4, out_feat
     return Case(
         placed(values, ranks, x=rows, y=rows, out=rows, grad="P" if graph else "B"),
         values,
-        in_steps(graph, steps, [("x", "w", (*rows, (batch, out_features)))]),
-        in_steps(graph, steps, [all_reduce(ranks)] * 2),
-        reads=[("P", ranks)] * steps,
+        shares(n, batch, 2 * w.exact.size),
         sends=[reduced(n, w.exact.size + 4 * out_features)] * n,
     )
 
@@ -185,7 +179,7 @@ def random_numbers(n, graph=False, seed=0, batch=16, features=8, dim=0):
         }
 
     layout = placed(values, ranks, split, weight="B")
-    return Case(layout, values, graph_calls=2, reads=[], claims=claims)
+    return Case(layout, values, claims=claims, sends=[0] * n)
 
 
 def beginnings(blocks):

@@ -8,15 +8,19 @@ from tests.cases.recipe_case import (
     NOT_SQUARE,
     Case,
     Main,
-    all_reduce,
     case_of_recipe,
     placed,
-    through_stages,
+    shares,
 )
 from tests.cases.reference import Value
 
 UNEVEN_LAYERS = {"batch": 7, "in_features": 6, "hidden_size": 10, "out_features": 9, "seed": 1}
 UNEVEN_TENSOR = {"rows": 7, "columns": 9, "seed": 1}
+
+
+def work_of(values):
+    """The floating-point operations of x @ w."""
+    return 2 * values["x"].exact.size * values["w"].exact.shape[1]
 
 
 @case_of_recipe(
@@ -30,8 +34,8 @@ UNEVEN_TENSOR = {"rows": 7, "columns": 9, "seed": 1}
     )
 )
 def single_device(n, graph=False, **sizes):
-    layout = placed(("x", "w", "out"), [], "local")
-    return Case(layout, reference.one_layer(**sizes), [("x", "w", "out")], reads=[])
+    values = reference.one_layer(**sizes)
+    return Case(placed(values, [], "local"), values, [work_of(values)], sends=[0])
 
 
 @case_of_recipe(
@@ -40,8 +44,11 @@ def single_device(n, graph=False, **sizes):
     )
 )
 def data_parallel(n, graph=False, **sizes):
-    layout = {"x": "S(0)", "w": "B", "out": "S(0)"}
-    return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")], reads=[])
+    layout, values = {"x": "S(0)", "w": "B", "out": "S(0)"}, reference.one_layer(**sizes)
+    batch = len(values["x"].exact)
+    return Case(
+        placed(layout, list(range(n)), **layout), values, shares(n, batch, work_of(values) / batch), sends=[0] * n
+    )
 
 
 @case_of_recipe(
@@ -50,8 +57,11 @@ def data_parallel(n, graph=False, **sizes):
     )
 )
 def model_parallel(n, graph=False, **sizes):
-    layout = {"x": "B", "w": "S(1)", "out": "S(1)"}
-    return Case(placed(layout, list(range(n)), **layout), reference.one_layer(**sizes), [("x", "w", "out")], reads=[])
+    layout, values = {"x": "B", "w": "S(1)", "out": "S(1)"}, reference.one_layer(**sizes)
+    columns = values["w"].exact.shape[1]
+    return Case(
+        placed(layout, list(range(n)), **layout), values, shares(n, columns, work_of(values) / columns), sends=[0] * n
+    )
 
 
 @case_of_recipe(
@@ -67,10 +77,8 @@ def row_parallel(n, graph=False, matmul_scale=1.0, **sizes):
     return Case(
         layout,
         {**values, "partial": out},
-        [("x", "w", "partial")],
-        moves=[all_reduce(ranks)],
+        shares(n, len(w.exact), work_of(values) / len(w.exact)),
         parts={"partial": [matmul_scale * (x[:, part] @ w[part]) for part in reference.rows_of(len(w.exact), n)]},
-        reads=[],
     )
 
 
@@ -83,14 +91,11 @@ def row_parallel(n, graph=False, matmul_scale=1.0, **sizes):
 def pipeline_parallel(n, graph=False, **sizes):
     layers = reference.layers(n, **sizes)
     layout = {"x": ("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)}, "out": ("B", [n - 1])}
-    operands = {name: ("B", [int(name[-1])], value.exact.shape) for name, value in layers.items()}
     return Case(
         layout,
         {**layers, "x": layers["x0"], "out": layers[f"out{n - 1}"]},
-        [(operands[f"x{k}"], f"w{k}", operands[f"out{k}"]) for k in range(n)],
-        through_stages(graph, [(("B", [max(k - 1, 0)]), ("B", [k])) for k in range(n)]),
+        [2 * len(layers["x0"].exact) * layers[f"w{k}"].exact.size for k in range(n)],
         stages=[(k, [k]) for k in range(n)],
-        reads=[],
     )
 
 
@@ -107,14 +112,12 @@ def hybrid_parallel(n, graph=False, **sizes):
         **{"x0": first, "w0": ("B", [0, 1]), "out0": out0},
         **{"x1": second, "w1": ("S(1)", [2, 3]), "out1": ("S(1)", [2, 3])},
     }
-    to_first_stage = [(first, first)] * graph
+    batch, (hidden, columns) = len(values["x0"].exact), values["w1"].exact.shape
     return Case(
         layout,
         values,
-        [("x0", "w0", (*first, values["out0"].exact.shape)), ("x1", "w1", "out1")],
-        to_first_stage + through_stages(graph, [(first, second)]),
+        shares(2, batch, 2 * values["w0"].exact.size) + shares(2, columns, 2 * batch * hidden),
         stages=[(0, [0, 1]), (1, [2, 3])],
-        reads=[],
     )
 
 
@@ -168,8 +171,7 @@ def cross_placement(n, graph=False, source=(), target=(), **sizes):
     pairs = [(old, new) for old in SBPS for new in SBPS]
     layout = {sbp: (sbp, source) for sbp in SBPS}
     layout.update({f"{old} -> {new}": (new, target) for old, new in pairs})
-    moves = [(("local", []), ("P", source))] + [((old, source), (new, target)) for old, new in pairs]
-    return Case(layout, dict.fromkeys(layout, x), moves=moves, parts={"P": parts}, reads=[])
+    return Case(layout, dict.fromkeys(layout, x), parts={"P": parts})
 
 
 # The SBP of out: a row for each SBP of x, a column for each of w. It depends on the sizes, as OneFlow moves what is
@@ -211,9 +213,7 @@ def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_featur
     return Case(
         layout,
         {name: values["out" if "@" in name else name[0]] for name in layout},
-        [(f"x {x}", f"w {w}", f"{x} @ {w}") for x, w in pairs],
         parts={f"{name} P": [values[name]] + [Value(0 * values[name].exact)] * (n - 1) for name in "xw"},
-        reads=[],
     )
 
 
@@ -235,9 +235,7 @@ def two_d_sbp(n, graph=False, matmul_scale=1.0, **sizes):
     return Case(
         {name: (sbp, mesh) for name, sbp in layout.items()},
         {**values, "rows": values["out"], "columns": values["out"]},
-        [("x", "w", "out")],
-        [((layout["out"], mesh), (layout[new], mesh)) for new in ("rows", "columns")],
-        reads=[],
+        [work_of(values) / 4] * 4,
     )
 
 
@@ -259,11 +257,8 @@ def global_and_local(n, graph=False, batch=4, in_features=3):
     layout = {"local": ("local", []), **{name: (sbp, ranks) for name, sbp in sbps.items()}}
     values = {"rows": np.concatenate(own), "columns": np.concatenate(own, axis=1), "total": own.sum(axis=0)}
     values.update({"value": values["total"], **dict.fromkeys(("local", "first", "sliced", "block"), own[0])})
-    to_global = [(("local", []), (sbps[name], ranks)) for name in ("rows", "columns", "total", "first")]
     return Case(
         {**layout, "block": ("local", []), "value": ("local", [])},
         {name: Value(exact) for name, exact in values.items()},
-        moves=[*to_global, (("B", ranks), ("S(0)", ranks))],
         parts=dict.fromkeys(("local", "block", "total"), [Value(tensor) for tensor in own]),
-        reads=[("P", ranks)],
     )

@@ -12,7 +12,7 @@ from oneflow_cookbook.plan.model import Model
 from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT, reference_gpt
 from tests.cases.ladder import Checks, check_operations, check_tensors, shard_of
-from tests.cases.recipe_case import PROOFS, Case, Main, Proof, in_steps
+from tests.cases.recipe_case import PROOFS, Case, Main, Proof
 from tests.cases.reference import Value
 
 TRAINED = f"{ROOT / 'tests' / 'on_rank_gpt.py'}:trained"
@@ -318,19 +318,17 @@ def case_of(mesh, exact, sizes, options):
         layout.update(dict.fromkeys(tensors, where))
     losses = Value(exact["losses"])
     losses.bound = 1e-4
-    passes = {"graph": graph, "steps": steps, "passes": options["micro_batches"]}
     clipping = clip_moves(weights.values()) if options.get("clip_grad") and not graph else []
-    moves = in_steps(forward=forward_moves(mesh, num_layers, options), after=clipping, **passes)
-    in_graph = "P, B" if options["experts"] and not options["sequence_parallel"] else "P, P"
-    read = (in_graph if graph else "B, B", stages_of(mesh)[-1])
+    forward = forward_moves(mesh, num_layers, options)
+    moves = [*forward, *clipping * steps] if graph else [*forward * options["micro_batches"], *clipping] * steps
     return Case(
         {**layout, "losses": ("B, B", [])},  # an array, which has no layout
         {**values, "losses": losses},
-        in_steps(forward=forward_matmuls(mesh, sizes, options), **passes),
-        [plain_layouts(move, mesh) for move in moves],
+        work_of(mesh, sizes, options),
+        passes=1 / options["micro_batches"] if graph else steps,
+        moves=[plain_layouts(move, mesh) for move in moves],
         stages=graph_stages(mesh, num_layers),
         recomputed=recomputed(num_layers, options),
-        reads=plain_layouts([read] * steps, mesh),
         claims=lambda ranks: mean_differences(ranks, values, layout, steps),
     )
 
@@ -388,60 +386,25 @@ def graph_stages(mesh, num_layers):
     return [(stage, stages_of(mesh)[stage]) for stage in stage_of_each(mesh, num_layers)]
 
 
-def forward_matmuls(mesh, sizes, options):
-    """(SBP, ranks, shape) of x, w and the product of each matmul of a forward pass, in order."""
+def work_of(mesh, sizes, options):
+    """The floating-point operations of each rank in a forward pass over the whole batch."""
     length, hidden, heads = sizes["seq_len"], sizes["hidden_size"], sizes["num_heads"]
-    batch, head_size = sizes["batch_size"] // options["micro_batches"], hidden // heads
-    sbps = activations(options)
-
-    def column(ranks, columns):
-        shapes = (length, batch, hidden), (hidden, columns), (length, batch, columns)
-        return tuple(zip((sbps["whole"], SBPS["column"], sbps["by column"]), [ranks] * 3, shapes))
-
-    def row(ranks, rows):
-        shapes = (length, batch, rows), (rows, hidden), (length, batch, hidden)
-        return tuple(zip((sbps["by column"], SBPS["row"], sbps["parts"]), [ranks] * 3, shapes))
-
-    def by_head(ranks, *shapes):
-        kinds = ("by head", "key", "by head")
-        return tuple((sbps[kind], ranks, (batch, heads, *shape)) for kind, shape in zip(kinds, shapes))
-
-    matmuls = []
-    for stage in stage_of_each(mesh, sizes["num_layers"])[1:-1]:
-        ranks = stages_of(mesh)[stage]
-        per_token, per_pair = (length, head_size), (length, length)
-        scores = by_head(ranks, per_token, per_token, per_pair)  # k is transposed by the matmul itself
-        values = by_head(ranks, per_pair, per_token, per_token)
-        matmuls += [column(ranks, 3 * hidden), scores, values, row(ranks, hidden)]
-        if options["experts"]:
-            matmuls += expert_matmuls(ranks, {**sizes, "batch_size": batch}, options)
-        else:
-            matmuls += [column(ranks, 4 * hidden), row(ranks, 4 * hidden)]
-    x, _, logits = column(stages_of(mesh)[-1], reference_gpt.vocab_size_of(heads))
-    matmuls.append((x, (SBPS["vocabulary"], x[1], (logits[2][-1], hidden)), logits))  # so is the table
-    return [plain_layouts(operands, mesh) for operands in matmuls]
-
-
-def expert_matmuls(ranks, sizes, options):
-    """(SBP, ranks, shape) of x, w and the product of each matmul of the experts of a layer: router, slots, up, down."""
-    length, batch, hidden, experts = sizes["seq_len"], sizes["batch_size"], sizes["hidden_size"], options["experts"]
-    slots = experts * math.ceil(1.25 * 2 * length / experts)
-    residual = activations(options)["residual"]
-
-    def operands(*sbps_and_shapes):
-        return tuple((sbp, ranks, shape) for sbp, shape in sbps_and_shapes)
-
-    by_token, in_slots = (batch, length, hidden), (batch, slots, hidden)
-    mask, by_expert = (batch, length, slots), (experts, batch * slots // experts, hidden)
-    up, down, inner = (experts, hidden, 4 * hidden), (experts, 4 * hidden, hidden), (*by_expert[:2], 4 * hidden)
-    router = [(residual, (length, batch, hidden)), ("B, B", (hidden, experts)), (residual, (length, batch, experts))]
-    return [
-        operands(*router),
-        operands(("S(0), B", mask), ("S(0), B", by_token), ("S(0), B", in_slots)),
-        operands(("S(0), B", by_expert), (EXPERT_SBPS["up"], up), ("S(0), S(2)", inner)),
-        operands(("S(0), S(2)", inner), (EXPERT_SBPS["down"], down), ("S(0), P", by_expert)),
-        operands(("S(0), B", mask), ("S(0), P", in_slots), ("S(0), P", by_token)),
+    data, tensor, pipeline = mesh
+    tokens = sizes["batch_size"] * length / data  # of a rank, along data; the sequence or the batch is split
+    attention = 2 * tokens * (4 * hidden**2 + 2 * length * hidden) / tensor
+    mlp = 2 * tokens * 8 * hidden**2 / tensor
+    if options["experts"]:
+        experts = options["experts"]
+        slots = experts * math.ceil(1.25 * 2 * length / experts)  # of a sequence
+        of_router = tensor if options["sequence_parallel"] else 1  # how many ranks share the residual's tokens
+        mlp = 2 * tokens * hidden * (experts / of_router + 2 * slots)  # router, into slots and out of them
+        mlp += 2 * tokens / length * slots * 8 * hidden**2 / tensor
+    stages = stage_of_each(mesh, sizes["num_layers"])[1:-1]
+    head = 2 * tokens * hidden * reference_gpt.vocab_size_of(heads) / tensor
+    of_stage = [
+        stages.count(stage) * (attention + mlp) + (head if stage == pipeline - 1 else 0) for stage in range(pipeline)
     ]
+    return [work for work in of_stage for _ in range(data * tensor)]
 
 
 def clip_moves(weights):

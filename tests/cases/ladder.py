@@ -4,6 +4,7 @@ import tempfile
 
 import numpy as np
 
+from oneflow_cookbook.measure.sbp import Layout
 from tests.cases import CASES, ROOT, TRAINED, modes, proven_on, reference, sizes_of
 from tests.cases.reference import Value
 
@@ -70,7 +71,7 @@ def check_recipe(pool, path, name, graph, sizes, **facts):
         check_tensors(case, seen)
         check_operations(case, graph, seen)
     first = n == proven_on(name)[0] and sizes == "even"
-    if case.matmuls and first:  # once: what depends on a matmul does not depend on sizes
+    if (case.matmuls or case.work) and first:  # once: what depends on a matmul does not depend on sizes
         if name in TRAINED:  # one step, as rounding grows with the scale in each
             arguments = {**arguments, "steps": 1}
         case = CASES[name](n, graph, matmul_scale=SCALE, **arguments)
@@ -148,23 +149,42 @@ def check_tensor(case, seen, rank, tensor, what):
 
 
 def check_operations(case, graph, seen):
-    """The ranks multiplied and moved what they should: a layer fed by a replicated input gives the right value too."""
+    """Each rank multiplies its share: a layer fed by a replicated input gives the right value too. A graph is one."""
     for rank, result in enumerate(seen):
-        shapes = [[operand(case, name, rank) for name in names] for names in case.matmuls]
-        Checks.equal(result["matmuls"], shapes, f"rank {rank}: matmuls (SBP, ranks, shape of x, w, out)")
-        Checks.equal(result["lazy"], case.lazy or [graph] * len(shapes), f"rank {rank}: matmuls run inside a graph")
-        moves = [list(move) for move in case.moves]
-        Checks.equal(result["moves"], moves, f"rank {rank}: moves (SBP, ranks before and after)")
-        Checks.equal(result["reads"], case.reads, f"rank {rank}: values read (SBP, ranks)")
-        Checks.equal(len(result["calls"]), case.graph_calls * graph, f"rank {rank}: number of calls of a graph")
+        what = f"rank {rank}:"
+        if case.work is not None:
+            work = case.work[rank] * case.passes_in(graph)
+            found = sum(operations_of(matmul, rank) for matmul in result["matmuls"])
+            Checks.that(abs(found - work) < 1e-6 * (1 + work), what, found, "operations in matmuls, its share is", work)
+            Checks.that(
+                work == 0 or graph in result["lazy"], what, "no matmul", "runs in a graph" if graph else "is eager"
+            )
+        if case.matmuls is not None:
+            shapes = [[operand(case, name, rank) for name in names] for names in case.matmuls]
+            Checks.equal(result["matmuls"], shapes, what, "matmuls (SBP, ranks, shape of x, w, out)")
+        if case.moves is not None:
+            Checks.equal(result["moves"], [list(move) for move in case.moves], what, "moves (SBP, ranks)")
+        if case.sends and not any(case.sends):
+            moves = [move for move in result["moves"] if move[0].sbp != "local" and move[0] != move[1]]
+            Checks.equal(moves, [], what, "moves, where nothing is sent")
         if not graph:
-            Checks.equal(result["graphs"], [], f"rank {rank}: graphs that are made in eager mode")
-        else:
-            Checks.equal(result["stages"], case.stages, f"rank {rank}: stages of the graph")
-            Checks.equal(result["recomputed"], case.recomputed, f"rank {rank}: ops computed again in backward")
-        Checks.equal(
-            result["without_identity"], [], f"rank {rank}: parameters that micro-batches read without identity"
-        )
+            Checks.equal((result["graphs"], result["calls"]), ([], []), what, "graphs in eager mode")
+        elif case.stages is not None:
+            Checks.equal(result["stages"], case.stages, what, "stages of the graph")
+        if graph and case.recomputed is not None:
+            Checks.equal(result["recomputed"], case.recomputed, what, "ops computed again in backward")
+        Checks.equal(result["without_identity"], [], what, "parameters that micro-batches read without identity")
+
+
+def operations_of(matmul, rank):
+    """The floating-point operations of a rank in a matmul, two for each product of numbers, from its own operands."""
+    sizes = []
+    for sbp, ranks, shape in matmul:
+        block = Layout(sbp, ranks).block(shape, rank)
+        sizes.append([stop - start for start, stop in block] if block else [0])
+    x, w, out = (np.prod(size, dtype=np.float64) for size in sizes)
+    stacked = np.prod(sizes[1][:-2], dtype=np.float64)  # matrices of w, one for each of x
+    return 2 * np.sqrt(x * w * out / stacked) if x else 0.0
 
 
 def operand(case, name, rank):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from oneflow_cookbook.measure.sbp import Layout
 from oneflow_cookbook.start.recipe import ROOT
 from tests.cases import reference_llama
-from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, reduced
+from tests.cases.recipe_case import Case, Main, case_of_recipe, reduced, shares
 from tests.cases.reference import Value
 
 SPLITS = {"embed_tokens": "S(0)", "lm_head": "S(0)", "q_proj": "S(0)", "k_proj": "S(0)", "v_proj": "S(0)"}
@@ -209,39 +210,20 @@ def llama(
         layout[f"{name} grad"] = gradient_of(name) if graph else layout_of(name)
     head = layout_of(head_name)[0], stages[-1]
 
-    def product(ranks, weight, rows, columns):
-        """x, w and out of a matmul by a weight, (out, in) = (rows, columns)."""
-        sbp, inner = layout_of(weight)[0] if "." in weight else weight, {"S(1)": "S(2)"}
-        x, out = inner.get(sbp, "B"), {"S(0)": "S(2)", "S(1)": "P", "B": "B"}[sbp]
-        shapes = (batch, seq_len, columns), (rows, columns), (batch, seq_len, rows)
-        return tuple(zip((x, sbp, out), [ranks] * 3, shapes))
+    def work_of(rank):
+        """Its part of each weight, times all tokens, and the scores and values of its heads."""
+        [stage] = [i for i, ranks in enumerate(stages) if rank in ranks]
+        used = [name for name in shapes if name != "model.embed_tokens.weight" and len(shapes[name]) == 2]
+        held = sum(Layout(*layout_of(name)).size(shapes[name], rank) for name in used)
+        if tied:
+            held += Layout(head[0], head[1]).size(shapes[head_name], rank)
+        own_heads = shares(tensor, heads, own_stage.count(stage))[stages[stage].index(rank)]
+        return 2 * batch * seq_len * (held + 2 * own_heads * seq_len * head_dim)
 
-    def layer(i):
-        ranks, name = stages[own_stage[i]], f"model.layers.{i}"
-        per_head = ("S(1)", ranks, (batch, heads, seq_len, head_dim))
-        scores = ("S(1)", ranks, (batch, heads, seq_len, seq_len))
-        parts = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        folders = ["self_attn"] * 4 + ["mlp"] * 3
-        names = [f"{name}.{folder}.{part}.weight" for folder, part in zip(folders, parts)]
-        products = [product(ranks, name, *shapes[name]) for name in names]
-        return [*products[:3], (per_head, per_head, scores), (scores, per_head, per_head), *products[3:]]
-
-    matmuls = [matmul for i in range(num_hidden_layers) for matmul in layer(i)]
-    matmuls.append(product(stages[-1], head[0], vocab_size, hidden_size))
-    moves, before = [(("P", stages[0]), ("B", stages[0]))], stages[0]
-    for stage in own_stage:
-        here = stages[stage]
-        pin, reduce = (("B", here), ("B", here), "B"), (("P", here), ("B", here))
-        own_heads = [(("B", here), ("S(1)", here))] * (2 if num_key_value_heads < tensor else 0)
-        moves += [(("B", before), ("B", here)), pin, *own_heads, reduce, pin, reduce]
-        before = here
-    moves += [pin, ((head[0], stages[0] if tied else stages[-1]), head)]
     tokens, cross_entropy = batch * seq_len, 5 if graph else 8  # numbers for each token that OneFlow reduces in it
     return Case(
         layout,
         values,
-        in_steps(graph, steps, matmuls),
-        in_steps(graph, steps, moves),
-        reads=[("P" if tensor > 1 else "B", stages[-1])] * steps,
+        [work_of(rank) for rank in range(n)],
         sends=[reduced(tensor, tokens * (hidden_size * (2 + 4 * num_hidden_layers) + cross_entropy))] * n,
     )

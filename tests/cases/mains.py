@@ -31,15 +31,16 @@ def check_main(pools, path, name, graph=False):
     n, main = proven_on(name)[0], main_of(name)
     arguments = main.arguments + ["--graph"] * (graph and len(modes(name)) == 2)
     other_lines = main.other_lines if graph == modes(name)[0] else []
+    source = Path(path).read_text()
     reports = pools(n).call(f"{ON_RANK}:rehearse", path=str(path), arguments=arguments, other_lines=other_lines)
     for rank, report in enumerate(reports):
         Checks.equal((report["code"], report["err"]), (0, ""), f"rank {rank}: code and errors")
         check_calls(name, n, graph, report)
-        check_comparisons(name, Path(path).read_text(), report)
+        check_comparisons(name, source, report)
         check_options(name, report)
         report["facts_of_ranks"] = [other["facts"] for other in reports]
-        check_print(name, rank, graph, report)
-    has_losses = 'print(f"loss {losses[0]' in Path(path).read_text()
+        check_print(name, rank, graph, report, ")} of {tuple(" in source)
+    has_losses = 'print(f"loss {losses[0]' in source
     is_printed = any(map(LOSSES.match, reports[0]["out"].splitlines()))
     Checks.that(is_printed or not has_losses, "rank 0 does not print the losses")
 
@@ -98,12 +99,12 @@ def check_options(name, report):
     left = set(report["defaults"]) - {"device", *main.elsewhere}
     for line, typed, code, calls in report["lines"]:
         Checks.that(code != 2 and typed, f"main refuses {line}")
-        for number, call in enumerate(computing(calls)):
+        for function, call in calls:
             for option in set(typed) & set(call) - {"device", *main.elsewhere}:
                 if isinstance(call[option], dict):  # placements that it has made of the option
                     continue
                 allowed = [typed[option], *main.alone.get(option, ())]
-                Checks.that(call[option] in allowed, f"{line}: call {number} of main has {option} {call[option]}")
+                Checks.that(call[option] in allowed, f"{line}: main calls {function} with {option} {call[option]}")
         for option in [option for option in left if typed[option] != report["defaults"][option]]:
             Checks.that(any(call.get(option) == typed[option] for _, call in calls), f"{line}: no call has {option}")
             left.remove(option)
@@ -117,13 +118,16 @@ LOSSES = re.compile(r"loss ([\d.]+) -> ([\d.]+) in (\d+) steps(?:$|, as|; on a s
 SUMS = re.compile(r"(\S+(?: -> \S+)?) +((?:-?\d+ ?){2,})")  # NAME, and the sum of its block on each rank
 
 
-def check_print(name, rank, graph, report):
+def check_print(name, rank, graph, report, shows_shards):
     """Each line shows shapes of a result or its losses, or stands in the case; and all lines of the case are there."""
     prints = main_of(name).prints
     prints = prints[graph] if isinstance(prints, dict) else prints
     of_rank = [line for line in prints if not line.startswith("[") or line.startswith(f"[{rank}] ")]
     of_rank = [re.sub(r"^\[\d+\] ", "", line) for line in of_rank]
     lines = report["out"].splitlines()
+    shards = [tensor for call in report["facts"] for tensor in call["tensors"] if 0 not in tensor[1]]
+    has_shards = any(map(SHARD.search, lines)) or not shards
+    Checks.that(has_shards or not shows_shards, f"rank {rank} prints nothing of what it holds, but", lines)
     for line in of_rank:
         Checks.that(any(is_like(line, printed) for printed in lines), f"rank {rank} does not print {line!r} but", lines)
     for line in lines:

@@ -1,8 +1,8 @@
 """The chapter of memory: the MLP of training, with less of it on each rank."""
 
 from tests.cases import reference
-from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, placed, reduced, weights_of
-from tests.cases.train import UNEVEN, two_matmuls
+from tests.cases.recipe_case import Case, Main, case_of_recipe, placed, reduced, weights_of
+from tests.cases.train import UNEVEN, by_rows
 
 
 @case_of_recipe({"uneven": UNEVEN})
@@ -10,14 +10,10 @@ def fully_sharded(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     ranks = list(range(n))
     adam = reference.Optimizer("adam", graph=graph)
     values, _ = reference.train_mlp(reference.mlp_inputs(**sizes), adam, steps, matmul_scale)
-    whole = [("B", ranks, values[name].exact.shape) for name in ("w0", "w1")]
-    gather = (("S(0)", ranks), ("B", ranks), "S(0)")
     return Case(
         placed(values, ranks, "S(0)", losses="B"),
         values,
-        in_steps(graph, steps, two_matmuls(values, ranks, *whole)),
-        in_steps(graph, steps, [gather] * 2),
-        reads=[("P", ranks)] * steps,
+        by_rows(values, n),  # the weights are gathered first
         sends=[reduced(n, weights_of(values))] * n,
     )
 
@@ -46,8 +42,7 @@ def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, matmul_scale=1.0, *
     return Case(
         layout,
         values,
-        two_matmuls(values, ranks),
-        reads=[("P", ranks)] * steps,
+        by_rows(values, n),
         sends=[reduced(n, weights_of(values))] * n,
     )
 
@@ -75,15 +70,11 @@ def activation_checkpointing(
     x, y, weights = reference.inputs_of_widths(widths, seed, batch, weights_divided_by=4)
     weights = dict(zip(("w_up0", "w_down0", "w_up1", "w_down1"), weights.values()))
     values, _ = reference.train_mlp((x, y, weights), reference.Optimizer("sgd"), steps, matmul_scale, linear=(1,))
-    a0 = a2 = ("S(0)", ranks, (batch, hidden_size))
-    a1, out = [("S(0)", ranks, values[name].exact.shape) for name in ("x", "y")]
-    first, second = [("x", "w_up0", a0), (a0, "w_down0", a1)], [(a1, "w_up1", a2), (a2, "w_down1", out)]
-    again = second + first if checkpointing and not graph else []  # in a graph OneFlow's compiler adds them
     return Case(
         placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
-        in_steps(graph, steps, first + second + again),
-        reads=[("P", ranks)] * steps,
+        by_rows(values, n),
+        passes=1 if graph else steps * (2 if checkpointing else 1),  # in a graph OneFlow's compiler adds the second
         recomputed={"matmul": 4, "relu": 2} if checkpointing else {},
         sends=[reduced(n, weights_of(values))] * n,
     )
@@ -117,7 +108,6 @@ def auto_parallel(
     return Case(
         {**placed(values, ranks, x="S(0)", y="S(0)"), **layout},
         values,
-        two_matmuls(values, ranks),  # as the script says, not as run
-        reads=[("P", ranks)] * steps,
+        by_rows(values, n),  # as the script says, not as run
         sends=[(n - 1) / n * batch * (in_features + 3 * out_features)] * n,
     )

@@ -6,7 +6,7 @@ import numpy as np
 
 from oneflow_cookbook.start.recipe import ROOT
 from tests.cases import reference
-from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, placed, through_stages
+from tests.cases.recipe_case import Case, Main, case_of_recipe, placed, shares
 from tests.cases.train import MICRO, UNEVEN
 
 
@@ -23,16 +23,13 @@ def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, *
     layout = placed(values, [n - 1], x=("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)})
     if graph:
         layout = {name: place for name, place in layout.items() if not name.endswith(" grad")}
-    rows, widths = values["x"].exact.shape[0] // micro_batches, [values[f"w{k}"].exact.shape for k in range(n)]
-    inputs, outputs = ([("B", [k], (rows, widths[k][side])) for k in range(n)] for side in (0, 1))
-    moves = [(("B", [max(k - 1, 0)]), ("B", [k])) for k in range(n)]
-    boundary = values["x"].exact.shape[0] * widths[0][1]
+    batch = len(values["x"].exact)
+    boundary = batch * values["w0"].exact.shape[1]
     return Case(
         layout,
         values,
-        in_steps(graph, steps, [(inputs[k], f"w{k}", outputs[k]) for k in range(n)], passes=micro_batches),
-        in_steps(graph, steps, through_stages(graph, moves), passes=micro_batches),
-        reads=[("B", [n - 1])] * steps,
+        [2 * batch * values[f"w{k}"].exact.size for k in range(n)],
+        micro_batches=micro_batches,
         stages=[(k, [k]) for k in range(n)],
         sends=[boundary * ((k < n - 1) + (k > 0)) for k in range(n)],
     )
@@ -47,14 +44,11 @@ def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     layout = placed(values, last, x=("S(0)", first), y="S(0)", w0=("B", first))
     if graph:
         layout.update({"w0 grad": ("P", first), "w1 grad": ("P", last)})
-    inner = [("S(0)", ranks, (batch, hidden)) for ranks in (first, last)]
     return Case(
         layout,
         values,
-        in_steps(graph, steps, [("x", "w0", inner[0]), (inner[1], "w1", ("S(0)", last, values["y"].exact.shape))]),
-        in_steps(graph, steps, [(inner[0][:2], inner[1][:2])]),
-        parts if graph else {},
-        reads=[("P", last)] * steps,
+        [work for w in ("w0", "w1") for work in shares(2, batch, 2 * values[w].exact.size)],
+        parts=parts if graph else {},
         sends=[values[w].exact.size + hidden * batch / 2 for w in ("w0", "w1") for _ in range(2)],
     )
 
@@ -158,9 +152,8 @@ def scheduled(n, rows, ranks, steps, matmul_scale, sizes, by_hand=True):
     return Case(
         layout,
         values,
-        matmuls * steps,
-        moves * steps,
-        reads=[("B", ranks[-1])] * steps,
+        matmuls=matmuls * steps,
+        moves=moves * steps,
         sends=[boundary * sum(rank in border for border in borders) for rank in range(n)],
     )
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Callable
 
+import numpy as np
+
 UNEVEN = {"batch": 7, "in_features": 6, "out_features": 9, "seed": 1}
 CASES, SIZES, GRAPH_ONLY = {}, {}, set()  # by the name of the recipe; filled by `case_of_recipe`
 PROOFS = {}  # name of the recipe -> Proof
@@ -73,35 +75,36 @@ class Case:
     layout: dict
     # name -> Value
     values: dict
-    # (x, w, out) in order, each a name or (SBP, ranks, shape)
-    matmuls: list = field(default_factory=list)
-    # (SBP, ranks) before and after each to_global in order, and its grad_sbp
-    moves: list = field(default_factory=list)
+    # floating-point operations of the matmuls of each rank in a forward pass over the whole batch; None: no claim
+    work: list = None
+    # how often such a pass is recorded; None: in each step in eager mode, and once, for a micro-batch, in a graph
+    passes: int = None
+    micro_batches: int = 1
+    # where their order is the lesson: (x, w, out) of each matmul, each a name or (SBP, ranks, shape), and (SBP, ranks)
+    # before and after each to_global, and its grad_sbp
+    matmuls: list = None
+    moves: list = None
     # name -> what each rank has of a P (without it the sum is checked), a local tensor, or a B that differs by rank
     parts: dict = field(default_factory=dict)
-    # (number, ranks) that the graph sets
-    stages: list = field(default_factory=list)
+    # (number, ranks) that the graph sets; None: no claim
+    stages: list = None
     # type of op -> how many of them the graph computes again in backward, as activation checkpointing does
-    recomputed: dict = field(default_factory=dict)
-    # elements that each rank sends in one step of training, by the formula
+    recomputed: dict = None
+    # elements that each rank sends in one step of training, by the formula; of a single layer only whether it is 0
     sends: list = None
     # {name: array} of the weights that OneFlow has drawn -> (values, parts); for recipes where it draws them
     values_of: Callable = None
-    # whether each matmul runs in a graph; by default all do that or none
-    lazy: list = None
     # the tensors and arrays of each rank -> what else must be true of them: {sentence: whether it is true}
     claims: Callable = lambda seen: {}
 
-    # (SBP, ranks) of each global tensor whose value is read, in order: in training the loss of each step
-    reads: list = field(default_factory=list)
-
     # names, besides losses, of lists and arrays of numbers: they have a value, but no layout
     numbers: tuple = ()
-    graph_calls: int = None  # one for each step of training, else one
 
-    def __post_init__(self):
-        if self.graph_calls is None:
-            self.graph_calls = self.values["losses"].exact.size if "losses" in self.values else 1
+    def passes_in(self, graph):
+        """How many passes over the whole batch are recorded."""
+        if self.passes is not None:
+            return self.passes
+        return 1 / self.micro_batches if graph else self.values["losses"].exact.size if "losses" in self.values else 1
 
     def draw(self, snapshots):
         """Compute the values from the weights in {name: snapshot of a tensor}, if OneFlow has drawn them."""
@@ -140,8 +143,9 @@ def placed(names, ranks, otherwise="B", **sbps):
     return layout
 
 
-def all_reduce(ranks):
-    return (("P", ranks), ("B", ranks))
+def shares(n, size, work=1):
+    """What each of n ranks computes that split `size` rows, columns or heads, each of which costs `work`."""
+    return [work * len(part) for part in np.array_split(np.arange(size), n)]
 
 
 def reduced(n, elements):
@@ -152,20 +156,3 @@ def reduced(n, elements):
 def weights_of(values):
     """Elements of all weights."""
     return sum(value.exact.size for name, value in values.items() if f"new {name}" in values)
-
-
-def in_steps(graph, steps, forward, after=(), passes=1):
-    """The matmuls or moves of some steps of training: `passes` times `forward`, then `after`. A graph is built once."""
-    if graph:
-        return [*forward, *after * steps]
-    return [*forward * passes, *after] * steps
-
-
-def through_stages(graph, moves):
-    """In a graph set_stage moves a stage's input to the stage's ranks, and then comes the module's own to_global."""
-    if not graph:
-        return moves
-    in_graph = []
-    for (sbp, ranks), (new_sbp, new_ranks) in moves:
-        in_graph += [((sbp, ranks), (sbp, new_ranks)), ((sbp, new_ranks), (new_sbp, new_ranks))]
-    return in_graph

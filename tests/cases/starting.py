@@ -5,7 +5,7 @@ import ipaddress
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.recipe_case import UNEVEN, Case, Main, all_reduce, case_of_recipe, placed, reduced
+from tests.cases.recipe_case import UNEVEN, Case, Main, case_of_recipe, placed, reduced, shares
 from tests.cases.reference import Value
 
 
@@ -29,8 +29,6 @@ def hello_ranks(n, graph=False, nodes=1):
     return Case(
         {"mine": ("S(0)", ranks), "everyone": ("B", ranks)},
         {"mine": rows, "everyone": rows},
-        moves=[(("local", []), ("S(0)", ranks)), (("S(0)", ranks), ("B", ranks))],
-        reads=[],
     )
 
 
@@ -56,9 +54,7 @@ def rendezvous(n, graph=False):
     return Case(
         {"number": ("S(0)", ranks), "partial": ("P", ranks), "total": ("B", ranks)},
         {"number": numbers, "partial": total, "total": total},
-        moves=[(("local", []), ("S(0)", ranks)), all_reduce(ranks)],
         parts={"partial": [Value([[rank]]) for rank in ranks]},
-        reads=[],
     )
 
 
@@ -87,7 +83,7 @@ def rendezvous(n, graph=False):
 def spawn(n, graph=False, ranks=2, **sizes):
     """The arrays of the program that starts the ranks; tests/test_spawn.py checks what the ranks do."""
     values = reference.one_layer(**sizes)
-    return Case(placed(values, [], "local"), values, reads=[], graph_calls=0)
+    return Case(placed(values, [], "local"), values, sends=[0])
 
 
 @case_of_recipe(
@@ -129,8 +125,6 @@ def elastic_training(n, graph=False, seed=0, steps=4, batch=8, features=64, matm
     return Case(
         placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
-        [("x", "w", ("S(0)", ranks, (batch, features)))] * (1 if graph else steps),
-        [(("local", []), ("S(0)", ranks))] * 2 * steps,
-        reads=[("P", ranks)] * steps,
+        [*shares(len(ranks), batch, 2 * w.exact.size), *[0] * (n - len(ranks))],
         sends=[reduced(n, w.exact.size)] * n,
     )

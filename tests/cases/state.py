@@ -3,9 +3,9 @@
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, placed, reduced, weights_of
+from tests.cases.recipe_case import Case, Main, case_of_recipe, placed, reduced, shares, weights_of
 from tests.cases.reference import Value, drawn, mse
-from tests.cases.train import UNEVEN, two_matmuls
+from tests.cases.train import UNEVEN, by_rows
 
 WEIGHTS = {"whole": "B", "rows": "S(0)", "columns": "S(1)"}
 
@@ -52,36 +52,13 @@ def checkpoint(
     if not before:
         values["w"] = end["w0"]  # as drawn, which float32 holds exactly
     layout = placed(values, ranks, sbp, x="S(0)", y="S(0)", losses=("local", []), grad="P" if graph else sbp)
-    moves = moves_of_loading(layout["w"], graph) if before else []
-    for step in range(done + 1, steps + 1):
-        if step == done + 1 or not graph:
-            moves.append((layout["w"], ("B", ranks)))
-        if checkpoint_dir and (step % save_every == 0 or step == steps):
-            moves += moves_of_saving(layout["w"], graph)
-    shape, rows = (size, size), ("S(0)", ranks)
     return Case(
         layout,
         values,
-        in_steps(graph, steps - done, [((*rows, shape), ("B", ranks, shape), (*rows, shape))]),
-        moves,
-        reads=[("P", ranks)] * (steps - done),
-        graph_calls=steps - done,
+        [*shares(len(ranks), size, 2 * size**2), *[0] * (n - len(ranks))],
+        passes=1 if graph else steps - done,
         sends=[reduced(n, size * size)] * n,
     )
-
-
-def moves_of_saving(w, graph):
-    """Those of OneFlow's save: w, its momentum, and in a graph the number of the step, each to rank 0."""
-    tensors = [w, w] + [("B", [0])] * graph
-    return [move for layout in tensors for move in ((layout, layout), (layout, ("B", [0])))]
-
-
-def moves_of_loading(w, graph):
-    """Those of OneFlow's load, to rank 0, and then of the model, which takes what was loaded to its layout."""
-    first = ("B", [0])
-    moves = [(("local", []), first)] * (3 if graph else 2)
-    moves += [(first, first), (first, w)] * (first != w)  # copy_ has nothing to move where both are the same
-    return moves + ([] if graph else [(first, first), (first, w), (w, w)])
 
 
 def losses_of(n):
@@ -121,9 +98,7 @@ def loss_placement(n, graph=False, steps=3, loss="first", matmul_scale=1.0, **si
     return Case(
         layout,
         values,
-        in_steps(graph, steps, two_matmuls(values, ranks)),
-        in_steps(graph, steps, [(rows, of_loss, "S(0)")]),
-        reads=[("P" if loss == "each" else "B", of_loss[1])] * steps,
+        [*by_rows(values, len(ranks)), *[0] * (n - len(ranks))],
         sends=[sent + weights * (rank in ranks) for rank, sent in enumerate(outputs)],
     )
 
@@ -163,7 +138,7 @@ def replicate_scatter_gather(n, graph=False, steps=3, home="first", seed=0, batc
     """Weights, inputs and loss on rank 0, from where each step sends them; or where they are used (home="all")."""
     ranks, values = list(range(n)), next_characters(steps, seed, batch, hidden_size, matmul_scale)
     split, replicated, rank_0 = ("S(0)", ranks), ("B", ranks), ("B", [0])
-    inputs, weights, loss = (rank_0, rank_0, rank_0) if home == "first" else (split, replicated, ("P", ranks))
+    inputs, weights = (rank_0, rank_0) if home == "first" else (split, replicated)
     gradient = ("P", weights[1]) if graph else weights
     layout = {
         **{"x": inputs, "y": inputs, "embedding": weights, "head": weights},
@@ -171,16 +146,12 @@ def replicate_scatter_gather(n, graph=False, steps=3, home="first", seed=0, batc
         **{"embedding grad": gradient, "head grad": gradient, "new embedding": weights, "new head": weights},
         "losses": weights,
     }
-    scatter, replicate, gather = (inputs, split), (weights, replicated, "P"), (split, inputs, "S(0)")
-    product = ((*split, (batch, hidden_size)), (*replicated, (hidden_size, 27)), (*split, (batch, 27)))
     size, outputs = weights_of(values), values["y"].exact.size
     sends = sends_with_rank_0(n, graph, batch, size, outputs) if home == "first" else [reduced(n, size)] * n
     return Case(
         layout,
         {name: values[name] for name in layout},
-        in_steps(graph, steps, [product]),
-        in_steps(graph, steps, [scatter, replicate, replicate, gather]),
-        reads=[loss] * steps,
+        shares(n, batch, 2 * hidden_size * 27),
         sends=sends,
     )
 

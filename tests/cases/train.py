@@ -7,11 +7,10 @@ from tests.cases.recipe_case import (
     NOT_SQUARE,
     Case,
     Main,
-    all_reduce,
     case_of_recipe,
-    in_steps,
     placed,
     reduced,
+    shares,
     weights_of,
 )
 from tests.cases.reference import Value
@@ -20,11 +19,9 @@ UNEVEN = {"batch": 7, "in_features": 6, "hidden_size": 10, "out_features": 5, "s
 MICRO = {**UNEVEN, "batch": 36, "micro_batches": 3}
 
 
-def two_matmuls(values, ranks, first="w0", second="w1", x="x"):
-    """Those of data parallel: x is split by rows, the weights are replicated."""
-    shapes = [(values["x"].exact.shape[0], values[w].exact.shape[1]) for w in ("w0", "w1")]
-    hidden, out = (("S(0)", ranks, shape) for shape in shapes)
-    return [(x, first, hidden), (hidden, second, out)]
+def by_rows(values, n):
+    """What each rank computes in data parallel: its rows of x, times all weights."""
+    return shares(n, len(values["x"].exact), 2 * weights_of(values))
 
 
 @case_of_recipe(
@@ -38,9 +35,8 @@ def train_data_parallel(n, graph=False, steps=3, optimizer="adam", matmul_scale=
     return Case(
         placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
-        in_steps(graph, steps, two_matmuls(values, ranks)),
+        by_rows(values, n),
         parts=parts if graph else {},
-        reads=[("P", ranks)] * steps,
         sends=[reduced(n, weights_of(values))] * n,
     )
 
@@ -49,14 +45,11 @@ def train_data_parallel(n, graph=False, steps=3, optimizer="adam", matmul_scale=
 def train_model_parallel(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     ranks = list(range(n))
     values = reference.trained(steps=steps, matmul_scale=matmul_scale, **sizes)
-    (batch, _), (_, outputs) = values["x"].exact.shape, values["y"].exact.shape
-    hidden, out = ("S(1)", ranks, (batch, values["w0"].exact.shape[1])), ("P", ranks, (batch, outputs))
+    batch, (inputs, hidden), (_, outputs) = (len(values["x"].exact), *(values[w].exact.shape for w in ("w0", "w1")))
     return Case(
         placed(values, ranks, w0="S(1)", w1="S(0)"),
         values,
-        in_steps(graph, steps, [("x", "w0", hidden), (hidden, "w1", out)]),
-        in_steps(graph, steps, [all_reduce(ranks)]),
-        reads=[("B", ranks)] * steps,
+        shares(n, hidden, 2 * batch * (inputs + outputs)),  # by its columns of w0, which are its rows of w1
         sends=[reduced(n, batch * outputs)] * n,
     )
 
@@ -85,15 +78,11 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
     layout = placed(values, ranks, x="S(0)", y="S(0)")
     if graph:
         del layout["w0 grad"], layout["w1 grad"]
-    widths = (*values["w0"].exact.shape, values["y"].exact.shape[1])
-    x, hidden, out = (("S(0)", ranks, (sizes["batch"] // micro_batches, width)) for width in widths)
-    parts = [(("local", []), ("S(0)", ranks))] * 2
     return Case(
         layout,
         values,
-        in_steps(graph, steps, [(x, "w0", hidden), (hidden, "w1", out)], passes=micro_batches),
-        in_steps(graph, steps, [] if graph else parts, passes=micro_batches),
-        reads=[("P", ranks)] * steps * (1 if graph else micro_batches),
+        by_rows(values, n),
+        micro_batches=micro_batches,
         sends=[reduced(n, weights_of(values)) * (1 if graph else micro_batches)] * n,
     )
 
@@ -116,15 +105,11 @@ def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     layout = placed(values, mesh, "B, B", x=rows, y=rows, w0="B, S(1)", w1="B, S(0)")
     if graph:
         layout.update({"w0 grad": ("P, S(1)", mesh), "w1 grad": ("P, S(0)", mesh)})
-    between = ("S(0), S(1)", mesh, (shape[0], values["w0"].exact.shape[1]))
-    activations = (("S(0), P", mesh), (rows, mesh))
     return Case(
         layout,
         values,
-        in_steps(graph, steps, [("x", "w0", between), (between, "w1", ("S(0), P", mesh, shape))]),
-        in_steps(graph, steps, [activations]),
-        parts if graph else {},
-        reads=[("P, B", mesh)] * steps,
+        [2 * shape[0] * weights_of(values) / 4] * 4,  # half of the rows, times half of each weight
+        parts=parts if graph else {},
         sends=[weights_of(values) / 2 + values["y"].exact.size / 2] * 4,
     )
 
@@ -154,15 +139,10 @@ def ddp(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0, **sizes):
         parts[name] = [batch_of_all[rows] for rows in reference.rows_of(batch, n)]
     of_rank_0 = {name: by_rank[0] for name, by_rank in parts.items()}
     values = {"x": of_rank_0["x"], "y": of_rank_0["y"], **own[0], **trained, **of_rank_0}
-    (inner, hidden), (_, outer) = shapes = [values[w].exact.shape for w in ("w0", "w1")]
-    rows = [len(part.exact) for part in parts["x"]]
-    x, between, out = (("local", [], [(count, width) for count in rows]) for width in (inner, hidden, outer))
-    w0, w1 = (("local", [], [shape] * n) for shape in shapes)
     return Case(
         dict.fromkeys(values, ("local", [])),
         values,
-        [(x, w0, between), (between, w1, out)] * steps,
+        shares(n, batch, 2 * weights_of(values)),
         parts=parts,
-        reads=[],
         sends=[reduced(n, weights_of(values))] * n,
     )

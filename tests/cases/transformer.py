@@ -6,20 +6,15 @@ import re
 import numpy as np
 
 from tests.cases import reference_transformer as reference
-from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, placed, reduced
+from tests.cases.recipe_case import Case, Main, case_of_recipe, placed, reduced, shares
 from tests.cases.reference import Value, rows_of
 
-IN_BLOCK = ("attention_in", "scores", "probs", "context", "residual", "mlp_in", "hidden")
+IN_BLOCK = ("attention_in", "scores", "probs", "context", "residual", "mlp_in", "hidden")  # tensors, by any name
 
 
-def without_names(names, layout, values, matmuls):
-    """The layout without these tensors, and the matmuls with layouts and shapes in place of their names.
-
-    So a recipe may give its local variables any name.
-    """
-    operands = {name: (*layout[name], values[name].exact.shape) for name in names}
-    layout = {name: sbp_and_ranks for name, sbp_and_ranks in layout.items() if name not in names}
-    return layout, [tuple(operands.get(str(operand), operand) for operand in matmul) for matmul in matmuls]
+def of_block(batch, seq_len, hidden_size):
+    """The floating-point operations of a block: four weights of 12 hidden_size^2 numbers, then scores and values."""
+    return 2 * batch * seq_len * (12 * hidden_size**2 + 2 * seq_len * hidden_size)
 
 
 OTHER_BLOCK = {"batch": 4, "seq_len": 5, "num_heads": 12, "head_size": 2, "seed": 1}
@@ -50,22 +45,13 @@ def transformer_block(
     layout = placed(values, mesh, "B, B", **sbps)
     if graph:
         layout.update({name: (f"P, {layout[name][0].split(', ')[1]}", mesh) for name in parts})
-    x, heads = ("S(0), B", mesh, (tokens, hidden_size)), ("S(0), S(1)", mesh, (batch, num_heads, seq_len, head_size))
-    summed, transposed = ("S(0), P", mesh, x[2]), (*heads[:2], (batch, num_heads, head_size, seq_len))
-    f, g = (x[:2], x[:2], "S(0), B"), (summed[:2], x[:2])  # Megatron-LM's names: what begins and ends a split part
-    norms = [(("local", []), ("B, B", mesh))] * 4  # weight and bias of two
     weights = sum(values[name].exact.size for name in sbps if name.startswith("w_"))
     activations = reduced(tensor, tokens * hidden_size / data)  # in g forward and in f backward, of two parts
-    matmuls = [("attention_in", "w_qkv", "qkv"), (heads, transposed, "scores"), ("probs", heads, heads)]
-    matmuls += [("context", "w_out", summed), ("mlp_in", "w_up", "hidden"), ("hidden", "w_down", summed)]
-    layout, matmuls = without_names(IN_BLOCK, layout, values, matmuls)
     return Case(
-        layout,
+        {name: place for name, place in layout.items() if name not in IN_BLOCK},
         values,
-        in_steps(graph, steps, matmuls),
-        [*norms, *in_steps(graph, steps, [f, g, f, g])],
-        parts if graph else {},
-        reads=[("P, B", mesh)] * steps,
+        [of_block(batch, seq_len, hidden_size) / n] * n,
+        parts=parts if graph else {},
         sends=[4 * activations + reduced(data, weights / tensor + 4 * hidden_size)] * n,
     )
 
@@ -89,20 +75,14 @@ def sequence_parallel(n, graph=False, steps=3, batch=2, seq_len=4, num_heads=4, 
     norms = [f"{norm}.{name}" for norm in ("attention_norm", "mlp_norm") for name in ("weight", "bias")]
     if graph:
         layout.update({f"{name} grad": ("P", ranks) for name in norms})
-    heads, transposed = (
-        ("S(1)", ranks, (batch, num_heads, *shape)) for shape in ((seq_len, head_size), (head_size, seq_len))
-    )
-    x, whole, summed = layout["x"], ("B", ranks), ("P", ranks, (tokens, hidden_size))
-    gather, scatter = (x, whole, "S(0)"), (summed[:2], x, "B")
-    matmuls = [("attention_in", "w_qkv", "qkv"), (heads, transposed, "scores"), ("probs", heads, heads)]
-    matmuls += [("context", "w_out", summed), ("mlp_in", "w_up", "hidden"), ("hidden", "w_down", summed)]
-    layout, matmuls = without_names(("qkv", "scores", "probs", "context", "hidden"), layout, values, matmuls)
     return Case(
-        layout,
+        {
+            name: place
+            for name, place in layout.items()
+            if name not in set(IN_BLOCK) - {"attention_in", "residual", "mlp_in"}
+        },
         values,
-        in_steps(graph, steps, matmuls),
-        [*[(("local", []), whole)] * len(norms), *in_steps(graph, steps, [gather, scatter, gather, scatter])],
-        reads=[("P", ranks)] * steps,
+        [of_block(batch, seq_len, hidden_size) / n] * n,
         sends=[(n - 1) / n * (8 * tokens * hidden_size + 2 * len(norms) * hidden_size)] * n,
     )
 
@@ -132,10 +112,8 @@ def vocab_parallel(n, graph=False, steps=3, tensor=2, tokens=8, vocab_size=61, h
     return Case(
         layout,
         values,
-        in_steps(graph, steps, [("x", "head", "logits")]),
-        in_steps(graph, steps, [(("S(0), P", mesh), ("S(0), B", mesh), "S(0), B")]),
-        parts if graph else {},
-        reads=[("P, P", mesh)] * steps,
+        [2 * tokens * hidden_size * padded / n] * n,
+        parts=parts if graph else {},
         sends=[activations + reduced(data, 2 * padded * hidden_size / tensor)] * n,
     )
 
@@ -155,15 +133,10 @@ def all_gather_kv(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, 
     values = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
     ranks, size = list(range(n)), values["q"].exact.size
     layout = {name: ("S(0)", ranks) for name in values}
-    q, kv = (("S(1)", ranks, (num_heads, seq_len, head_size)), ("B", ranks, (num_heads, seq_len, head_size)))
-    scores = ("S(1)", ranks, (num_heads, seq_len, seq_len))
-    gather = (("S(0)", ranks), ("B", ranks), "S(0)")
     return Case(
         layout,
         values,
-        in_steps(graph, steps, [(q, kv, scores), (scores, kv, q)]),
-        in_steps(graph, steps, [gather] * 2),
-        reads=[("P", ranks)] * steps,
+        shares(n, seq_len, 4 * size),  # of its queries, with all keys and values
         sends=[4 * (n - 1) / n * size] * n,
     )
 
@@ -180,15 +153,10 @@ def ulysses(n, graph=False, steps=3, seq_len=8, num_heads=8, head_size=4, matmul
     values = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
     ranks, size = list(range(n)), values["q"].exact.size
     layout = {**{name: ("S(0)", ranks) for name in values}, "mask": ("B", ranks)}
-    by_head = ("S(0)", ranks, (num_heads, seq_len, head_size))
-    scores = ("S(0)", ranks, (num_heads, seq_len, seq_len))
-    rows, heads = ("S(0)", ranks), ("S(1)", ranks)
     return Case(
         layout,
         values,
-        in_steps(graph, steps, [(by_head, by_head, scores), (scores, by_head, by_head)]),
-        in_steps(graph, steps, [(rows, heads, "S(0)")] * 3 + [(heads, rows, "S(1)")]),
-        reads=[("P", ranks)] * steps,
+        shares(n, num_heads, 4 * seq_len**2 * head_size),
         sends=[8 * (n - 1) / n**2 * size] * n,
     )
 
@@ -216,25 +184,15 @@ def ring_attention(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4,
         values[own], layout[own] = whole[name][rows[rank]], ("B", [rank])
     for rank in range(n):
         values[f"mask{rank}"], layout[f"mask{rank}"] = whole["mask"][rows[rank], rows[rank]], ("B", [rank])
-    matmuls, moves = [], []
-    for step in range(n):
-        for rank in range(step, n):
-            block, here = rank - step, ("B", [rank])
-            queries, keys = (rows[i].stop - rows[i].start for i in (rank, block))
-            q, k = ((*here, (num_heads, count, head_size)) for count in (queries, keys))
-            scores = (*here, (num_heads, queries, keys))
-            matmuls += [(q, k, scores), (scores, k, q)]
-            moves += [(("B", [rank - 1]), here)] * (2 if step else 0)
-    moves += [(("B", [rank]), ("B", [0])) for rank in range(n)]
+    counts = shares(n, seq_len)
+    blocks = [own * sum(counts[: rank + 1]) for rank, own in enumerate(counts)]  # queries, times keys up to its own
     # How many (k, v) of a block a rank sends, and gradients of them. In eager mode it passes what it has to the next
     # rank, and gradients to the one before; a graph sends blocks from their owner to all later ranks, gradients back.
     pairs = [n - 1 if graph else (rank < n - 1) * (rank + 1) + rank for rank in range(n)]
     return Case(
         layout,
         values,
-        in_steps(graph, steps, matmuls),
-        in_steps(graph, steps, moves),
-        reads=[("B", [0])] * steps,
+        [4 * num_heads * head_size * block for block in blocks],
         sends=[2 * whole["q"].exact.size / n * pair for pair in pairs],
     )
 
@@ -293,25 +251,14 @@ def mixture_of_experts(
     if graph:
         layout.update({f"{name} grad": ("P", ranks) for name in ("router", "norm.weight", "norm.bias")})
 
-    def split_in_batch(*shape):
-        return "S(0)", ranks, (batch, *shape)
-
-    slots, by_expert = experts * capacity, ("S(0)", ranks, (experts, batch * capacity, hidden_size))
-    in_slots, weights = split_in_batch(slots, hidden_size), split_in_batch(seq_len, slots)
-    matmuls = [("tokens", "router", split_in_batch(seq_len, experts))]
-    matmuls += [(split_in_batch(slots, seq_len), "tokens", in_slots)]
-    matmuls += [(by_expert, "w_up", "hidden"), ("hidden", "w_down", by_expert)]
-    matmuls += [(weights, in_slots, split_in_batch(seq_len, hidden_size))]
-    layout, matmuls = without_names(("tokens", "hidden"), layout, values, matmuls)
-    to_experts = (("S(0)", ranks), ("S(1)", ranks), "S(0)")
-    back = (("S(1)", ranks), ("S(0)", ranks), "S(1)")
+    slots = experts * capacity
+    of_batch = shares(n, batch, 2 * seq_len * hidden_size * (experts + 2 * slots))  # router, into slots and out of them
+    of_experts = shares(n, experts, 4 * batch * capacity * hidden_size * ffn_size)
     all_to_all = (n - 1) / n**2 * batch * slots * hidden_size  # elements that each rank sends
     return Case(
-        layout,
+        {name: place for name, place in layout.items() if name not in ("tokens", "hidden")},
         values,
-        in_steps(graph, steps, matmuls),
-        [(("local", []), ("B", ranks))] * 2 + in_steps(graph, steps, [to_experts, back]),  # weight and bias of the norm
-        reads=[("P", ranks)] * 4 * steps,
+        [sum(both) for both in zip(of_batch, of_experts)],
         numbers=("balance_losses", "loads", "dropped"),
         claims=lambda seen: {f"rounding chooses no expert, with {gap} between two probabilities": gap > 1e-5},
         sends=[4 * all_to_all + reduced(n, (experts + 2) * hidden_size)] * n,

@@ -99,14 +99,11 @@ def case_of(mesh, graph, steps, more):
     return Case(
         layout,
         values,
-        operations(graph, steps, sizes, passes, forward_matmuls(mesh, sizes), [], []),
-        layouts_of_parameters(exact["initial"], mesh)
+        work_of(mesh, sizes),
+        passes=1 + (evaluations > 0) if graph else steps * passes[0] + evaluations * passes[1],
+        moves=layouts_of_parameters(exact["initial"], mesh)
         + operations(graph, steps, sizes, passes, forward_moves(mesh, sizes), loading(mesh), reducing(layout, mesh)),
-        reads=operations(
-            True, steps, sizes, passes, [], [], [("P, B", mesh), *[("B, B", mesh)] * 2], [("P, B", mesh)] * 2
-        ),
         numbers=("held_out",),
-        graph_calls=steps * passes[0] + evaluations * passes[1],
     )
 
 
@@ -171,23 +168,10 @@ def reducing(layout, mesh):
     return moves + [(("B, P" if "S" in sbp else "B, B", mesh), ("B, B", mesh)) for sbp, _ in gradients]
 
 
-def forward_matmuls(mesh, sizes):
-    """(SBP, ranks, shape) of x, w and the product of each matmul of a forward pass, in order."""
-    rows, length, hidden, heads = rows_of(sizes), sizes["seq_len"], sizes["hidden_size"], sizes["num_heads"]
-    size = hidden // heads
-
-    def product(sbps, *shapes):
-        return tuple((sbp, mesh, shape) for sbp, shape in zip(sbps, shapes))
-
-    def column(width):
-        return product((BATCH, "B, S(1)", COLUMNS), (rows, length, hidden), (hidden, width), (rows, length, width))
-
-    def row(width):
-        return product((COLUMNS, "B, S(0)", PARTS), (rows, length, width), (width, hidden), (rows, length, hidden))
-
-    keys, scores = (rows, heads, length, size), (rows, heads, length, length)
-    attention = [product([HEADS] * 3, keys, keys, scores), product([HEADS] * 3, scores, keys, keys)]
-    block = [column(3 * hidden), *attention, row(hidden), column(4 * hidden), row(4 * hidden)]
-    vocab = sizes["vocab_size"]
-    head = product((BATCH, "B, B", BATCH), (rows, length, hidden), (hidden, vocab), (rows, length, vocab))
-    return [*block * sizes["num_layers"], head]
+def work_of(mesh, sizes):
+    """The floating-point operations of each rank in a forward pass over a micro-batch; the head is on all ranks."""
+    data, tensor = np.shape(mesh)
+    length, hidden = sizes["seq_len"], sizes["hidden_size"]
+    tokens = rows_of(sizes) * length / data
+    block = 2 * tokens * (12 * hidden**2 + 2 * length * hidden) / tensor
+    return [sizes["num_layers"] * block + 2 * tokens * hidden * sizes["vocab_size"]] * data * tensor

@@ -6,7 +6,7 @@ import numpy as np
 
 from oneflow_cookbook.start.recipe import ROOT
 from tests.cases import reference_module
-from tests.cases.recipe_case import Case, Main, case_of_recipe, in_steps, reduced
+from tests.cases.recipe_case import Case, Main, case_of_recipe, reduced, shares
 from tests.cases.reference import unknown
 from tests.cases.reference_module import NUM_CLASSES, SEQ_LEN
 
@@ -95,17 +95,10 @@ def case_of(layout, shapes, training, parts=0, **facts):
     return Case(layout, values, values_of=values_of, **facts)
 
 
-def matmuls_of(batch, hidden_size, x, weights, inner, summed, out, layers=LAYERS):
-    """The matmuls of a forward pass: two in each block, one in the head.
-
-    Layouts: of x, of the weights of up, down and head, between up and down, of down's product, of the head's.
-    """
-    tokens, wide = (batch, SEQ_LEN, hidden_size), (batch, SEQ_LEN, 4 * hidden_size)
-    w_up, w_down, w_head = weights
-    up = ((*x, tokens), (*w_up, (4 * hidden_size, hidden_size)), (*inner, wide))
-    down = ((*inner, wide), (*w_down, (hidden_size, 4 * hidden_size)), (*summed, tokens))
-    head = ((*x, (batch, hidden_size)), (*w_head, (NUM_CLASSES, hidden_size)), (*out, (batch, NUM_CLASSES)))
-    return [*[up, down] * layers, head]
+def work_of(rows, hidden_size, columns=None, layers=LAYERS):
+    """What a rank computes with its rows: in each block two matmuls, of these columns of up, and the head."""
+    columns = 4 * hidden_size if columns is None else columns
+    return rows * (layers * 4 * SEQ_LEN * hidden_size * columns + 2 * hidden_size * NUM_CLASSES)
 
 
 def elements_of(shapes, *ends):
@@ -145,7 +138,7 @@ def tensor_parallel_module(
     tensor = n // data
     mesh = np.arange(n).reshape(data, tensor).tolist()
     shapes = reference_module.shapes(hidden_size, LAYERS)
-    x, summed, loss = ("S(0), B", mesh), ("S(0), P", mesh), ("P, B", mesh)
+    x = ("S(0), B", mesh)
     along_data = "P" if graph else "B"  # of gradients
     layout = layouts(
         shapes,
@@ -155,9 +148,6 @@ def tensor_parallel_module(
         ids=x,
         targets=x,
     )
-    weights = [("B, S(0)", mesh), ("B, S(1)", mesh), ("B, B", mesh)]
-    pinned, all_reduce = (x, x, "S(0), B"), (summed, x)
-    splits = [(("B, B", mesh), (f"B, {sbp}", mesh)) for sbp in ("S(0)", "S(0)") * LAYERS + ("S(1)", "B") * LAYERS]
     split_elements = elements_of(shapes, *TENSOR_PARALLEL)
     per_rank = elements_of(shapes) - split_elements + split_elements / tensor
     return case_of(
@@ -165,13 +155,11 @@ def tensor_parallel_module(
         shapes,
         dict(optimizer=optimizer, graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
         parts=data if graph else 0,
-        matmuls=in_steps(graph, steps, matmuls_of(batch, hidden_size, x, weights, ("S(0), S(2)", mesh), summed, x)),
-        moves=[
-            *[(LOCAL, ("B, B", mesh))] * len(shapes),
-            *splits,
-            *in_steps(graph, steps, [pinned, all_reduce] * LAYERS),
+        work=[
+            work_of(rows, hidden_size, columns)
+            for rows in shares(data, batch)
+            for columns in shares(tensor, 4 * hidden_size)
         ],
-        reads=[loss if graph or data > 1 else ("B, B", mesh)] * steps,
         sends=[2 * LAYERS * reduced(tensor, batch / data * SEQ_LEN * hidden_size) + reduced(data, per_rank)] * n,
     )
 
@@ -212,16 +200,11 @@ def pipeline_module(
     layout = layouts(shapes, optimizer, layout_of, ids=("B", [0]), targets=("B", [n - 1]))
     if graph:
         layout = {name: where for name, where in layout.items() if not name.endswith(" grad")}
-    matmuls, rows = [], batch // micro_batches
-    for i in range(LAYERS):
-        own = layout_of(f"blocks.{i}.")
-        matmuls += matmuls_of(rows, hidden_size, own, [own] * 3, own, own, own, layers=1)[:-1]
-    own = layout_of("head.")
-    matmuls += matmuls_of(rows, hidden_size, own, [own] * 3, own, own, own, layers=0)
+    work = [0] * n
+    for name in names[1:]:
+        block, head = work_of(batch, hidden_size, layers=1), work_of(batch, hidden_size, layers=0)
+        work[stage_of[name]] += head if name == "head" else block - head
     edges = list(zip([0, *stages], stages))  # the stages that the input of each part comes from, and goes to
-    moves = [(("B", [before]), ("B", [after])) for before, after in edges]
-    if graph:  # set_stage moves it, then the part's own to_global
-        moves = [move for old, new in moves for move in ((old, new), (new, new))]
     sends = [0] * n
     for name, (before, after) in zip(names[1:], edges[1:]):
         if before != after:  # activations go forward, gradients of the same size come back
@@ -232,12 +215,8 @@ def pipeline_module(
         layout,
         shapes,
         dict(optimizer=optimizer, graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
-        matmuls=in_steps(graph, steps, matmuls, passes=micro_batches),
-        moves=[
-            *[(LOCAL, layout_of(name)) for name in shapes],
-            *in_steps(graph, steps, moves, passes=micro_batches),
-        ],
-        reads=[("B", [n - 1])] * steps,
+        work=work,
+        micro_batches=micro_batches,
         stages=[(k, [k]) for k in stages],
         sends=sends,
     )
@@ -283,21 +262,12 @@ def fully_sharded_module(
     shapes = reference_module.shapes(hidden_size, num_layers)
     rows, replicated = ("S(0)", ranks), ("B", ranks)
     sharded = {name: rows if shape[0] >= n else replicated for name, shape in shapes.items()}
-    in_order = sorted(shapes, key=lambda name: name.startswith("blocks."))  # blocks are made after all else
     layout = layouts(shapes, optimizer, sharded.get, ids=rows, targets=rows)
-    matmuls = matmuls_of(batch, hidden_size, rows, [replicated] * 3, rows, rows, rows, num_layers)
-    in_forward = [(own, replicated, own[0]) for own in sharded.values()]
-    in_backward = in_forward[::-1] if reshard_after_forward else []
     return case_of(
         layout,
         shapes,
         dict(optimizer=optimizer, graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
-        matmuls=in_steps(graph, steps, matmuls),
-        moves=[
-            *[move for name in in_order for move in ((LOCAL, replicated), (replicated, sharded[name]))],
-            *in_steps(graph, steps, [*in_forward, *in_backward]),
-        ],
-        reads=[("P", ranks)] * steps,
+        work=[work_of(own, hidden_size, layers=num_layers) for own in shares(n, batch)],
         sends=[reduced(n, elements_of(shapes)) * (1.5 if reshard_after_forward else 1)] * n,
     )
 
@@ -329,21 +299,14 @@ def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):
     def layout_of(parameter):
         return tensor_parallel_sbp(parameter), ranks
 
-    replicated, summed = ("B", ranks), ("P", ranks)
-    weights, inner = [("S(0)", ranks), ("S(1)", ranks), replicated], ("S(2)", ranks)
+    replicated = ("B", ranks)
     layout = {**layouts(shapes, "momentum", layout_of, ids=replicated, targets=replicated), "logits": LOCAL}
-    matmuls = matmuls_of(batch, hidden_size, replicated, weights, inner, summed, replicated)
-    in_training = in_steps(graph, steps, matmuls)
-    in_forward = [(replicated, replicated, "B"), (summed, replicated)] * LAYERS
-    splits = [(replicated, (sbp, ranks)) for sbp in ("S(0)", "S(0)", "S(1)") * LAYERS]
     return case_of(
         layout,
         shapes,
         dict(optimizer="momentum", graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
-        matmuls=[*matmuls, *in_training],  # first those of the logits, in eager mode
-        lazy=[False] * len(matmuls) + [graph] * len(in_training),
-        moves=[*[(LOCAL, replicated)] * len(shapes), *splits, *in_forward, *in_steps(graph, steps, in_forward)],
-        reads=[replicated] * (steps + 1),
+        work=[work_of(batch, hidden_size, columns) for columns in shares(n, 4 * hidden_size)],
+        passes=1 + (1 if graph else steps),  # first that of the logits, in eager mode
         numbers=("logits",),
         sends=[2 * LAYERS * reduced(n, batch * SEQ_LEN * hidden_size)] * n,
     )

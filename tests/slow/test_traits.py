@@ -64,8 +64,8 @@ FEW = [
 ]
 # A graph takes seconds to compile, and the three recipes prepare a model for it by the same code. So each trait trains
 # in one under one layout: those for which a pipeline has code of its own there, the others under tensor parallelism.
-# Each layout also trains a plain model, and refuses what it must. In eager mode each trait trains under each layout, but
-# for those that no code of the recipes treats in a way of its own: they train fully sharded alone.
+# Each layout also trains a plain model, and refuses what it must. In eager mode each trait trains under each layout,
+# but for those that no code of the recipes treats in a way of its own: they train fully sharded alone.
 SHARED = [
     *("shared_module", "weight_of_another_layer", "tied_weight_as_an_argument", "parameter_list", "no_grad_inside"),
     *("no_bias", "scalar_parameter_and_shared_buffer", "super_forward"),

@@ -59,7 +59,7 @@ def test_programs(pools, program):
 
 def test_links_lead_to_a_heading():
     for path in (ROOT / "harness" / "oneflow_cookbook" / "verify").glob("*.py"):
-        text = re.sub('PAGE = .*', "", path.read_text())
+        text = re.sub("PAGE = .*", "", path.read_text())
         text = re.sub('PAGE \\+ "|{PAGE}', "docs/silently-wrong.md#", text)
         for page, anchor in re.findall(r"(docs/[\w-]+\.md)#([^\"'\s)]+)", text):
             headings = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.M)
