@@ -194,17 +194,17 @@ def test_bytes_of_every_recipe(measured, name, mode):
     for _, n, _ in runs_of(name, mode):
         items = tensors_and_moves(measured("run", name, n, mode))
         moves = [item for item in items if isinstance(item, Move) and item.sent]
-        in_graph = any(move.what.startswith("a call of") for move in moves)
+        in_graph = any(move.name.startswith("a call of") for move in moves)
         here = name != "spawn"  # and not on ranks that the recipe starts
         Checks.equal(in_graph, here and (mode == "graph" or name in GRAPH_ONLY), name, "runs in a graph")
         for move in moves:
-            what = (name, n, move.what, move.change)
+            what = (name, n, move.name, move.change)
             if move.boxings is None:
                 made_global = move.change.startswith("local -> ")
                 words = f"sent {sum(move.sent)} bytes that no formula gives; move the inputs by to_global"
                 Checks.that(made_global, *what, words)
                 continue
-            how = "graph" if move.what.startswith("a call of") else "eager"
+            how = "graph" if move.name.startswith("a call of") else "eager"
             wanted = sum(b.item * atlas.expected(how, b.shape, b.old, b.new) for b in move.boxings)
             if how == "graph" and PROOFS[name].shares_moves:
                 Checks.that(sum(move.sent) <= 1.02 * wanted, *what, "sent", move.sent, "more than", wanted)
@@ -277,7 +277,7 @@ def test_page_has_the_bytes_of_the_mesh(measured):
     page = rows(part_of_page("mesh"))
     assert len(page) == len(moves)
     for (step, collective, formula, cell), move in zip(page, moves):
-        assert step.replace("→", "->").split("<br>") == [words for words in (move.what, move.change) if words]
+        assert step.replace("→", "->").split("<br>") == [words for words in (move.name, move.change) if words]
         assert collective == move.collective
         by_formula = [(move.by_rank or {}).get(rank, 0) / move.size for rank in range(4)]
         sent = [count / move.size for count in move.sent]

@@ -72,7 +72,7 @@ def test_recorded_runs_are_those_of_new_ones(pools, which):
     fresh = matmul_runs.measured_on(pools(np.size(RANKS[which])), which, pairs)
     Checks.equal(len(fresh), len(pairs), which, "pairs")
     recorded = {pair: RUNS["runs"][which][pair] for pair in fresh}
-    for path in matmul_runs.differences(recorded, fresh):
+    for path in matmul_runs.changed(recorded, fresh):
         raise AssertionError(f"{which}: {path} differs; ./launch.sh docs measures again")
 
 

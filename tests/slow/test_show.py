@@ -250,24 +250,24 @@ def test_memory_of_each_rank_is_shown_on_request(show):
     assert show("bytes", "--memory", "data_parallel", code=2).err == "launch.sh: bytes has no --memory, but show has\n"
 
 
-def named(what, **fields):
-    return Move(what, 5, None, **{"times": 2, "size": 8, "why": SCRIPT, **fields})
+def named(name, **fields):
+    return Move(name, 5, None, **{"times": 2, "size": 8, "why": SCRIPT, **fields})
 
 
 def test_equal_blocks_are_written_once():
     down = [named(f"blocks.{block}.down", size=9 if block == 3 else 8) for block in range(6)]
-    assert [item.what for item in fold_blocks(down)] == ["blocks.0-2,4-5.down", "blocks.3.down"]
+    assert [item.name for item in fold_blocks(down)] == ["blocks.0-2,4-5.down", "blocks.3.down"]
     more = [
-        named(what) for what in ("layers.1.experts.0.up", "layers.1.experts.1.up", "layers.2.experts.0.up", "w0", "w1")
+        named(name) for name in ("layers.1.experts.0.up", "layers.1.experts.1.up", "layers.2.experts.0.up", "w0", "w1")
     ]
-    assert [item.what for item in fold_blocks(more)] == ["layers.1-2.experts.0.up", "layers.1.experts.1.up", "w0", "w1"]
+    assert [item.name for item in fold_blocks(more)] == ["layers.1-2.experts.0.up", "layers.1.experts.1.up", "w0", "w1"]
     for fields in ({"times": 3}, {"line": 6}, {"change": "P -> B"}, {"why": ONEFLOW}, {"collective": "send"}):
         pair = [named("a.0.x"), replace(named("a.1.x"), **fields)]
         assert fold_blocks(pair) == pair, fields
     measured = [named(f"a.{block}.x") for block in range(3)]
     for move, sent in zip(measured, ([500_000, 0], [509_000, 900], [600_000, 0])):
         move.sent = sent
-    assert [item.what for item in fold_blocks(measured)] == ["a.0-1.x", "a.2.x"]
+    assert [item.name for item in fold_blocks(measured)] == ["a.0-1.x", "a.2.x"]
 
 
 def test_run_that_needs_arguments_is_called_by_the_script_itself(show):

@@ -50,7 +50,7 @@ def key(*names):
     return " @ ".join(name.replace(", ", ",") for name in names)
 
 
-def near(sent, expected):
+def is_same(sent, expected):
     """Whether bytes of a rank are what they should be, within 2 % and OneFlow's own messages."""
     return abs(sent - expected) <= 0.02 * expected + CONTROL
 
@@ -69,63 +69,65 @@ def rows(array):
 
 
 def matmul(pair, ranks, shown, measured):
-    """The entry of a matmul in one mode. shown, measured: by rank, see matmul_on_rank.py."""
+    """The record of a matmul in one mode. shown, measured: by rank, see matmul_on_rank.py."""
     out, shards = shown[0]["out"][0], [result["out"][1] for result in shown]
     inputs = shown[0]["inputs"] or multiplied_sbps(VALUES.values(), pair, ranks, out, shards)
     large_out, large_inputs = measured[0][0], measured[0][2] or inputs
-    entry = {
+    record = {
         "out_sbp": key(out),
         "out": [rows(shard) for shard in shards],
         "inputs": [key(sbp) for sbp in inputs],
         "sent": [sent for _, sent, _ in measured],
     }
     if (large_out, large_inputs) == (out, inputs):
-        return entry
+        return record
     if not shown[0]["inputs"]:
         raise ValueError(f"{key(*pair)} on {ranks} gives {out}, and {large_out} at {SHAPES}, in eager mode")
-    return {**entry, "large": {"out_sbp": key(large_out), "inputs": [key(sbp) for sbp in large_inputs]}}
+    return {**record, "large": {"out_sbp": key(large_out), "inputs": [key(sbp) for sbp in large_inputs]}}
 
 
 def conversion(new, shown, sent):
-    """The entry of out.to_global(sbp=new). shown: by rank, see matmul_on_rank.py; sent: {(old, new): bytes} by rank."""
+    """The record of out.to_global(sbp=new). shown: see matmul_on_rank.py; sent: {(old, new): bytes}; both by rank."""
     old = shown[0]["out"][0]
     return {"out": [rows(result["to"][new]) for result in shown], "sent": [by_change[old, new] for by_change in sent]}
 
 
 def without_equal(modes):
-    """{"eager": ..., "graph": ...} without graph where that is the same, its bytes as `near` allows."""
-    return modes if differences(modes["eager"], modes["graph"]) else {"eager": modes["eager"]}
+    """{"eager": ..., "graph": ...} without graph where that is the same, its bytes as `is_same` allows."""
+    return modes if changed(modes["eager"], modes["graph"]) else {"eager": modes["eager"]}
 
 
-def entry_of(pair, ranks, shown, measured, conversions):
-    """The entry of one pair. shown, measured, conversions: {mode: results}; no conversions on a mesh."""
+def record_of(pair, ranks, shown, measured, conversions):
+    """The record of one pair. shown, measured, conversions: {mode: results}; no conversions on a mesh."""
     by_mode = {mode: shown[mode][pair] for mode in MODES}
     modes = {mode: matmul(pair, ranks, results, measured[mode][pair]) for mode, results in by_mode.items()}
-    entry = {name: [rows(result[name]) for result in by_mode["eager"]] for name in "xw"}
-    entry.update(without_equal(modes))
+    record = {name: [rows(result[name]) for result in by_mode["eager"]] for name in "xw"}
+    record.update(without_equal(modes))
     if conversions:
-        entry["to"] = {
+        record["to"] = {
             new: without_equal({mode: conversion(new, shown, conversions[mode]) for mode, shown in by_mode.items()})
             for new in NAMES
         }
-    return entry
+    return record
 
 
 def measured_on(pool, which, pairs=None):
-    """{pair: its entry} for one of RANKS, on a pool of its size. pairs: of SBPs, by default all."""
+    """{pair: its record} for one of RANKS, on a pool of its size. pairs: of SBPs, by default all."""
     ranks, pairs, line = RANKS[which], pairs or pairs_of(which), which != "2x2"
     shown, measured, conversions = {}, {}, {}
     for mode in MODES:
-        how = {"ranks": ranks, "graph": mode == "graph"}
+        options = {"ranks": ranks, "graph": mode == "graph"}
         values = [value.tolist() for value in VALUES.values()]
-        shown[mode] = call_on_pairs(pool, "products", pairs, values=values, targets=NAMES if line else (), **how)
+        shown[mode] = call_on_pairs(pool, "products", pairs, values=values, targets=NAMES if line else (), **options)
         measured[mode] = {}
         for first in range(0, len(pairs), 16):  # so that the pool can free the memory of many graphs
-            measured[mode].update(call_on_pairs(pool, "bytes_sent", pairs[first : first + 16], shapes=SHAPES, **how))
+            measured[mode].update(
+                call_on_pairs(pool, "bytes_sent", pairs[first : first + 16], shapes=SHAPES, **options)
+            )
         if line:
-            where = {"source": ranks, "target": ranks, "shape": SHAPES[0]}
-            conversions[mode] = pool.call(f"{FUNCTIONS}:conversions", graph=mode == "graph", **where)
-    return {key(*pair): entry_of(pair, ranks, shown, measured, conversions) for pair in pairs}
+            shape = {"source": ranks, "target": ranks, "shape": SHAPES[0]}
+            conversions[mode] = pool.call(f"{FUNCTIONS}:conversions", graph=mode == "graph", **shape)
+    return {key(*pair): record_of(pair, ranks, shown, measured, conversions) for pair in pairs}
 
 
 def measured():
@@ -146,14 +148,14 @@ def measured():
     }
 
 
-def differences(old, new, where=()):
-    """The paths at which two results of `measured`, or parts of them, differ: bytes sent by more than `near` allows."""
+def changed(old, new, path=()):
+    """The paths at which two results of `measured`, or parts of them, differ: bytes by more than `is_same` allows."""
     if isinstance(old, dict) and isinstance(new, dict):
         pairs = [(name, old.get(name), new.get(name)) for name in {**old, **new}]
-        return [path for name, *both in pairs for path in differences(*both, (*where, name))]
-    if where[-1:] == ("sent",) and old and new and len(old) == len(new):
-        return [] if all(map(near, new, old)) else [where]
-    return [] if old == new else [where]
+        return [change for name, *both in pairs for change in changed(*both, (*path, name))]
+    if path[-1:] == ("sent",) and old and new and len(old) == len(new):
+        return [] if all(map(is_same, new, old)) else [path]
+    return [] if old == new else [path]
 
 
 def read():
@@ -166,7 +168,7 @@ def text(runs):
     head = [f"{json.dumps(name)}:{compact(value)}" for name, value in runs.items() if name != "runs"]
     by_ranks = []
     for which, pairs in runs["runs"].items():
-        lines = ",\n".join(f"{json.dumps(pair)}:{compact(entry)}" for pair, entry in pairs.items())
+        lines = ",\n".join(f"{json.dumps(pair)}:{compact(record)}" for pair, record in pairs.items())
         by_ranks.append(f'"{which}":{{\n{lines}\n}}')
     return BEGIN + "{" + ",\n".join([*head, '"runs":{' + ",\n".join(by_ranks) + "}"]) + "}" + END
 
@@ -179,8 +181,8 @@ def main():
     """Measure, and write runs.js unless it has the same already."""
     print("measuring the matmuls of the explorable page: 3 minutes", flush=True)
     runs = measured()
-    changed = bool(differences(read(), runs))
-    if changed:
+    is_new = bool(changed(read(), runs))
+    if is_new:
         PATH.write_text(text(runs), "utf-8")
-    print(f"{PATH.relative_to(ROOT)}: {'updated' if changed else 'unchanged'}")
+    print(f"{PATH.relative_to(ROOT)}: {'updated' if is_new else 'unchanged'}")
     return 0

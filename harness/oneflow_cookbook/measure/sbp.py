@@ -93,11 +93,11 @@ class Layout(NamedTuple):
 
     def squeezed(self):
         """The same without axes of a single rank, on which all SBPs are the same."""
-        kept = [axis for axis, n in enumerate(self.grid.shape) if n > 1] or [0]
-        if self.sbp == "local" or len(kept) == len(self.axes):
+        axes = [axis for axis, n in enumerate(self.grid.shape) if n > 1] or [0]
+        if self.sbp == "local" or len(axes) == len(self.axes):
             return self
-        ranks = self.grid.reshape([self.grid.shape[axis] for axis in kept]).tolist()
-        return Layout(", ".join(self.axes[axis] for axis in kept), ranks)
+        ranks = self.grid.reshape([self.grid.shape[axis] for axis in axes]).tolist()
+        return Layout(", ".join(self.axes[axis] for axis in axes), ranks)
 
     def block(self, shape, rank):
         """[(start, stop)] of each dimension that a rank holds; None if the rank is outside the placement."""

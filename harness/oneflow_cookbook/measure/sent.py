@@ -22,10 +22,10 @@ QUIET = 3  # equal counts in a row after which all has been sent
 def connections():
     """{((address, port) here, (address, port) there): bytes written} of this rank's TCP connections to others."""
     counts = {}
-    for entry in os.scandir("/proc/self/fd"):
+    for descriptor in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or a listening socket
-            if os.readlink(entry.path).startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            if os.readlink(descriptor.path).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
                     if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
                         counts[connection.getsockname(), connection.getpeername()] = written(connection)
     return {(here, there): count for (here, there), count in counts.items() if (there, here) not in counts}

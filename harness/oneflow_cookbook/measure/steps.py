@@ -1,14 +1,13 @@
 """The tensors and moves of a script in order, for `show` and `bytes`."""
 
 import re
-from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Optional
 
 import numpy as np
 
 from oneflow_cookbook.measure import theory
-from oneflow_cookbook.measure.events import GRADIENT, ONEFLOW, SCRIPT, UNNAMED, layout
+from oneflow_cookbook.measure.events import GRADIENT, ONEFLOW, SCRIPT, UNNAMED, Event, layout
 
 # In place of a collective, where only the bytes are known:
 IMPLICIT, BY_PART = "OneFlow moved an operand", "part of backward"
@@ -40,7 +39,7 @@ class Tensor:
 class Move:
     """A step that can move data."""
 
-    what: str  # such as "x @ w" or "partial -> out"
+    name: str  # such as "x @ w" or "partial -> out"
     line: int  # of the script; 0 outside of it
     sent: Optional[list]  # bytes that each rank sent; None for a move inside a graph
     times: int = 1  # how often the script made it; `sent` is of the first time
@@ -107,60 +106,63 @@ class Move:
         return replace(self, **fields)
 
 
+@dataclass
+class Step:
+    """What an event did, on all ranks together; the first Step is what a script has before its first event."""
+
+    event: Event = field(default_factory=lambda: Event("", ""))
+    moves: list = field(default_factory=list)  # those that are new
+    repeats: bool = False  # whether it only repeats earlier moves
+    moves_a_tensor: bool = False
+    tensors: list = field(default_factory=list)  # to show after it
+
+
 def tensors_and_moves(results):
     """The Tensors and Moves of a script in order. results: of script.measure_script on each rank.
 
     A repeated move is a single Move with `times`; a tensor that looks like an earlier tensor is left out.
     """
-    new_moves, is_repeat, is_moving = distinct_moves(results)
-    tensors_after = distinct_tensors(results, is_repeat, is_moving)
-    items = list(tensors_after[0])
-    for number, moves in enumerate(new_moves, 1):
-        items += moves + tensors_after[number]
-    return items
+    steps = steps_of(results)
+    add_tensors(steps, results[0]["tensors"], len(results))
+    return [item for step in steps for item in step.moves + step.tensors]
 
 
-def distinct_moves(results):
-    """For each event its Moves that are new, whether it only repeats earlier moves, and whether it moves a tensor."""
-    first_moves, new_moves, is_repeat, is_moving = {}, [], [], []
-    for number in range(len(results[0]["events"])):
-        moves = moves_of([result["events"][number] for result in results], results[0]["names"])
-        new = []
+def steps_of(results):
+    """The Steps of a script, without their tensors."""
+    first_moves, steps = {}, [Step()]
+    for events in zip(*(result["events"] for result in results)):
+        moves, new = moves_of(events, results[0]["names"]), []
         for move in moves:
             first = first_moves.setdefault(move.key, move)
             if first is move:
                 new.append(move)
             else:
                 first.times += move.times
-        new_moves.append(new)
-        is_repeat.append(bool(moves) and not new)
-        is_moving.append(any(map(moves_tensor, moves)))
-    return new_moves, is_repeat, is_moving
+        repeats = bool(moves) and not new
+        steps.append(Step(events[0], new, repeats, moves_a_tensor=any(map(moves_tensor, moves))))
+    return steps
 
 
-def distinct_tensors(results, is_repeat, is_moving):
-    """{number of events before: [Tensor]}: the tensors to show, each look once.
+def add_tensors(steps, tensors, world_size):
+    """Add to each Step the tensors to show after it, each look once.
 
-    is_repeat, is_moving: for each event, see distinct_moves. Left out are the results of events that only repeat
-    earlier ones, and unnamed tensors, except those that a move reads or makes. The result of a move is shown even if it
-    looks like an earlier tensor.
+    Left out are the results of events that only repeat earlier ones, and unnamed tensors, except those that a move
+    reads or makes. The result of a move is shown even if it looks like an earlier tensor.
     """
-    events, world_size = results[0]["events"], len(results)
-    moving = [event for event, moves in zip(events, is_moving) if moves]
+    moving = [step.event for step in steps if step.moves_a_tensor]
     in_a_move = {tensor["id"] for event in moving for tensor in event.inputs + event.outputs}
-    tensors_after, seen = defaultdict(list), set()
-    for described in results[0]["tensors"]:
-        after = described["after"]
-        is_result = after > 0 and described["id"] in [output["id"] for output in events[after - 1].outputs]
-        if is_result and is_repeat[after - 1]:
+    shown = set()
+    for described in tensors:
+        step = steps[described["after"]]
+        is_result = described["id"] in [output["id"] for output in step.event.outputs]
+        if is_result and step.repeats:
             continue
         if described["name"] == UNNAMED and described["id"] not in in_a_move:
             continue
         tensor = tensor_of(described, world_size)
-        if repr(tensor) not in seen or (is_result and is_moving[after - 1]):
-            tensors_after[after].append(tensor)
-            seen.add(repr(tensor))
-    return tensors_after
+        if repr(tensor) not in shown or (is_result and step.moves_a_tensor):
+            step.tensors.append(tensor)
+            shown.add(repr(tensor))
 
 
 def tensor_of(described, world_size):
@@ -194,11 +196,11 @@ def moves_of(events, names):
     event = events[0]
     operands = [names.get(tensor["id"], UNNAMED) for tensor in event.inputs]
     looks = [f"{tensor['sbp']} {tensor['ranks']} {tensor['shape']}" for tensor in event.inputs]
-    where = [event.layer] if event.layer else operands  # in a layer, tensors have names the first time only
-    source = (event.kind, event.name, *where, *looks)
+    place = [event.layer] if event.layer else operands  # in a layer, tensors have names the first time only
+    source = (event.kind, event.name, *place, *looks)
     move = Move(event.kind, event.line, [event.sent for event in events], event.times, source)
     if event.kind == "graph":
-        return moves_of_graph(event, replace(move, what=f"a call of {event.name}"))
+        return moves_of_graph(event, replace(move, name=f"a call of {event.name}"))
     if event.kind == "backward":
         return moves_of_backward(events, move, names)
     if event.kind == "layer":
@@ -208,21 +210,21 @@ def moves_of(events, names):
         return [move_of_module(event, move)]
     if event.kind == "create":
         [new] = event.outputs
-        fields = {"what": f"flow.tensor -> {names.get(new['id'], UNNAMED)}", "size": bytes_of(new), "why": SCRIPT}
+        fields = {"name": f"flow.tensor -> {names.get(new['id'], UNNAMED)}", "size": bytes_of(new), "why": SCRIPT}
         return [replace(move, change=f"local -> {new['sbp']}", collective=COMPARES, **fields)]
     if event.kind == "matmul":
         return [move_of_matmul(event, move, operands, names.get(event.outputs[0]["id"], UNNAMED))]
     if event.kind == "read":
         boxing = theory.boxing_to(event.inputs[0], "B", list(range(len(events))))  # every rank gets the value
-        return [move.of(boxing, what=READS[event.name].format(operands[0]), why=SCRIPT)]
+        return [move.of(boxing, name=READS[event.name].format(operands[0]), why=SCRIPT)]
     return [move_of_to_global(event, move, operands[0], names.get(event.outputs[0]["id"], UNNAMED))]
 
 
 def move_of_matmul(event, move, operands, product):
     """The Move of a matmul. operands, product: names of tensors."""
-    what = f"{operands[0]} @ {operands[1]}" + (f" = {product}" if product != UNNAMED else "")
+    name = f"{operands[0]} @ {operands[1]}" + (f" = {product}" if product != UNNAMED else "")
     if event.layer and UNNAMED in operands:
-        what = f"{event.layer}: matmul"
+        name = f"{event.layer}: matmul"
     matmul, size, probably = (event.inputs, event.outputs[0], event.facts["transposed"]), bytes_of(event.inputs[0]), ""
     boxings = theory.matmul_boxings(*matmul)
     if boxings is None:
@@ -233,7 +235,7 @@ def move_of_matmul(event, move, operands, product):
     return replace(
         move,
         why=ONEFLOW,
-        what=what,
+        name=name,
         size=size,
         boxings=None if boxings is None else [boxing for _, boxing in boxings],
         collective=probably + theory.boxings_in_words(boxings, names),
@@ -243,14 +245,14 @@ def move_of_matmul(event, move, operands, product):
 def move_of_to_global(event, move, old_name, new_name):
     """The Move of a tensor's to_global."""
     old, new = event.inputs[0], event.outputs[0]
-    what = old_name if old_name == new_name else f"{old_name} -> {new_name}"
+    name = old_name if old_name == new_name else f"{old_name} -> {new_name}"
     unnamed = [name for name in (old_name, new_name) if name == UNNAMED]
     if len(unnamed) == 2 or (event.layer and (unnamed or old_name == new_name)):
-        what = event.layer or event.text
+        name = event.layer or event.text
     if old["sbp"] == "local":
         change = f"local -> {new['sbp']}"
-        return replace(move, what=what, size=bytes_of(old), change=change, collective=MADE_GLOBAL)
-    return move.of(theory.boxing_to(old, new["sbp"], new["ranks"]), what=what, why=SCRIPT)
+        return replace(move, name=name, size=bytes_of(old), change=change, collective=MADE_GLOBAL)
+    return move.of(theory.boxing_to(old, new["sbp"], new["ranks"]), name=name, why=SCRIPT)
 
 
 def move_in_layer(event, move):
@@ -259,7 +261,7 @@ def move_in_layer(event, move):
     if event.outputs:
         change += f" -> {event.outputs[0]['sbp']}"
     size = max(map(bytes_of, event.inputs + event.outputs))
-    return replace(move, what=f"inside {event.name}", size=size, change=change, collective=IMPLICIT, why=ONEFLOW)
+    return replace(move, name=f"inside {event.name}", size=size, change=change, collective=IMPLICIT, why=ONEFLOW)
 
 
 def has_moved(move):
@@ -277,8 +279,8 @@ def moves_of_backward(events, move, names):
     for moved in zip(*(event.facts["gradients"] for event in events)):
         source, why, old, new, _ = moved[0]
         boxing = theory.boxing_to(old, new["sbp"], new["ranks"])
-        what = GRADIENT_OF if why == GRADIENT else BACKWARD_OF
-        fields = {"what": what.format(name_of(source, names)), "why": why, "source": (*whole.source, source)}
+        name = GRADIENT_OF if why == GRADIENT else BACKWARD_OF
+        fields = {"name": name.format(name_of(source, names)), "why": why, "source": (*whole.source, source)}
         gradients.append(whole.of(boxing, sent=[sent for *_, sent in moved], **fields))
     rest = sum(whole.sent) - sum(sum(gradient.sent) for gradient in gradients)
     gradients = [gradient for gradient in gradients if not gradient.sends_nothing]
@@ -292,7 +294,7 @@ def moves_of_parts(events, whole, names):
         part, sent = counts[0][0], [count for _, count in counts]
         if max(sent) >= max(0.02 * max(whole.sent), NOISE):
             line = part if isinstance(part, str) else part[0]  # its operands have names the first time only
-            fields = {"what": BACKWARD_OF.format(name_of(part, names)), "source": (*whole.source, line)}
+            fields = {"name": BACKWARD_OF.format(name_of(part, names)), "source": (*whole.source, line)}
             moves.append(replace(whole, sent=sent, collective=BY_PART, **fields))
     return moves
 
@@ -310,7 +312,7 @@ def move_of_module(event, move):
     pairs = list(zip(event.inputs, event.outputs))
     changes = {f"{old['sbp']} -> {new['sbp']}" for old, new in pairs}
     change = changes.pop() if len(changes) == 1 else ""
-    fields = {"what": f"{event.name}.to_global", "change": change, "size": sum(bytes_of(old) for old, _ in pairs)}
+    fields = {"name": f"{event.name}.to_global", "change": change, "size": sum(bytes_of(old) for old, _ in pairs)}
     if any(old["sbp"] == "local" for old, _ in pairs):
         return replace(move, collective=MADE_GLOBAL, **fields)
     boxings = [theory.boxing_to(old, new["sbp"], new["ranks"]) for old, new in pairs]
@@ -329,19 +331,19 @@ def moves_of_graph(event, call):
     if micro_batches > 1:  # the compiled graph does not say which moves repeat for each micro-batch
         moves[0].boxings, moves[0].collective = None, f"a whole step of {micro_batches} micro-batches"
     for edge, boxing in zip(edges, boxings):
-        what = GRADIENT_OF.format(edge["parameter"]).strip()
+        name = GRADIENT_OF.format(edge["parameter"]).strip()
         if edge["parameter"] is None:
-            what = f"{op_in_words(edge['producer'])} -> {op_in_words(edge['consumer'])}"
-        source = (event.name, what, len(moves))
-        moves.append(call.of(boxing, what=what, line=0, sent=None, source=source, why=edge["why"]))
+            name = f"{op_in_words(edge['producer'])} -> {op_in_words(edge['consumer'])}"
+        source = (event.name, name, len(moves))
+        moves.append(call.of(boxing, name=name, line=0, sent=None, source=source, why=edge["why"]))
     return moves
 
 
 def op_in_words(op):
     """The name of an op in a graph, without OneFlow's prefixes and numbers."""
     if "_output." in op or "_input." in op:
-        which = "output" if "_output." in op else "input"
-        return f"{which} {op.split('.')[-1].split('_')[0]}"
+        end = "output" if "_output." in op else "input"
+        return f"{end} {op.split('.')[-1].split('_')[0]}"
     return re.sub(r"^(System-Pipeline-Buffer-Op_-)?(module[.-])?|-\d+$", "", op).replace(
         "hierarchical_parallel_cast", "to_global"
     )

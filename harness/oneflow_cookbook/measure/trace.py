@@ -87,17 +87,14 @@ class Trace(Recorder):
         outputs_of: a function from the call's result to its tensors. facts: of the event.
         """
         layer = self.layers[-1] if self.layers else ""
-        similar = self.similar.setdefault(self.signature(call, inputs, options, layer), [])
-        enough = REPEATED if layer or call.kind == "backward" else MEASURED
-        if len(similar) == enough:  # at the same call on all ranks, so they measure together
-            similar[-1].times += 1
+        signature = self.signature(call, inputs, options, layer)
+        if self.is_counted(signature, REPEATED if layer or call.kind == "backward" else MEASURED):
             return call.proceed()
         self.names.add(inputs)
         self.names.add_variables()
         result, sent = self.measure(call.proceed)
         outputs = outputs_of(result)
-        event = self.event(call.kind, name or call.name, inputs, outputs, layer=layer, sent=sent, facts=facts)
-        self.add_event(event, similar)
+        self.add(signature, call.kind, name or call.name, inputs, outputs, layer=layer, sent=sent, facts=facts)
         self.names.add(outputs)
         if call.kind == "to_global":
             self.names.add_moved(inputs[0], result)
@@ -109,21 +106,26 @@ class Trace(Recorder):
         parameters = [id(tensor) for tensor in inputs if id(tensor) in self.names.parameters]
         return (call.kind, self.line(), layer, options, *looks, *parameters)
 
-    def event(self, kind, name, inputs, outputs, **fields):
-        """An Event on the present line of the script."""
+    def is_counted(self, signature, measured):
+        """Whether a step was measured so often that it is only counted. Ranks agree, as they make the same calls."""
+        similar = self.similar.get(signature, [])
+        if len(similar) < measured:
+            return False
+        similar[-1].times += 1
+        return True
+
+    def add(self, signature, kind, name, inputs, outputs, **fields):
+        """Add an Event on the present line of the script."""
         line, text = self.line()
         described = [[describe(tensor) for tensor in tensors] for tensors in (inputs, outputs)]
-        return Event(kind, name, *described, line=line, text=text, **fields)
+        event = Event(kind, name, *described, line=line, text=text, **fields)
+        self.events.append(event)
+        self.similar.setdefault(signature, []).append(event)
+        self.accounted += event.sent
 
     def of_kind(self, kind):
         """The events of a kind of call."""
         return [event for event in self.events if event.kind == kind]
-
-    def add_event(self, event, similar):
-        """Add an event to the record, and to `similar`, the list of the events of the same step."""
-        similar.append(event)
-        self.events.append(event)
-        self.accounted += event.sent
 
     def measure(self, function):
         """(function(), bytes that this rank sent for it)."""
@@ -251,25 +253,29 @@ class Trace(Recorder):
             self.paths.update({part: path for path, part in module.named_modules() if path})
         return self.layer(call) if module in self.paths else call.proceed()
 
+    @contextlib.contextmanager
+    def inside(self, path):
+        """Inside it, the part of the module at this path runs."""
+        self.layers.append(path)
+        try:
+            yield
+        finally:
+            self.layers.pop()
+
     def layer(self, call):
         """Call a part of a module. Its first call is measured; what its steps did not send is the layer's own."""
         path, inputs = self.paths[call.arguments[0]], tensors_in([call.arguments, call.keywords])
         is_global = bool(inputs) and all(tensor.is_global and not tensor.is_lazy for tensor in inputs)
         if STEPS & set(call.around) or not is_global:
             return call.proceed()
-        similar = self.similar.setdefault(("layer", path, *map(layout_and_shape, inputs)), [])
-        self.layers.append(path)
-        try:
-            before = self.accounted
-            result, sent = (call.proceed(), 0) if similar else self.measure(call.proceed)
-        finally:
-            self.layers.pop()
+        signature = ("layer", path, *map(layout_and_shape, inputs))
+        is_counted, accounted = self.is_counted(signature, 1), self.accounted
+        with self.inside(path):
+            result, sent = (call.proceed(), 0) if is_counted else self.measure(call.proceed)
         outputs = tensors_in(result)
-        if similar:
-            similar[-1].times += 1
-        else:
-            sent -= self.accounted - before  # by its steps
-            self.add_event(self.event("layer", path, inputs, outputs, layer=path, sent=sent), similar)
+        if not is_counted:
+            sent -= self.accounted - accounted  # by its steps
+            self.add(signature, "layer", path, inputs, outputs, layer=path, sent=sent)
             self.names.add_returned(path, outputs)
         for tensor in outputs[:1]:
             self.watch_backward(path, tensor)
@@ -314,8 +320,8 @@ class Trace(Recorder):
             ranks = math.prod(n for n, axis_sbp in axes if axis_sbp == f"S({dim})")
             if size < ranks and ranks > 1:
                 place = f"{Path(self.path).name}:{self.line()[0]}"
-                what = f"a tensor of shape {tuple(shape)} cannot be split({dim}) over {ranks} ranks"
-                raise UsageError(f"{place}: {what}: a rank would hold nothing; make that size {ranks} or more")
+                refused = f"a tensor of shape {tuple(shape)} cannot be split({dim}) over {ranks} ranks"
+                raise UsageError(f"{place}: {refused}: a rank would hold nothing; make that size {ranks} or more")
 
 
 def gets_gradient(tensor):

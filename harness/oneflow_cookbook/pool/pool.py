@@ -168,7 +168,7 @@ class Pool:
     def _error(self, what, timeout, failure, waiting):
         """The PoolError of a call. failure: (rank that raised, its traceback); waiting: ranks without an answer."""
         codes = self.ranks.exit_codes()
-        died_of, where = None, {}
+        died_of, tracebacks = None, {}
         if failure:
             rank, traceback = failure
             text = f"failed:\n{traceback}"
@@ -181,11 +181,11 @@ class Pool:
             before = [self._log(rank) for rank in waiting]
             self.ranks.dump_tracebacks()
             self._wait_until(lambda: all(self._is_traced(rank, log) for rank, log in zip(waiting, before)))
-            where = {rank: self._log(rank) for rank in waiting}
-            logs = "\n".join(f"rank {rank}:\n{log}" for rank, log in where.items())
+            tracebacks = {rank: self._log(rank) for rank in waiting}
+            logs = "\n".join(f"rank {rank}:\n{log}" for rank, log in tracebacks.items())
             text = f"gave no answer in {timeout:g} s; it waits here:\n{logs}"
         words = f"{what}: rank {rank} of {self.world_size} {text}"
-        return PoolError(rank, words, died_of, hung=not failure and not codes, waiting=where)
+        return PoolError(rank, words, died_of, hung=not failure and not codes, waiting=tracebacks)
 
     def _is_traced(self, rank, before):
         """Whether the log of a rank ends with a new traceback."""

@@ -112,13 +112,13 @@ def in_words(move):
     """A move as a line of text."""
     about = f"about {bytes_in_words(max(move.sent or [0]))} from a rank"
     if move.collective == BY_PART:
-        return f"{move.what}: {about}" + (" each" if move.equal > 1 else "")
-    if move.what == "backward":
+        return f"{move.name}: {about}" + (" each" if move.equal > 1 else "")
+    if move.name == "backward":
         words = "backward: the gradients"
     else:
         change = f" {move.change}," if move.change and move.change != move.collective else ""
         collective = move.collective if move.collective != "nothing" else "no communication"
-        words = f"{move.what}:{change} {collective}"
+        words = f"{move.name}:{change} {collective}"
     if move.collective == IMPLICIT and not move.is_exact:
         words += f", {about}"
     if not (move.collective == "nothing" and quiet(move)):
@@ -155,14 +155,14 @@ def bytes_table(title, moves, outside):
 def cells_of(move, world_size):
     """The cells of a move in the table of bytes."""
     line = str(move.line) if move.line else ""
-    what = move.what + (f" ({move.change})" if move.change and move.change != move.collective else "")
+    step = move.name + (f" ({move.change})" if move.change and move.change != move.collective else "")
     formula = "" if move.formula is None else f"{move.formula:,.0f}"
     if move.sent is None:  # a boxing in a graph, of which only the whole call is measured
-        return [line, f"  {what}", move.collective, *[""] * world_size, "", formula, ""]
+        return [line, f"  {step}", move.collective, *[""] * world_size, "", formula, ""]
     total, about = sum(move.sent), "" if move.is_exact else "~"
     sent = [f"{about}{number:,}" for number in (*move.sent, total)]
     ratio = f"{total / move.formula:.3f}" if move.formula and move.is_exact else ""
-    return [line, what + times_in_words(move, ", {}"), move.collective, *sent, formula, ratio]
+    return [line, step + times_in_words(move, ", {}"), move.collective, *sent, formula, ratio]
 
 
 def memory_table(memory):

@@ -43,7 +43,7 @@ def join_made_global(items):
         if not (isinstance(item, Move) and item.collective == MADE_GLOBAL):
             joined.append(item)
             continue
-        key = (item.what, item.line, item.change)
+        key = (item.name, item.line, item.change)
         if key in first_of:
             first_of[key].append(item)
         else:
@@ -59,7 +59,7 @@ def total_of(moves):
         return moves[0]
     sent = [sum(count * move.times for count, move in zip(counts, moves)) for counts in zip(*(m.sent for m in moves))]
     size = sum(move.size * move.times for move in moves)
-    return replace(moves[0], what=f"{moves[0].what}, {number} tensors", times=1, sent=sent, size=size)
+    return replace(moves[0], name=f"{moves[0].name}, {number} tensors", times=1, sent=sent, size=size)
 
 
 def fold_blocks(items):
@@ -76,23 +76,24 @@ def fold_blocks(items):
 
 def key_and_index(item):
     """(a key that is equal for the same item of two equal blocks, the block's index, None if it is in none)."""
-    text = item.name if isinstance(item, Tensor) else item.what
-    match = INDEX.search(text)
+    match = INDEX.search(item.name)
     if not match:
         return (id(item),), None
     index = match[2]
+    name = with_index(item.name, index, "#")
     if isinstance(item, Tensor):
-        return (with_index(text, index, "#"), item.shape, item.sbp, str(item.ranks)), index
-    words = [with_index(text, index, "#") for text in (item.what, item.collective)]
-    return (*words, item.line, item.times, item.size, item.change, item.formula, item.why), index
+        return (name, item.shape, item.sbp, str(item.ranks)), index
+    collective = with_index(item.collective, index, "#")
+    return (name, collective, item.line, item.times, item.size, item.change, item.formula, item.why), index
 
 
 def joins(item, index, group):
     """Whether an item belongs to a group of (index, item) with its key: another block, and the same bytes measured."""
+    if index in [other for other, _ in group]:
+        return False
     if not group or isinstance(item, Tensor) or item.sent is None:
-        return index not in [other for other, _ in group]
-    pairs = zip(item.sent, group[0][1].sent)
-    return index not in [other for other, _ in group] and all(abs(a - b) <= max(SAME, 0.02 * a) for a, b in pairs)
+        return True
+    return all(abs(a - b) <= max(SAME, 0.02 * a) for a, b in zip(item.sent, group[0][1].sent))
 
 
 def with_index(text, index, new):
@@ -106,10 +107,10 @@ def merged(group):
     if len(group) == 1:
         return item
     blocks = ranges(sorted(int(index) for index, _ in group))
+    name = with_index(item.name, index, blocks)
     if isinstance(item, Tensor):
-        return replace(item, name=with_index(item.name, index, blocks))
-    what, collective = (with_index(text, index, blocks) for text in (item.what, item.collective))
-    return replace(item, what=what, collective=collective, equal=len(group))
+        return replace(item, name=name)
+    return replace(item, name=name, collective=with_index(item.collective, index, blocks), equal=len(group))
 
 
 def ranges(numbers):

@@ -61,8 +61,8 @@ def main(command, arguments):
                 console.print(memory_table(memory))
                 console.print(Text(MEMORY_IN_WORDS, "dim"))
         if items or command == "bytes":
-            how = "marked with ~" if command == "bytes" else 'not shown, or marked with "about"'
-            for note in notes(moves, how, has_graph="graph" in (keywords or {})):
+            mark = "marked with ~" if command == "bytes" else 'not shown, or marked with "about"'
+            for note in notes(moves, mark, has_graph="graph" in (keywords or {})):
                 console.print(Text(f"\n{note}", "dim"))
             words = conclusion(moves, left_out, steps_in(results[0]))
             console.print(Text(f"\n{words}"), soft_wrap=not console.is_terminal)

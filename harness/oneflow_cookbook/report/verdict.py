@@ -10,13 +10,13 @@ from oneflow_cookbook.report.shorten import left_out_in_words
 NAMED = 6  # places that are named at most
 
 
-def notes(moves, how, has_graph):
+def notes(moves, mark, has_graph):
     """Sentences: why a measured number of bytes is not exact, and how to see what OneFlow moved inside a layer.
 
-    how: what becomes of a number that is not exact. has_graph: whether the script takes --graph.
+    mark: what becomes of a number that is not exact. has_graph: whether the script takes --graph.
     """
     if not all(move.is_exact for move in moves if move.sent is not None):
-        words = f"Tensors under 1 MB: what was measured is {how}, because OneFlow's own messages outweigh their bytes."
+        words = f"Tensors under 1 MB: what was measured is {mark}, because OneFlow's own messages outweigh their bytes."
         yield f"{words} Give larger sizes to compare with the formulas."
     if any(move.collective == IMPLICIT for move in moves):
         more = "Add --graph" if has_graph else "Run the model in an nn.Graph"
@@ -72,5 +72,5 @@ def amount(moves, steps):
 def place_of(move):
     """Where a move is: a layer, or the step itself."""
     if move.sent is None and move.why != GRADIENT:  # between two ops of a graph
-        return re.split(" -> |-(?=[a-z_])", move.what)[0]
-    return re.sub("^ *(inside|gradient of|backward of) | = .*", "", move.what)
+        return re.split(" -> |-(?=[a-z_])", move.name)[0]
+    return re.sub("^ *(inside|gradient of|backward of) | = .*", "", move.name)

@@ -65,9 +65,9 @@ def without_calls(moves):
     result = []
     for move in moves:
         call = result[-1] if result else None
-        if call and call.what.startswith(CALL) and len(call.boxings or []) == 1 and move.line == 0:
+        if call and call.name.startswith(CALL) and len(call.boxings or []) == 1 and move.line == 0:
             result.pop()
-            move.what, move.sent = f"{call.what[len(CALL) :]}: {move.what}", call.sent
+            move.name, move.sent = f"{call.name[len(CALL) :]}: {move.name}", call.sent
         result.append(move)
     return result
 
@@ -75,7 +75,7 @@ def without_calls(moves):
 def implicit(moves, compares, sent):
     """The lines for a statement that sent bytes, although none of its steps explains them."""
     about = f"{bytes_in_words(sent)} from a rank, OneFlow's own messages included"
-    of_backward = [move for move in moves if move.what == "backward"]
+    of_backward = [move for move in moves if move.name == "backward"]
     if of_backward:
         return [f"backward: the gradients, {about}"]
     if compares:
@@ -83,7 +83,7 @@ def implicit(moves, compares, sent):
     from_local = [move for move in moves if move.collective == "local to global"]
     if from_local:  # to S and P the ranks only compare shapes
         to_broadcast = [move for move in from_local if move.change.endswith("B")]
-        return [f"{move.what}: {move.change}, broadcast from rank 0" for move in to_broadcast]
+        return [f"{move.name}: {move.change}, broadcast from rank 0" for move in to_broadcast]
     if sent < MESSAGES:
         return [f"OneFlow's ranks exchanged {bytes_in_words(sent)}: messages of its own, or small parts of a tensor"]
     return [f"OneFlow moved data inside this statement: {about}"]

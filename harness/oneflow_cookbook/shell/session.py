@@ -85,8 +85,8 @@ class Session:
     def renew(self):
         """Start new ranks, and show what is lost."""
         again = self.script if self.script_works else None
-        what = f"the names are lost that were typed after {again}, which runs again" if again else "all names are lost"
-        self.screen.line(f"New ranks start: {what}.", "bold red")
+        lost = f"the names are lost that were typed after {again}, which runs again" if again else "all names are lost"
+        self.screen.line(f"New ranks start: {lost}.", "bold red")
         self.ranks.close()
         while not self.start():
             self.screen.line("New ranks start, without the script.", "bold red")

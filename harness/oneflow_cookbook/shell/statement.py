@@ -60,10 +60,7 @@ class Statement(Trace):
 
     def layer(self, call):
         path = self.paths[call.arguments[0]]
-        self.layers.append(path)
-        try:
+        with self.inside(path):
             result = call.proceed()
-        finally:
-            self.layers.pop()
         self.names.add_returned(path, [tensor for tensor in tensors_in(result) if not tensor.is_lazy])
         return result
