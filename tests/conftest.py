@@ -1,3 +1,13 @@
+"""Fixtures, the order of the tests, and what runs beside them.
+
+1. pytest collects the tests and sorts them: whole jobs, tests on pools of ranks, then those that take measurements.
+2. `early` starts the jobs that each module names in `early_jobs(tmp_path_factory)`: {name: Run}.
+3. `measured` collects what each test names in `background_calls(item)`: {key: (number of ranks, function of a pool)}.
+   A thread makes these calls one after another; tests with the same key share a call.
+4. The tests run. A test takes `early[name]`, or `measured(*key)`, which waits for the call.
+5. Calls that have not begun when the last test has ended are cancelled.
+"""
+
 import inspect
 import os
 import re
@@ -45,10 +55,7 @@ def calls_of(item):
 
 @pytest.fixture(scope="session", autouse=True)
 def measured(request):
-    """A function from a key to the result of a background call, as `background_calls` of a test module names it.
-
-    The calls begin before the first test: see Background in pools.py.
-    """
+    """A function from a key to the result of the background call with that key; see Background in pools.py."""
     calls = {}
     for item in request.session.items:
         calls.update(calls_of(item))
@@ -59,10 +66,7 @@ def measured(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def early(request, tmp_path_factory):
-    """Whole jobs by name, as `early_jobs` of a test module starts them.
-
-    They start before the first test, as they mostly wait: other tests run beside them.
-    """
+    """Whole jobs by name; as they mostly wait, other tests run beside them."""
     jobs_by_name = {}
     for module in {item.module for item in request.session.items}:
         if hasattr(module, "early_jobs"):

@@ -5,7 +5,7 @@ import tempfile
 import numpy as np
 
 from oneflow_cookbook.measure.sbp import Layout
-from tests.cases import CASES, ROOT, TRAINED, modes, proven_on, reference, sizes_of
+from tests.cases import CASES, ROOT, TRAINED, modes, proven_on, sizes_of
 from tests.cases.reference import Value
 
 ON_RANK = ROOT / "tests" / "on_rank_recipe.py"
@@ -27,6 +27,11 @@ class Checks:
     def equal(cls, actual, expected, *what):
         cls.that(actual == expected, *what, "is", actual, "and must be", expected)
 
+    @classmethod
+    def sent(cls, sent, wanted, messages, *what):
+        """Bytes are those of a formula, within 2 % and OneFlow's own messages."""
+        cls.that(abs(sent - wanted) <= 0.02 * wanted + messages, *what, "sends", sent, "and must send", wanted)
+
 
 def shard_of(value, sbp, ranks, rank, parts):
     """The Value of the shard that a rank must hold; None outside the placement, and where only the sum is known.
@@ -35,16 +40,13 @@ def shard_of(value, sbp, ranks, rank, parts):
     """
     if sbp == "local":
         return parts[rank] if parts else value
-    where = np.argwhere(np.array(ranks) == rank)
-    if not len(where):
+    layout = Layout(sbp, ranks)
+    if rank not in layout.members:
         return None
-    axes = sbp.split(", ")
-    if "P" in axes or (parts and set(axes) == {"B"}):
-        value = parts and parts[where[0][axes.index("P") if "P" in axes else 0]]
-    for axis_sbp, position, n in zip(axes, where[0], np.shape(ranks)):
-        if axis_sbp.startswith("S"):
-            value = value[reference.split(value.exact.shape, int(axis_sbp[2:-1]), position, n)]
-    return value
+    if "P" in layout.axes or (parts and set(layout.axes) == {"B"}):
+        axis = layout.axes.index("P") if "P" in layout.axes else 0
+        value = parts and parts[layout.position(rank)[axis]]
+    return value and value[layout.slices(value.exact.shape, rank)]
 
 
 def assert_close(actual, expected, *what):

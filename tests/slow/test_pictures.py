@@ -18,10 +18,12 @@ from oneflow_cookbook.measure.steps import bytes_of
 from oneflow_cookbook.start import recipe
 from tests import atlas
 from tests.cases import ROOT, reference_transformer
+from tests.cases.ladder import Checks
 from tests.runs import MEASURE_SCRIPT, with_mode
 
 PICTURES = ROOT / "docs" / "pictures"
 NAMES = sorted(path.stem for path in PICTURES.glob("*.svg"))
+ROUNDED = 0.011  # of a tensor: two decimals, and OneFlow's own messages
 SVG = "{http://www.w3.org/2000/svg}"
 HELD = f"{ROOT / 'tests' / 'on_rank_memory.py'}:kept"
 
@@ -121,11 +123,6 @@ def call(function, pool, **arguments):
     return pool.call(function, **arguments)
 
 
-def near(sent, claimed):
-    """Equal but for OneFlow's own messages, and for the rounding to two decimals."""
-    return abs(sent - claimed) <= 0.02 * claimed + 0.011
-
-
 def is_as_claimed(tensor, claimed):
     """Whether shape, SBP and ranks are those of the claim; a first dimension "s" has any size."""
     first = ["s"] if claimed["shape"][0] == "s" else list(tensor["shape"][:1])
@@ -165,7 +162,7 @@ def test_equations_are_those_of_a_run(measured, name):
         place = place_of([move["old"], move["new"]], moves, place) + 1
         for rank, sent in enumerate(move["sent"]):
             event = steps_of(large[rank])[place - 1]
-            assert near(event.sent / bytes_of(event.inputs[0]), sent), (rank, move)
+            Checks.sent(event.sent / bytes_of(event.inputs[0]), sent, ROUNDED, move, "rank", rank)
 
 
 def test_slots_are_those_that_tokens_take():
@@ -194,4 +191,5 @@ def test_conversions_send_what_is_claimed(measured):
     claimed = CLAIMS["sbp_conversions"]["sent"]
     assert set(claimed) == {" -> ".join(pair) for pair in table}
     for pair, by_rank in table.items():
-        assert all(map(near, by_rank, claimed[" -> ".join(pair)])), pair
+        for rank, (sent, wanted) in enumerate(zip(by_rank, claimed[" -> ".join(pair)])):
+            Checks.sent(sent, wanted, ROUNDED, pair, "rank", rank)

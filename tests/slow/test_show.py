@@ -516,7 +516,7 @@ def test_error_of_a_rank_is_shown_and_nothing_is_left(tmp_path, text, words):
     assert re.match(r"launch.sh: rank [01] of 2 failed:\n", job.err)
 
 
-class Terminal(io.TextIOWrapper):
+class FakeTerminal(io.TextIOWrapper):
     def isatty(self):
         return True
 
@@ -524,7 +524,7 @@ class Terminal(io.TextIOWrapper):
 def test_terminal_gets_colour_and_a_narrow_one_wraps_and_an_old_one_gets_ascii(show, monkeypatch):
     def shown_on(columns, encoding="utf-8", **variables):
         with monkeypatch.context() as changed:
-            terminal = Terminal(io.BytesIO(), encoding=encoding)
+            terminal = FakeTerminal(io.BytesIO(), encoding=encoding)
             changed.setattr(sys, "stdout", terminal)
             for name, value in {"TERM": "xterm-256color", "COLUMNS": str(columns), **variables}.items():
                 changed.setenv(name, value)

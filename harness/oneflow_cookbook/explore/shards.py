@@ -22,8 +22,7 @@ def shard(value, layout, rank, moved_from=None):
     for axis, (old, new) in enumerate(zip(moved_from.axes, layout.axes)):
         if old == "P" != new:
             parts = np.broadcast_to(parts.sum(axis, keepdims=True), parts.shape)
-    part = parts[tuple(np.argwhere(layout.grid == rank)[0])]
-    return part[tuple(slice(*span) for span in layout.block(value.shape, rank))]
+    return parts[tuple(layout.position(rank))][layout.slices(value.shape, rank)]
 
 
 def partial_sums(value, layout):

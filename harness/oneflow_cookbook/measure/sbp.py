@@ -99,6 +99,10 @@ class Layout(NamedTuple):
         ranks = self.grid.reshape([self.grid.shape[axis] for axis in axes]).tolist()
         return Layout(", ".join(self.axes[axis] for axis in axes), ranks)
 
+    def position(self, rank):
+        """The place of a rank along each axis of the placement."""
+        return np.argwhere(self.grid == rank)[0].tolist()
+
     def block(self, shape, rank):
         """[(start, stop)] of each dimension that a rank holds; None if the rank is outside the placement."""
         block = [(0, size) for size in shape]
@@ -106,13 +110,17 @@ class Layout(NamedTuple):
             return block
         if rank not in self.members:
             return None
-        for sbp, n, position in zip(parse(self.sbp), self.grid.shape, np.argwhere(self.grid == rank)[0].tolist()):
+        for sbp, n, position in zip(parse(self.sbp), self.grid.shape, self.position(rank)):
             if isinstance(sbp, Split):  # if n does not divide the size, the first ranks hold one extra row
                 start, stop = block[sbp.dim]
                 size, larger = divmod(stop - start, n)
                 start += position * size + min(position, larger)
                 block[sbp.dim] = (start, start + size + (position < larger))
         return block
+
+    def slices(self, shape, rank):
+        """The block of a rank of the placement, to index an array with."""
+        return tuple(slice(*span) for span in self.block(shape, rank))
 
     def size(self, shape, rank):
         """The number of elements that a rank holds."""

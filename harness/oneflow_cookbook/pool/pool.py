@@ -1,8 +1,13 @@
 """A pool of ranks: processes that run many calls, because starting a job takes about a second.
 
 `Pool(4).call("file.py:function", ...)` calls the function on each of 4 ranks and returns a list of the results by
-rank. If a rank raises, dies or hangs, the call raises PoolError with the rank's traceback, and the next call starts
-new ranks.
+rank. In this order:
+
+1. `_start` starts worker.py as each rank, with a pipe. Each answers (None, None) once OneFlow has connected the ranks.
+2. `call` sends (function, arguments, sys.path) to all ranks. Each answers (result, None) or (None, traceback).
+3. Ranks live on, and 2 comes again. When the pool closes its end of the pipes, they end.
+4. If a rank raises, dies or does not answer in time, the pool ends all ranks, and the call raises PoolError with the
+   traceback of that rank, or with where it waits. The next call begins at 1.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ HISTORY_LENGTH = 2000
 PROMPTS = {False: ">>> ", True: "... "}
 
 
-class Terminal:
+class Typed:
     """Lines typed at a terminal."""
 
     echo = False
@@ -104,7 +104,7 @@ class Console(code.InteractiveConsole):
                 line = self.lines.line(more)
             except EOFError:
                 self.flush()
-                if isinstance(self.lines, Terminal):
+                if isinstance(self.lines, Typed):
                     self.screen.line("")
                 break
             except KeyboardInterrupt:

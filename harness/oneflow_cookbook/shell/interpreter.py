@@ -33,7 +33,7 @@ SMALL = 64  # elements: of shards up to this size, the values are shown
 CHARACTERS, LINES = 100_000, 1_000  # shown of the output of a statement, at most
 
 
-class Output(io.TextIOBase):
+class Printed(io.TextIOBase):
     """Standard output and error: writes each print as a JSON string to a file, which the shell's process reads."""
 
     def __init__(self):
@@ -82,7 +82,7 @@ class Namespace:
         self.lines = []  # all that was typed, for tracebacks
         self.flags = 0  # compiler flags of the __future__ imports that were typed
         self.statement = None  # the Statement that runs now, or ran last
-        self.output = Output()
+        self.output = Printed()
         self.watching = contextlib.ExitStack()
         self.path = []  # sys.path of the statements
 

@@ -7,7 +7,7 @@ import sys
 from rich.console import Console as RichConsole
 
 from oneflow_cookbook.pool import PoolError
-from oneflow_cookbook.shell.console import Console, Piped, Terminal
+from oneflow_cookbook.shell.console import Console, Piped, Typed
 from oneflow_cookbook.shell.screen import Screen
 from oneflow_cookbook.shell.session import Session
 from oneflow_cookbook.start.ending import BAD_INPUT
@@ -55,7 +55,7 @@ def main(arguments):
         return 1
 
 
-class Output(RichConsole):
+class Stdout(RichConsole):
     """Standard output; raises where rich would exit."""
 
     def on_broken_pipe(self):
@@ -65,7 +65,7 @@ class Output(RichConsole):
 def shell(options):
     """Read and run statements until the end; returns the exit code."""
     typed = sys.stdin.isatty()
-    screen = Screen(Output(highlight=False, soft_wrap=True), options.nproc_per_node)
+    screen = Screen(Stdout(highlight=False, soft_wrap=True), options.nproc_per_node)
     script = file_of(options) if options.script else None
     session = Session(options.nproc_per_node, options.timeout, screen, script, options.arguments, options.module)
     with session:
@@ -74,7 +74,7 @@ def shell(options):
         signal.signal(signal.SIGINT, lambda number, frame: None)  # no effect, but at the prompt and in a statement
         if typed:
             welcome(screen, options)
-        lines = Terminal(session.complete) if typed else Piped(sys.stdin.fileno(), options.echo)
+        lines = Typed(session.complete) if typed else Piped(sys.stdin.fileno(), options.echo)
         try:
             return Console(session, lines).loop()
         finally:

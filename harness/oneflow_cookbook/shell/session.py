@@ -159,7 +159,7 @@ class Session:
         elif raised:
             words = f"{named(raised)} raised {kinds(raised.values())}; {words[0].lower()}{words[1:]}"
         self.screen.line(f"{words}. {'It is' if len(error.waiting) == 1 else 'They are'} here:", "bold red")
-        self.screen.by_ranks({rank: where(text) for rank, text in error.waiting.items()})
+        self.screen.by_ranks({rank: place_in_words(text) for rank, text in error.waiting.items()})
 
     def complete(self, text):
         """The completions of the name at the end of a text, on rank 0."""
@@ -201,7 +201,7 @@ def codes(ended):
     return ", ".join(signal.Signals(-code).name if code < 0 else f"exit code {code}" for code in ended.values())
 
 
-def where(log):
+def place_in_words(log):
     """Where a rank is, from its log with the lines of faulthandler: the user's frames, the innermost last."""
     frames = FRAME.findall(log.rpartition("(most recent call first)")[2])[::-1]
     first = min((number for number, (path, *_) in enumerate(frames) if path == INTERPRETER_FILE), default=0)
