@@ -21,8 +21,8 @@ def measure_script(path, keywords=None, argv=(), module=None):
     """Record a script, which run_script runs with these arguments. Collective.
 
     Returns {"tensors": [the global tensors, with names], "names": {id: name}, "events", "updates": those of a Trace,
-    "connections": the results of `quiet` before and after, "outside": bytes that this rank sent outside of events}, or
-    {"refusal": why} if a rank would hold nothing of a tensor or the script does not know its arguments.
+    "outside": bytes that this rank sent outside of events}, or {"refusal": why} if a rank would hold nothing of a
+    tensor or the script does not know its arguments.
     """
     trace, before = Trace(path=str(path)), quiet()
     try:
@@ -30,7 +30,7 @@ def measure_script(path, keywords=None, argv=(), module=None):
             run_script(path, keywords, argv, module)
     except UsageError as refusal:
         return {"refusal": str(refusal)}
-    after = quiet()
+    sent = growth(before, quiet())
     compiled = {}
     for event in trace.of_kind("graph"):
         graph = event.facts.pop("graph")
@@ -43,8 +43,7 @@ def measure_script(path, keywords=None, argv=(), module=None):
         "names": names,
         "events": trace.events,
         "updates": trace.updates,
-        "connections": (before, after),
-        "outside": max(0, growth(before, after) - sum(event.sent * event.times for event in trace.events)),
+        "outside": max(0, sent - sum(event.sent * event.times for event in trace.events)),
     }
 
 

@@ -11,6 +11,7 @@ rank. In this order:
 """
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -57,14 +58,14 @@ class Pool:
     """Ranks 0 to world_size - 1. Close it, or use it as a context manager."""
 
     def __init__(self, world_size, timeout=60.0, repeat=False, variables=None, place=RankAssignment):
-        """timeout: seconds after which a call counts as hung; the start of the ranks is not counted.
+        """timeout: seconds after which a call counts as hung, 0: no limit; the start of the ranks is not counted.
 
         repeat: whether calls may run twice and on different processes: a call runs again if a rank died of SIGSEGV,
         which OneFlow 0.9.0 rarely causes, and the ranks are replaced when a rank uses more memory than LARGE.
         variables: more environment variables of the ranks.
         place: a function from world_size and a port to a RankAssignment; by default all ranks run on this host.
         """
-        self.world_size, self.timeout, self.repeat = world_size, timeout, repeat
+        self.world_size, self.timeout, self.repeat = world_size, timeout or math.inf, repeat
         self.variables, self.place = variables, place
         self.repeated = []  # the functions of repeated calls
         self.starts = 0  # how often ranks were started

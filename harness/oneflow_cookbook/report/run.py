@@ -27,7 +27,7 @@ def run(command, arguments):
     if options.memory and command != "show":
         raise UsageError(f"{command} has no --memory, but show has")
     keywords = keywords_of(options.script, options.arguments)
-    timeout = TIMEOUT if options.timeout is None else options.timeout or 1e9
+    timeout = TIMEOUT if options.timeout is None else options.timeout
     script = {"path": file_of(options), "module": options.module, "argv": options.arguments, "keywords": keywords}
     with Pool(options.nproc_per_node, timeout) as pool:
         results = pool.call(MEASURE_SCRIPT, **script)

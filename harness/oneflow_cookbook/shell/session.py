@@ -15,7 +15,6 @@ INTERPRETER_FILE = str(Path(__file__).with_name("interpreter.py"))
 INTERPRETER = "oneflow_cookbook.shell.interpreter"
 HARNESS = str(Path(__file__).resolve().parents[1])
 INSIDE = re.compile(f"^{re.escape(HARNESS)}/|/site-packages/oneflow/")  # paths of files that are not the user's
-NO_LIMIT = 1e6  # seconds; much longer waits overflow
 GRACE = 5  # seconds that the other ranks get once a rank has raised
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')  # a line of faulthandler
 NOISE = ("libibverbs not available", "    @ ", "*** Check failure")  # in the output of a rank that died
@@ -49,7 +48,7 @@ class Session:
         """
         self.world_size, self.screen = world_size, screen
         self.script, self.arguments, self.module = script, list(arguments), module
-        self.ranks = Ranks(world_size, min(timeout or NO_LIMIT, NO_LIMIT))
+        self.ranks = Ranks(world_size, timeout)
         self.folder = tempfile.TemporaryDirectory(prefix="cookbook-shell-")
         self.interrupted, self.exit_code = False, None
         self.script_works = True  # whether the script ran well; else new ranks start without it
