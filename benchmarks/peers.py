@@ -8,7 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from oneflow_cookbook.start.ranks import cores_of, reserve_port
+from oneflow_cookbook.start.cores import cores_of
+from oneflow_cookbook.start.ranks import reserve_port
 
 HERE = Path(__file__).resolve().parent
 PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"

@@ -124,8 +124,9 @@ class Run:
     def wait(self, timeout=LONG):
         """Wait for the end; set out, err, waited and code; return self. AssertionError, all killed, if it hangs.
 
-        waited: the lines by which a launcher says for whom it waits, where that takes long. err: without these, and
-        without the line that OneFlow writes on a host that has no libibverbs; launch.sh leaves it out itself.
+        waited: the lines by which a launcher says for what it waits, where that takes long. out, err: without these
+        (over ssh they are on standard output); err: without the line that OneFlow writes on a host that has no
+        libibverbs; launch.sh leaves it out itself.
         """
         if hasattr(self, "code"):
             return self
@@ -135,7 +136,7 @@ class Run:
             self.kill()
             printed = (self.read["stderr"] + (error.stderr or b"")).decode(errors="replace")
             raise AssertionError(f"{' '.join(self.process.args)} did not end in {timeout} s:\n{printed}") from None
-        self.out, err = self._text("stdout") + out, self._text("stderr") + err
+        self.out, err = WAITS.sub("", self._text("stdout") + out), self._text("stderr") + err
         self.waited = "".join(WAITS.findall(err))
         self.err = re.sub(f"^{NO_LIBIBVERBS}\n", "", WAITS.sub("", err), flags=re.MULTILINE)
         self.code = self.process.returncode
@@ -305,11 +306,11 @@ def official(n, *arguments, **options):
 
 
 def start(hosts, *arguments, only=(0, 1), port=None, where=(0, 1), **more):
-    """Start launch.sh as each of these nodes; returns at once. where: host of each; hosts None: all on this one."""
+    """Start these launchers of a job; returns at once. where: the host of each; hosts None: all on this one."""
     port, address, runs = port or free_port(), hosts.addresses[0] if hosts else "127.0.0.1", []
-    for node in only:
-        meeting = ["--nnodes", len(where), "--node_rank", node, "--master_addr", address, "--master_port", port]
-        runs.append(Run(*(hosts.on(where[node]) if hosts else []), LAUNCH, *meeting, *arguments, **more))
+    for launcher in only:
+        common = ["--nnodes", len(where), "--node_rank", launcher, "--master_addr", address, "--master_port", port]
+        runs.append(Run(*(hosts.on(where[launcher]) if hosts else []), LAUNCH, *common, *arguments, **more))
     return runs
 
 

@@ -1,82 +1,13 @@
-"""How a job ends, what counts as silence, and which calls were never answered: decided here without any process."""
+"""Which rank failed first, and what counts as silence: decided here without any process."""
 
-import json
 import os
 import signal
-from dataclasses import asdict
 
 import pytest
 
-from oneflow_cookbook.start import unanswered
-from oneflow_cookbook.start.ending import (
-    VERDICT_DELAY,
-    Cause,
-    Outcome,
-    Received,
-    decide,
-    exit_code,
-    first_failure,
-    outcome_from,
-    with_restart,
-)
-from oneflow_cookbook.start.output import Output, Report
+from oneflow_cookbook.start.ending import exit_code, first_failure
+from oneflow_cookbook.start.output import RankOutput, Report
 from oneflow_cookbook.start.silence import Silence
-
-LEADER_OF_1 = {"nodes": 1, "is_leader": True, "connected": 0}
-LEADER_OF_2 = {"nodes": 2, "is_leader": True, "connected": 1}
-OTHER_OF_2 = {"nodes": 2, "is_leader": False, "connected": 1}
-ALONE_OF_2 = {"nodes": 2, "is_leader": True, "connected": 0}  # the other launcher is gone
-OTHER_ALONE = {"nodes": 2, "is_leader": False, "connected": 0}
-
-DONE_0, DONE_1 = (Outcome(0, Cause.DONE, node, time=50) for node in (0, 1))
-FAILED_0, FAILED_1 = (Outcome(1, Cause.RANK, node, time=50 + node) for node in (0, 1))  # node 0's rank was the first
-ABORTED_0, ABORTED_1 = (Outcome(134, Cause.RANK, node, time=40 + node, consequence=True) for node in (0, 1))
-STOPPED_1 = Outcome(130, Cause.SIGNAL, 1, time=50)
-LOST_0, LOST_1 = (Outcome(1, Cause.NODE, node, time=60) for node in (0, 1))
-
-LATER = 100 + VERDICT_DELAY
-DECISIONS = {  # what happens -> (outcome, when it was received) of each, the time now, the launcher; the decision
-    "nothing yet": ([], 100, LEADER_OF_1, None),
-    "one node is done": ([(DONE_0, 100)], 100, LEADER_OF_1, DONE_0),
-    "one of two nodes is done": ([(DONE_0, 100)], 9999, LEADER_OF_2, None),
-    "both nodes are done": ([(DONE_0, 100), (DONE_1, 101)], 101, LEADER_OF_2, DONE_0),
-    "a rank failed": ([(FAILED_0, 100)], 100, LEADER_OF_1, FAILED_0),
-    "a rank of the other node failed": ([(FAILED_1, 100)], 100, LEADER_OF_2, FAILED_1),
-    "a rank failed, the other node is done": ([(DONE_1, 99), (FAILED_0, 100)], 100, LEADER_OF_2, FAILED_0),
-    "a signal on the other node": ([(STOPPED_1, 100)], 100, LEADER_OF_2, STOPPED_1),
-    "only node 0 decides": ([(FAILED_1, 100)], 9999, OTHER_OF_2, None),
-    "only node 0 says that all is done": ([(DONE_1, 100)], 9999, OTHER_OF_2, None),
-    "node 0 is gone": ([(LOST_0, 100)], 100, OTHER_ALONE, LOST_0),
-    "node 0 is gone, when this node is done": ([(DONE_1, 99), (LOST_0, 100)], 100, OTHER_ALONE, LOST_0),
-    "node 0 is gone, and a rank of this node had failed": (
-        [(FAILED_1, 99), (LOST_0, 100)],
-        100,
-        OTHER_ALONE,
-        FAILED_1,
-    ),
-    "an abort on the only node": ([(ABORTED_0, 100)], 100, LEADER_OF_1, ABORTED_0),
-    "an abort, whose cause may come": ([(ABORTED_0, 100)], LATER - 0.1, LEADER_OF_2, None),
-    "an abort, whose cause never comes": ([(ABORTED_0, 100)], LATER, LEADER_OF_2, ABORTED_0),
-    "an abort on each node": ([(ABORTED_1, 100), (ABORTED_0, 101)], LATER, LEADER_OF_2, ABORTED_0),
-    "an abort, and its cause meanwhile": ([(ABORTED_0, 100), (FAILED_1, 101)], LATER, LEADER_OF_2, FAILED_1),
-    "an abort and its cause at once": ([(ABORTED_0, 100), (FAILED_1, 100)], 100, LEADER_OF_2, FAILED_1),
-    "an abort, and the other node is gone": ([(ABORTED_0, 100), (LOST_1, 101)], 101, ALONE_OF_2, LOST_1),
-    "of two failures the first": ([(FAILED_1, 100), (FAILED_0, 100)], 100, LEADER_OF_2, FAILED_0),
-}
-
-
-@pytest.mark.parametrize("what", DECISIONS)
-def test_decision(what):
-    received, now, launcher, decision = DECISIONS[what]
-    assert decide([Received(*item) for item in received], now, **launcher) == decision
-
-
-@pytest.mark.parametrize("cause", Cause)
-def test_only_a_failed_rank_is_started_again(cause):
-    outcome = Outcome(1, cause, 0)
-    assert with_restart(outcome, attempt=1, max_restarts=3).restart == (2 if cause is Cause.RANK else 0)
-    assert with_restart(outcome, attempt=3, max_restarts=3).restart == 0
-
 
 ABORT, KILL = -signal.SIGABRT, -signal.SIGKILL
 FIRST = {  # exit codes by rank, the times of the reports by rank -> the rank that failed first
@@ -101,10 +32,6 @@ def test_exit_code_for_the_shell(code, shell_code):
     assert exit_code(code) == shell_code
 
 
-def test_outcome_arrives_at_another_node_as_it_was_sent():
-    assert outcome_from(json.loads(json.dumps(asdict(ABORTED_1)))) == ABORTED_1
-
-
 def test_each_silence_that_is_shown_is_shown_once_and_twice_as_long_as_the_last():
     silence = Silence(300)
     times = [(0, 299), (0, 300), (0, 9999), (10000, 10599), (10000, 10600), (20000, 21199)]  # of the last line, and now
@@ -127,7 +54,7 @@ WRITES = {  # what a rank writes -> (the pieces, whether they end the silence)
 @pytest.mark.parametrize("what", WRITES)
 def test_stacks_that_the_launcher_asks_for_do_not_end_a_silence(what, stream):
     pieces, ends = WRITES[what]
-    output = Output(1, lambda rank: b"", [])
+    output = RankOutput(1, lambda rank: b"", [])
     begin = output.printed = -1.0
     for piece in pieces:
         os.write(output.writing[stream][0], piece)
@@ -135,31 +62,3 @@ def test_stacks_that_the_launcher_asks_for_do_not_end_a_silence(what, stream):
     output.close_writing()
     output.close()
     assert (output.printed != begin) == ends
-
-
-CALLS = {  # what -> (the calls of each rank, the lines about them)
-    "nothing": ({0: [], 1: []}, []),
-    "all are answered": ({0: [["barrier", None, "a.py:3", 2]], 1: [["barrier", None, "a.py:3", 2]]}, []),
-    "answered in another line": ({0: [["barrier", None, "a.py:3", 2]], 1: [["barrier", None, "a.py:5", 2]]}, []),
-    "one rank leaves a loop earlier": (
-        {rank: [["all_reduce", None, "a.py:7", 9 + (rank != 3)], ["barrier", None, "a.py:9", 1]] for rank in range(4)},
-        ["flow.comm.all_reduce at a.py:7 was called 10 times by ranks 0, 1, 2; 9 times by rank 3"],
-    ),
-    "one line of two": (
-        {4: [["reduce", None, "a.py:3", 1], ["reduce", None, "a.py:5", 2]], 5: [["reduce", None, "a.py:5", 2]]},
-        ["flow.comm.reduce at a.py:3 was called 1 time by rank 4; 0 times by rank 5"],
-    ),
-    "sends and receives": ({0: [["send", 1, "a.py:3", 2]], 1: [["recv", 0, "a.py:5", 2]]}, []),
-    "a rank of another node": ({0: [["send", 2, "a.py:3", 2]], 1: []}, []),
-    "a send without a receive": (
-        {0: [["send", 1, "a.py:3", 2]], 1: [["recv", 0, "a.py:5", 1]]},
-        ["flow.comm.send to rank 1 was called 2 times at a.py:3 by rank 0; "
-         "flow.comm.recv from rank 0 1 time at a.py:5 by rank 1"],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", CALLS)
-def test_calls_that_were_never_answered(what):
-    calls, lines = CALLS[what]
-    assert list(unanswered.lines(calls)) == lines

@@ -2,12 +2,13 @@
 
 import re
 import shutil
+import socket
 import subprocess
 
 import pytest
 
 from oneflow_cookbook.start.errors import UsageError
-from oneflow_cookbook.start.options import NO_SUCH_SCRIPT, checked, parser, same_on_all_nodes
+from oneflow_cookbook.start.options import NO_SUCH_SCRIPT, checked, parser
 from oneflow_cookbook.start.ranks import RankAssignment
 from oneflow_cookbook.start.recipe import find, path_of
 from tests.cases import ROOT
@@ -51,10 +52,10 @@ def test_module_is_found_without_being_imported(tmp_path, monkeypatch):
         options = checked(["--timeout", "9", "-m", name, "--timeout", "8", "-m", "x"])
         assert (options.module, options.script, options.nproc_per_node, options.timeout) == (module, file, 3, 9.0)
         assert options.arguments == ["--timeout", "8", "-m", "x"]
-        assert same_on_all_nodes(options)["script"] == module
 
 
 DATA, HYBRID = "recipes/data_parallel.py", "recipes/hybrid_parallel.py"
+AT = "--master_addr 127.0.0.1 --master_port 29500"
 BAD_INPUT = {
     f"-n 1 {DATA}": "data_parallel.py runs on 2 to 4 ranks, not on 1: type -n 2",
     f"-n 3 {HYBRID}": "hybrid_parallel.py runs on 4 ranks, not on 3: type -n 4",
@@ -78,14 +79,26 @@ BAD_INPUT = {
     "launch.sh": "(launch.sh, line ",
     f"--nnodes 0 {HYBRID}": "--nnodes must be 1 or more, got 0",
     f"--nnodes 2 --node_rank 2 {HYBRID}": "--node_rank must be from 0 to 1 with --nnodes 2, got 2",
-    f"--nnodes 2 {HYBRID}": "--nnodes needs node 0's address, the same on each node: --master_addr HOST --master_port",
-    f"--nnodes 3 --master_addr 127.0.0.1 --master_port 29500 {HYBRID}": "on 4 ranks, not on 3 (1 on each of 3 nodes)",
+    f"--nnodes 2 {HYBRID}": "--nnodes needs host 0's address and a port, the same on each host: --master_addr HOST",
+    f"--nnodes 3 {AT} {HYBRID}": "on 4 ranks, not on 3 (1 of each of 3 launchers)",
+    f"--nnodes 2 --max-restarts 3 {AT} {HYBRID}": "--max-restarts cannot restart other launchers: a loop around srun",
+    f"--nnodes 2 --master_addr ::1 --master_port 29500 {HYBRID}": "--master_addr ::1: OneFlow 0.9.0 listens at IPv4",
 }
 
 
 def test_job_on_one_host_has_no_time_limit_and_needs_no_address():
     options = checked(["--master_addr", "10.9.9.9", DATA])
     assert (options.timeout, options.master_addr) == (None, "127.0.0.1")
+
+
+def test_name_that_means_127_on_host_0_is_refused_there(monkeypatch):
+    """As Debian writes it into /etc/hosts: ranks of other hosts would look for those of host 0 on their own host."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1" if name == "alpha" else name)
+    command = f"--nnodes 2 --master_port 29500 --master_addr {{}} --node_rank {{}} {HYBRID}"
+    with pytest.raises(UsageError, match=r"alpha: on host 0 it is 127\.0\.1\.1, where .*: type its address"):
+        checked(command.format("alpha", 0).split())
+    for address, node_rank in (("alpha", 1), ("10.0.0.1", 0), ("127.0.0.1", 0)):  # launchers may share a host
+        assert checked(command.format(address, node_rank).split()).master_addr == address
 
 
 @pytest.mark.parametrize("line", BAD_INPUT)

@@ -9,6 +9,7 @@ import pytest
 from tests.cases import ROOT
 from tests.clusters import Cluster, install
 from tests.environments import linter
+from tests.hosts import NO_HOSTS
 from tests.jobs import MET, PLAIN, SLEEPS, Run, ended, has_printed, wait_until
 from tests.markdown import CLUSTERS as PAGE
 from tests.markdown import blocks, commands_of
@@ -17,10 +18,20 @@ from tests.markdown import blocks, commands_of
 FILES = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
 COMMANDS = [line for text in blocks(PAGE, "bash") if text not in FILES.values() for line in commands_of(text)]
 BATCH = "sbatch --wait train.sbatch"
+SAVES = """
+def save(number, frame):
+    if rank == 0:
+        print("saves", flush=True)
+        time.sleep(10)
+        open("saved", "w").close()
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+"""
 OWN = {  # of the tests, beside the files of the page
     "sleeps.py": f"{PLAIN}{SLEEPS}\n",
     "meets.py": f"{MET}{SLEEPS}\n",
     "fails.py": f"{MET}if rank == 3: 1 / 0\n{SLEEPS}\n",
+    "saves.py": MET + SAVES + SLEEPS + "\n",
     # The number of steps: endless before the job is requeued, then 50 more than the last checkpoint has.
     "steps.sh": "last=$(ls requeued 2>/dev/null | grep -x '[0-9]*' | sort -n | tail -n 1)\n"
     '[ "$SLURM_RESTART_COUNT" ] && echo $((last + 50)) || echo 1000000000\n',
@@ -28,6 +39,7 @@ OWN = {  # of the tests, beside the files of the page
 OWN["requeued.sbatch"] = FILES["train.sbatch"].replace(
     "--checkpoint-dir checkpoints", '--checkpoint-dir requeued --save-every 50 --steps "$(bash steps.sh)"'
 )
+OWN["dies.sbatch"] = FILES["train.sbatch"].replace("--checkpoint-dir checkpoints", "--checkpoint-dir died --die 3")
 installs = pytest.mark.installs("Slurm, Open MPI and sshd, as root on Debian or Ubuntu")
 
 
@@ -58,7 +70,8 @@ def waiting(cluster, checkout):
         "until ls -d requeued/[0-9]*; do sleep 0.2; done >/dev/null 2>&1\n"
         "scontrol requeue $job; while squeue --noheader --jobs $job 2>&1 | grep -q $job; do sleep 0.5; done\n"
     )
-    runs = {BATCH: cluster.run(BATCH, cwd=checkout), "requeue": cluster.run(again, cwd=checkout)}
+    commands = {BATCH: BATCH, "requeue": again, "dies": "sbatch --wait --output=died.out dies.sbatch"}
+    runs = {name: cluster.run(command, cwd=checkout) for name, command in commands.items()}
     yield runs
     for run in runs.values():
         run.kill()
@@ -109,20 +122,29 @@ def test_batch_file(waiting, checkout, cluster):
 
 
 @installs
-@pytest.mark.parametrize(
-    "start",
-    [
-        "srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 ./launch.sh -n 2",
-        "mpirun --host host0:2,host1:2 ./launch.sh",
-        "bash over_ssh.sh -n 2",
-    ],
-)
+def test_batch_file_starts_the_ranks_again_after_one_has_failed(waiting, checkout, cluster):
+    [job] = ended([waiting["dies"]])
+    printed = (checkout / "died.out").read_text()
+    assert job.code == 0, printed + cluster.log()
+    assert "rank 3 of 4 on " in printed and "failed: killed by signal 9, SIGKILL" in printed
+    assert trained(printed) == (3, 4) and "[0] resumes after step 2, from its checkpoint\n" in printed
+
+
+START = {  # engine -> its exit code after rank 3 has failed with 1
+    "srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 ./launch.sh -n 2": 143,  # of the one that it ended
+    "mpirun --host host0:2,host1:2 ./launch.sh": 1,
+    "bash over_ssh.sh -n 2": 1,
+}
+
+
+@installs
+@pytest.mark.parametrize("start", START)
 def test_rank_that_fails_ends_all(cluster, checkout, waiting, start):
     [job] = ended([cluster.run(f"{start} fails.py", cwd=checkout)])
     printed = job.out + job.err
-    assert job.code == 1, printed
+    assert job.code == START[start], printed
     assert printed.count("Traceback") == printed.count("[3] ZeroDivisionError: division by zero") == 1, printed
-    assert "rank 3 of 4 on node " in printed
+    assert "rank 3 of 4 on " in printed
 
 
 @installs
@@ -140,7 +162,16 @@ def test_scancel_ends_all(cluster, checkout, waiting):
     job.until("ready")
     assert cluster.run("scancel --name=sleeps").wait().code == 0
     assert ended([job]) and job.code == 128 + signal.SIGTERM
-    assert "launch.sh: SIGTERM on node" in job.err and "Traceback" not in job.err, job.err
+    assert "launch.sh: SIGTERM on " in job.err and "Traceback" not in job.err, job.err
+
+
+@installs
+def test_rank_0_that_saves_for_10_s_at_sigterm_is_not_killed(cluster, checkout, waiting):
+    """The launcher without rank 0 ends with 0, so srun does not kill the other."""
+    start = "srun --job-name=saves --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 ./launch.sh -n 2 saves.py"
+    job = cluster.run(start, cwd=checkout).until("ready", times=4)
+    assert cluster.run("scancel --signal=TERM --name=saves").wait().code == 0
+    assert ended([job]) and (job.code, (checkout / "saved").exists()) == (0, True), job.err
 
 
 @installs
@@ -177,6 +208,20 @@ def test_job_that_is_requeued_resumes_from_its_last_checkpoint(waiting, checkout
     assert (job.code, job.out) == (0, ""), job.err
     first, last = trained(printed)
     assert "DUE TO JOB REQUEUE" in printed and first > 50 and last == first + 49, printed
+
+
+@installs
+def test_host_that_does_not_answer_ends_the_others_over_ssh(cluster, checkout):
+    """When it is back, its own ranks end too."""
+    if not cluster.real:
+        pytest.skip(NO_HOSTS)
+    job = cluster.run("bash over_ssh.sh -n 2 meets.py", cwd=checkout).until("ready", times=4)
+    cluster.hosts.link(1, "down")
+    try:
+        assert job.wait().code == 255, job.out
+    finally:
+        cluster.hosts.link(1, "up")
+    ended([job])
 
 
 @installs

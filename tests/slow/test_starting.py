@@ -160,7 +160,7 @@ def test_script_of_the_page_on_clusters_saves_a_checkpoint_at_sigterm(tmp_path):
     arguments = command.partition("./launch.sh ")[2].split()
     run = Run(LAUNCH, "-n", 3, *arguments, cwd=tmp_path).until("step 3", times=3).signal(signal.SIGTERM)
     [run] = ended([run])
-    assert (run.code, run.err) == (143, "launch.sh: SIGTERM: every rank is ended\n")
+    assert (run.code, run.err) == (0, "launch.sh: SIGTERM: every rank is ended\n")
     [step] = set(re.findall(r"saved step (\d+)", run.out))
     assert run.out.count("saved step") == 3 and (tmp_path / f"checkpoint_{step}").is_dir(), run.out
 

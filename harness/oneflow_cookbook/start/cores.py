@@ -13,6 +13,31 @@ MOUNTED = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")  # lines: 0::/system.slice (version 2) or 4:cpu,cpuacct:/system.slice (version 1)
 
 
+def cores_of(rank, world_size, cores=None):
+    """The cores that a rank is bound to, as a list; with more ranks than cores, ranks share cores.
+
+    OneFlow's scheduling thread never sleeps while work is under way. Unbound, it takes time from the computing threads
+    of other ranks: a step of data parallel on two ranks and two cores took 1.8 times as long.
+    """
+    cores = available() if cores is None else cores
+    each = max(1, len(cores) // world_size)
+    return [cores[(rank * each + i) % len(cores)] for i in range(each)]
+
+
+def cores_of_ranks(count, task=None):
+    """The cores of each of a launcher's `count` ranks. task: the schedulers.Task that the launcher is, or None.
+
+    A scheduler binds each task to its own cores, or to none: then together the tasks of a host would have more cores
+    than there are, and the ranks of all of them divide the cores.
+    """
+    cores, first, ranks = available(), 0, count
+    if task:
+        usable = min(os.cpu_count(), cpu_quota()[0], task.cores_on_host)
+        if len(cores) * task.count_on_host > usable:
+            first, ranks = count * task.number_on_host, count * task.count_on_host
+    return [cores_of(first + i, ranks, cores) for i in range(count)]
+
+
 def available():
     """The cores for the ranks of this host, a sorted list.
 

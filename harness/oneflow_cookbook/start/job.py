@@ -1,39 +1,45 @@
-"""One job: the ranks of this node, started and watched until the job ends on all nodes."""
+"""One job: the ranks that this launcher starts, and watches until they end."""
 
 import contextlib
+import dataclasses
 import os
 import signal
+import socket
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
-from oneflow_cookbook.start import ending, unanswered
-from oneflow_cookbook.start.ending import Cause, Outcome, Received
+from oneflow_cookbook.start import ending
+from oneflow_cookbook.start.cores import cores_of_ranks
+from oneflow_cookbook.start.ending import Cause, JobOutcome
 from oneflow_cookbook.start.errors import UsageError
-from oneflow_cookbook.start.nodes import Nodes
-from oneflow_cookbook.start.options import checked, same_on_all_nodes
-from oneflow_cookbook.start.output import Output, encoded, say, write
+from oneflow_cookbook.start.options import checked
+from oneflow_cookbook.start.output import RankOutput, encoded, say, write
 from oneflow_cookbook.start.ranks import RankAssignment, RankProcesses, check_loopback, is_consequence, reserve_port
 from oneflow_cookbook.start.signals import heeded
 from oneflow_cookbook.start.silence import HOW_TO_END, Silence, lost
 
+NOTICE_DELAY = 5.0  # seconds after which a rank that waits for other launchers is shown
+
 
 class Job:
-    """The ranks of this node; `run` starts and watches them."""
+    """The ranks of this launcher; `run` starts and watches them. It talks to no other launcher of the job."""
 
-    def __init__(self, options, nodes):
-        self.options, self.nodes = options, nodes
+    def __init__(self, options):
+        self.options = options
         self.nproc_per_node = options.nproc_per_node
-        self.first = nodes.node_rank * self.nproc_per_node  # the lowest rank of this node
-        self.world_size = nodes.nnodes * self.nproc_per_node
-        self.where = f" on {nodes.name}" if nodes.nnodes > 1 else ""
+        self.first = options.node_rank * self.nproc_per_node  # the lowest rank of this launcher
+        self.world_size = options.nnodes * self.nproc_per_node
+        self.several = options.nnodes > 1  # launchers
+        self.on_host = f" on {socket.gethostname()}" if self.several else ""
+        self.every_rank = "every rank here" if self.several else "every rank"
         self.signals = []  # those received that end the job
         self.dump_requested = False  # whether SIGUSR1 came: show where each rank is
-        self.reported_print = 0.0  # when this node last told node 0 that a rank prints
-        self.logs = []  # a file for each rank of this node
+        self.waiting_shown = False
+        self.logs = []  # a file for each rank
         self.deadline = time.monotonic() + (options.timeout or float("inf"))
-        self.silence = Silence(options.silent)
+        # In most scripts only rank 0 prints, so only its launcher knows whether the job is silent.
+        self.silence = Silence(options.silent if self.first == 0 else 0)
 
     def run(self):
         """Run the job, with its restarts; returns the exit code for the shell."""
@@ -42,20 +48,24 @@ class Job:
             signal.signal(signum, lambda signum, frame: self.signals.append(signum))
         signal.signal(signal.SIGUSR1, lambda signum, frame: setattr(self, "dump_requested", True))
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.nodes)
             if self.options.log_dir:
                 self.open_logs(stack)
             try:
-                outcome = self.run_attempt(0)
-                while outcome.restart:
-                    outcome = self.run_attempt(outcome.restart)
+                outcome = self.run_attempt()
+                for restart in range(1, self.options.max_restarts + 1):
+                    if outcome.cause is not Cause.RANK:
+                        break
+                    text = f"restart {restart} of {self.options.max_restarts}"
+                    say(text)
+                    self.log(text)
+                    outcome = self.run_attempt()
                 return outcome.code
             finally:  # a SIGTERM from srun, when all is over, must not change the exit code
                 for signum in end_signals:
                     signal.signal(signum, signal.SIG_IGN)
 
     def open_logs(self, stack):
-        """Open DIR/rank_K.log for each rank K of this node; a job appends to the files of an earlier one."""
+        """Open DIR/rank_K.log for each rank K of this launcher; a job appends to the files of an earlier one."""
         folder = Path(self.options.log_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -71,55 +81,53 @@ class Job:
         for file in self.logs:
             file.write(encoded(f"launch.sh: {text}\n"))
 
-    def run_attempt(self, attempt):
-        """Start the ranks and watch them; returns the Outcome. attempt: 0, or the number of the restart."""
+    def run_attempt(self):
+        """Start the ranks and watch them; returns the JobOutcome."""
+        options = self.options
         with contextlib.ExitStack() as stack:
-            port = 0
-            if not self.nodes.is_leader:
-                check_loopback()
+            port = options.master_port
+            if self.first == 0:
+                port = stack.enter_context(reserve_port(port)).getsockname()[1]
             else:
-                wanted = self.options.master_port if self.nodes.nnodes == 1 else 0
-                port = stack.enter_context(reserve_port(wanted)).getsockname()[1]
-            start = self.nodes.begin(port, self.deadline, self.options.silent, lambda: self.signals)
-            if start is None:
-                say(f"{signal.Signals(self.signals[0]).name}: nothing was started")
-                return Outcome(128 + self.signals[0], Cause.SIGNAL, self.nodes.node_rank)
-            own = {"nproc_per_node": self.nproc_per_node, "first": self.first}
-            own["reads"] = self.world_size == 1 and not in_background()
-            assignment = RankAssignment(self.world_size, **own, **start)
-            output = stack.enter_context(contextlib.closing(Output(self.nproc_per_node, self.prefix, self.logs)))
-            name = ["-m", self.options.module] if self.options.module else [self.options.script]
-            script = [*name, *self.options.arguments]
-            with RankProcesses(script, assignment, **output.writing) as ranks:
+                check_loopback()
+            assignment = RankAssignment(
+                self.world_size,
+                port,
+                self.nproc_per_node,
+                self.first,
+                # 0, 0 of two launchers on one host, or unequal numbers of ranks on hosts, would give empty shards
+                local_rank=None if self.several else 0,
+                cores=cores_of_ranks(self.nproc_per_node, options.task),
+                address=options.master_addr,
+                reads=self.world_size == 1 and not in_background(),
+            )
+            output = stack.enter_context(contextlib.closing(RankOutput(self.nproc_per_node, self.prefix, self.logs)))
+            name = ["-m", options.module] if options.module else [options.script]
+            with RankProcesses([*name, *options.arguments], assignment, **output.writing) as ranks:
                 output.close_writing()
-                outcome = self.watch(ranks, output, attempt)
+                outcome = self.watch(ranks, output)
                 self.announce(outcome, ranks, output)
                 output.on_terminal = outcome.cause is Cause.SIGNAL  # then the script may still report how it ends
                 if outcome.cause is Cause.SIGNAL and outcome.code == 128 + signal.SIGTERM:
-                    self.wait_for_end(ranks, output)
+                    outcome = self.wait_for_end(outcome, ranks, output)
             output.read_rest()
             self.log_end(outcome, output)
             return outcome
 
-    def wait_for_end(self, ranks, output):
+    def wait_for_end(self, outcome, ranks, output):
         """After SIGTERM, ranks have --grace seconds to save a checkpoint. Any other signal ends the wait.
 
-        Launchers wait for each other too: srun and mpirun may kill the others when the first launcher exits.
+        Returns the outcome, with exit code 0 if each rank ended with 0: at any other code srun and mpirun may kill the
+        other launchers, whose ranks may still save.
         """
         ranks.ask_to_end()
         deadline = time.monotonic() + self.options.grace
-        ended = False  # whether all ranks of this node have
-        waiting = {peer.hello["node"] for peer in self.nodes.peers}  # node 0 waits for all others, these for node 0
-        while set(self.signals) <= {signal.SIGTERM} and time.monotonic() < deadline and (waiting or not ended):
+        while set(self.signals) <= {signal.SIGTERM} and time.monotonic() < deadline:
             output.read(0.02)
-            if not ended and len(ranks.exit_codes()) == self.nproc_per_node:
-                ended = True
-                if not self.nodes.is_leader:  # node 0 ends last, and closes the connections
-                    self.nodes.send(ended=True, node=self.nodes.node_rank)
-            for message in iter(self.nodes.receive, None):
-                if "ended" in message or "lost" in message:
-                    waiting.discard(message["node"])
-        running = sorted(set(range(self.nproc_per_node)) - set(ranks.exit_codes()))
+            if len(ranks.exit_codes()) == self.nproc_per_node:
+                break
+        codes = ranks.exit_codes()
+        running = sorted(set(range(self.nproc_per_node)) - set(codes))
         if running and time.monotonic() >= deadline:
             numbers = ", ".join(str(self.first + rank) for rank in running)
             say(f"--grace, {self.options.grace:g} s, is over, and these ranks are killed: {numbers}")
@@ -128,6 +136,7 @@ class Job:
         for rank, report in enumerate(output.reports):
             if report.code:  # such as a checkpoint that could not be saved
                 output.show_error(rank, report.text)
+        return outcome if running or any(codes.values()) else dataclasses.replace(outcome, code=0)
 
     def log_end(self, outcome, output):
         """Append to the logs each rank's traceback or message, and how the job ended."""
@@ -135,97 +144,74 @@ class Job:
             if report.text:
                 file.write(encoded(f"{report.text}\n"))
         self.log(outcome.text or "succeeded")
-        if outcome.restart:
-            self.log(f"restart {outcome.restart} of {self.options.max_restarts}")
 
     def prefix(self, rank):
         return b"[%d] " % (self.first + rank) if self.world_size > 1 else b""
 
-    def watch(self, ranks, output, attempt):
-        """Wait for the end of the job, on this node or another; returns the Outcome that all nodes agree on."""
-        here, received = None, []
+    def watch(self, ranks, output):
+        """Wait until something ends the job on this launcher; returns the JobOutcome."""
         while True:
             output.read(0.02)
             if self.dump_requested:
                 self.dump_requested = False
                 ranks.dump_tracebacks(signal.SIGUSR1)
             now = time.monotonic()
-            self.watch_silence(now, ranks, output, attempt)
-            if here is None:
-                here = self.outcome_here(ranks, output)
-                if here:
-                    received.append(Received(here, now))
-                    self.nodes.send(outcome=asdict(here), attempt=attempt)
-            for message in iter(self.nodes.receive, None):
-                if "lost" in message:
-                    lost = Outcome(1, Cause.NODE, message["node"], f"{message['lost']} is gone")
-                    received.append(Received(lost, now))
-                elif message.get("attempt") != attempt:  # sent in an earlier attempt
-                    continue
-                elif "printed" in message:  # a rank of another node
-                    output.printed = now
-                elif "silent" in message:
-                    self.show_silence(message["silent"], ranks, output)
-                elif "verdict" in message:
-                    return ending.outcome_from(message["verdict"])
-                else:
-                    received.append(Received(ending.outcome_from(message["outcome"]), now))
-            verdict = ending.decide(received, now, self.nodes.nnodes, self.nodes.is_leader, len(self.nodes.peers))
-            if verdict:
-                if self.nodes.is_leader:
-                    verdict = ending.with_restart(verdict, attempt, self.options.max_restarts)
-                self.nodes.send(verdict=asdict(verdict), attempt=attempt)
-                return verdict
-
-    def watch_silence(self, now, ranks, output, attempt):
-        """On node 0, show a long silence on all nodes; elsewhere, report once a second at most that ranks print."""
-        if self.nodes.is_leader:
+            self.show_waiting(now, output)
             silent = self.silence.to_show(output.printed, now)
             if silent:
-                self.nodes.send(silent=silent, attempt=attempt)
                 self.show_silence(silent, ranks, output)
-        elif output.printed > self.reported_print and now > self.reported_print + 1:
-            self.reported_print = now
-            self.nodes.send(printed=True, attempt=attempt)
+            outcome = self.outcome(ranks, output)
+            if outcome:
+                return outcome
 
-    def outcome_here(self, ranks, output):
-        """The Outcome of this node's ranks; None while they run and nothing ends the job."""
-        node = self.nodes.node_rank
-        if self.signals:
-            signum = self.signals[0]
-            text = f"{signal.Signals(signum).name}{self.where}: every rank is ended"
-            return Outcome(128 + signum, Cause.SIGNAL, node, text)
-        if time.monotonic() >= self.deadline:
-            text = f"time limit of {self.options.timeout:g} s reached (--timeout)"
-            return Outcome(ending.TIME_LIMIT_REACHED, Cause.TIME_LIMIT, node, text)
+    def show_waiting(self, now, output):
+        """Show once what a rank waits for at `import oneflow`, and what no launcher can compare with the others."""
+        late = [waits.text for waits in output.waiting.values() if now > waits.begin + NOTICE_DELAY]
+        if self.several and late and not self.waiting_shown:
+            self.waiting_shown = True
+            script = self.options.module or self.options.script
+            words = ["--nnodes", self.options.nnodes, "-n", self.nproc_per_node, script, *self.options.arguments]
+            say(f"waiting for {late[0]}; each host needs the same: {' '.join(map(str, words))}")
+
+    def outcome(self, ranks, output):
+        """The JobOutcome of the ranks; None while they run and nothing ends the job."""
         codes = ranks.exit_codes()
-        if any(codes.values()) or len(codes) == self.nproc_per_node:
+        all_ended = len(codes) == self.nproc_per_node
+        if any(codes.values()) or all_ended:
             output.read_rest()
         if output.closed:
-            text = f"nobody reads the output{self.where} any more: every rank is ended"
-            return Outcome(ending.BROKEN_PIPE, Cause.READER, node, text)
+            text = f"nobody reads the output any more: {self.every_rank} is ended"
+            return JobOutcome(ending.BROKEN_PIPE, Cause.READER, text)
         rank = ending.first_failure(codes, output.reports)
-        if rank is not None:
-            report, all_ended = output.reports[rank], len(codes) == self.nproc_per_node
-            if report.refused and not all_ended and time.time() < report.time + ending.REFUSAL_DELAY:
-                return None  # the others may refuse too
+        if rank is not None and (self.signals or all_ended or not self.may_all_refuse(output.reports[rank])):
             return self.failure(rank, codes[rank], output.reports)
-        return Outcome(0, Cause.DONE, node) if len(codes) == self.nproc_per_node else None
+        if self.signals:
+            signum = self.signals[0]
+            text = f"{signal.Signals(signum).name}{self.on_host}: {self.every_rank} is ended"
+            return JobOutcome(128 + signum, Cause.SIGNAL, text)
+        if time.monotonic() >= self.deadline:
+            text = f"time limit of {self.options.timeout:g} s reached (--timeout)"
+            return JobOutcome(ending.TIME_LIMIT_REACHED, Cause.TIME_LIMIT, text)
+        return JobOutcome(0, Cause.DONE) if all_ended else None
+
+    def may_all_refuse(self, report):
+        """Whether the other ranks may still refuse their arguments too, as this one did."""
+        return report.refused and time.time() < report.time + ending.REFUSAL_DELAY
 
     def failure(self, rank, code, reports):
-        """The Outcome of a local rank that has failed. reports: of all ranks."""
+        """The JobOutcome after a local rank has failed. reports: of all ranks."""
         why = f"exit code {code}" if code > 0 else f"killed by signal {-code}, {signal.Signals(-code).name}"
-        text = f"rank {self.first + rank} of {self.world_size}{self.where} failed: {why}; every rank is ended"
+        if self.several and is_consequence(code):
+            why += ", perhaps because a rank on another host ended"
+        text = f"rank {self.first + rank} of {self.world_size}{self.on_host} failed: {why}; {self.every_rank} is ended"
         cause = Cause.RANK
         if all(report.refused for report in reports):  # and they would again after a restart
             messages = dict.fromkeys(report.text for report in reports)  # each once: most are the same on all ranks
             cause, text = Cause.ARGUMENTS, "\n".join(messages).strip() or f"launch.sh: {text}"
-        shell_code, ended = ending.exit_code(code), min(reports[rank].time, time.time())
-        return Outcome(shell_code, cause, self.nodes.node_rank, text, rank, ended, is_consequence(code))
+        return JobOutcome(ending.exit_code(code), cause, text, rank)
 
     def announce(self, outcome, ranks, output):
         """Print how the job ended."""
-        here = outcome.node == self.nodes.node_rank
         if outcome.cause is Cause.DONE and self.first == 0 and output.reports[0].text:
             write(sys.stdout, encoded(output.reports[0].text) + b"\n")  # --help
         if outcome.cause in (Cause.DONE, Cause.TIME_LIMIT):
@@ -235,22 +221,20 @@ class Job:
             self.show_ranks(outcome.text, ranks, output)
         elif outcome.cause is Cause.ARGUMENTS:
             write(sys.stderr, encoded(outcome.text) + b"\n")
-        elif outcome.code and not (outcome.cause is Cause.READER and here):
-            if outcome.cause is Cause.RANK and here:
+        elif outcome.code and outcome.cause is not Cause.READER:
+            if outcome.cause is Cause.RANK:
                 output.show_error(outcome.rank, output.reports[outcome.rank].text)
             say(outcome.text)
-        if outcome.restart:
-            say(f"restart {outcome.restart} of {self.options.max_restarts}")
 
     def show_silence(self, seconds, ranks, output):
         """Show where each rank is, after `seconds` without output."""
-        text = f"no rank has printed for {seconds:g} s"
+        text = f"no rank{self.on_host} has printed for {seconds:g} s"
         self.log(text)
         self.show_ranks(text, ranks, output)
         say(f"the job continues; {HOW_TO_END}")
 
     def show_ranks(self, why, ranks, output):
-        """Show where each rank of this node is. why: the reason, for the first line."""
+        """Show where each rank of this launcher is. why: the reason, for the first line."""
         say(f"{why}: this is where each rank is")
         ranks.dump_tracebacks()
         end = time.monotonic() + 1
@@ -264,10 +248,8 @@ class Job:
         for rank, no_room in output.lost.items():
             say(lost(self.first + rank, no_room))
         if all(report.code == 0 for report in output.reports) and len(ranks.exit_codes()) < self.nproc_per_node:
-            others = ", or the ranks of another node still run" if self.nodes.nnodes > 1 else ""
-            say(f"every rank{self.where} has run to its end, but a collective was never answered{others}")
-            for line in unanswered.lines({self.first + k: report.calls for k, report in enumerate(output.reports)}):
-                say(line)
+            others = ", or ranks of another launcher still run" if self.several else ""
+            say(f"{self.every_rank} has run to its end, but a collective was never answered{others}")
 
 
 def in_background():
@@ -280,9 +262,7 @@ def in_background():
 def main(arguments):
     """Run a command line of launch.sh; returns the exit code."""
     try:
-        options = checked(arguments)
-        where = (options.nnodes, options.node_rank, options.nproc_per_node, options.master_addr, options.master_port)
-        return Job(options, Nodes(*where, same_on_all_nodes(options))).run()
+        return Job(checked(arguments)).run()
     except UsageError as error:
         say(str(error))
         return ending.BAD_INPUT

@@ -1,9 +1,9 @@
 """The command line of launch.sh: parsed and checked before any rank starts."""
 
 import argparse
-import hashlib
 import os
 import re
+import socket
 import subprocess
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def checked(arguments, flags=(), values=None):
         raise UsageError(f"--grace must be a number of seconds, 0 or more, got {options.grace:g}")
     if options.master_port and not 1024 <= options.master_port <= 65535:
         raise UsageError(f"--master_port must be from 1024 to 65535, got {options.master_port}")
-    fill_in_nodes(options)
+    fill_in_launchers(options)
     fill_in_ranks(options, sizes)
     # argparse takes --dev cuda too
     if sizes and re.search(r"(^| )--d(e(v(i(ce?)?)?)?)?[ =]cuda", " ".join(options.arguments)):
@@ -104,11 +104,13 @@ def file_of(options):
     return os.path.abspath(options.script) if options.module else str(Path(options.script).resolve())
 
 
-def fill_in_nodes(options):
-    """Fill in where the job runs: from the options, else from the variables of srun or mpirun. Raises UsageError."""
+def fill_in_launchers(options):
+    """Fill in the launchers of the job: from the options, else from the variables of srun or mpirun.
+
+    Raises UsageError.
+    """
     typed = options.nnodes is not None or options.node_rank is not None
-    task = None if typed else schedulers.task(os.environ)
-    options.job = task.job if task else "of no scheduler"
+    options.task = task = None if typed else schedulers.task(os.environ)
     if task:
         options.nnodes, options.node_rank = task.count, task.number
         options.nproc_per_node = 1 if options.nproc_per_node is None else options.nproc_per_node
@@ -116,6 +118,9 @@ def fill_in_nodes(options):
         options.master_port = options.master_port or task.port
         if not options.master_addr:
             raise UsageError("mpirun does not say where task 0 runs: type --master_addr HOST")
+        ranks = task.count * options.nproc_per_node
+        if task.hosts and ranks % task.hosts:
+            raise UsageError(f"OneFlow 0.9.0 would hang: {ranks} ranks cannot be divided by {task.hosts} hosts")
     options.nnodes = 1 if options.nnodes is None else options.nnodes
     options.node_rank = options.node_rank or 0
     if options.nnodes < 1:
@@ -125,17 +130,39 @@ def fill_in_nodes(options):
         raise UsageError(f"--node_rank must be {allowed}, got {options.node_rank}")
     if options.nnodes == 1:
         options.master_addr = "127.0.0.1"
-    elif not (options.master_addr and options.master_port):
+        return
+    if not (options.master_addr and options.master_port):
         wanted = "--master_addr HOST --master_port 29500"
-        raise UsageError(f"--nnodes needs node 0's address, the same on each node: {wanted}")
+        raise UsageError(f"--nnodes needs host 0's address and a port, the same on each host: {wanted}")
+    check_address(options)
+    if options.max_restarts:
+        loop = 'a loop around srun or mpirun can, as docs/clusters.md has it, "When a rank dies"'
+        raise UsageError(f"--max-restarts cannot restart other launchers: {loop}")
+
+
+def check_address(options):
+    """Raises UsageError if ranks could not meet at --master_addr, so that they would wait forever."""
+    address = options.master_addr
+    if ":" in address:
+        raise UsageError(f"--master_addr {address}: OneFlow 0.9.0 listens at IPv4 addresses only: type one")
+    hosts = options.task.hosts if options.task else 0
+    if options.node_rank == 0 and hosts != 1:
+        try:
+            meant = socket.gethostbyname(address)
+        except OSError:  # its ranks say so, and wait until it is known
+            return
+        # Launchers that are all on this host may use such an address. Debian gives the host's own name one.
+        if meant.startswith("127.") and (hosts or address not in (meant, "localhost")):
+            reason = f"on host 0 it is {meant}, where ranks of other hosts look for themselves"
+            raise UsageError(f"--master_addr {address}: {reason}: type its address")
 
 
 def fill_in_ranks(options, sizes):
-    """Fill in the number of ranks on each node. Raises UsageError if the script does not run on so many.
+    """Fill in the number of ranks of each launcher. Raises UsageError if the script does not run on so many.
 
     sizes: the script's WORLD_SIZES, None if it has none.
     """
-    if options.nproc_per_node is None:  # the first of WORLD_SIZES that the nodes divide
+    if options.nproc_per_node is None:  # the first of WORLD_SIZES that the launchers divide
         fitting = [size for size in sizes or (2,) if size % options.nnodes == 0]
         options.nproc_per_node = fitting[0] // options.nnodes if fitting else 1
     if options.nproc_per_node < 1:
@@ -146,7 +173,7 @@ def fill_in_ranks(options, sizes):
     first, last = min(sizes), max(sizes)
     consecutive = 1 < len(sizes) == last - first + 1
     accepted = f"{first} to {last}" if consecutive else " or ".join(", ".join(map(str, sorted(sizes))).rsplit(", ", 1))
-    several = f" ({options.nproc_per_node} on each of {options.nnodes} nodes)"
+    several = f" ({options.nproc_per_node} of each of {options.nnodes} launchers)"
     hint = f": type -n {sizes[0]}" if options.nnodes == 1 else several
     raise UsageError(f"{Path(options.script).name} runs on {accepted} ranks, not on {world_size}{hint}")
 
@@ -171,17 +198,3 @@ def check_gpus(ranks):
     if len(usable) < ranks:
         wanted = "each rank needs a GPU of compute capability 6.0 to 8.9"
         raise UsageError(f"{wanted}, got {len(usable)} for {ranks}: type --device cpu")
-
-
-def same_on_all_nodes(options):
-    """{name: value} that must be equal for all launchers of a job."""
-    script = Path(options.script)
-    return {
-        "--nnodes": options.nnodes,
-        "--nproc_per_node": options.nproc_per_node,
-        "--master_addr": options.master_addr,
-        "script": options.module or script.name,
-        "version of the script": hashlib.sha256(script.read_bytes()).hexdigest()[:16],
-        "arguments": " ".join(options.arguments) or "none",
-        "job": options.job,
-    }

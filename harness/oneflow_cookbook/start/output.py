@@ -1,4 +1,4 @@
-"""The output of the ranks of a node: read from pipes, and written to the terminal and the logs line by line.
+"""The output of the ranks of a launcher: read from pipes, and written to the terminal and the logs line by line.
 
 Only the launcher writes to the terminal, so lines of different ranks never mix.
 """
@@ -9,7 +9,7 @@ import re
 import selectors
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Optional
 
 # the start of a glog message about an error that ends the process
@@ -50,7 +50,14 @@ class Report:
     text: str = ""  # a traceback, or what argparse printed
     refused: bool = False  # whether argparse in the script refused its arguments
     time: float = float("inf")
-    calls: list = field(default_factory=list)  # of flow.comm: CountCalls.report in rank.py
+
+
+@dataclass
+class Waiting:
+    """What a rank waits for at `import oneflow`, and since when, by time.monotonic()."""
+
+    begin: float
+    text: str
 
 
 class Lines:
@@ -69,7 +76,7 @@ class Lines:
         return lines
 
 
-class Output:
+class RankOutput:
     """The pipes from the ranks of one attempt. Lists are indexed by local rank.
 
     writing: {"stdout", "stderr", "pipes": for each rank the end of the pipe that it writes to}; "pipes" is for reports.
@@ -85,6 +92,7 @@ class Output:
         self.reports = [Report() for _ in range(count)]
         # lines from a fatal error on; held back, as it may be a side effect of another rank's failure
         self.fatal = [[] for _ in range(count)]
+        self.waiting = {}  # rank -> Waiting
         self.lost = {}  # rank -> whether /dev/shm had no room, if something was lost that a process of the rank sent
         self.closed = False  # whether the reader of our standard output or error has closed it
         self.on_terminal = True
@@ -167,4 +175,10 @@ class Output:
 
     def _report(self, rank, lines, data):
         for line in lines.add(data):
-            self.reports[rank] = Report(**json.loads(line))
+            message = json.loads(line)
+            if "code" in message:
+                self.reports[rank] = Report(**message)
+                continue
+            waiting = self.waiting.pop(rank, Waiting(time.monotonic(), ""))
+            if message["waits_for"]:
+                self.waiting[rank] = Waiting(waiting.begin, message["waits_for"])

@@ -3,7 +3,7 @@
 `-m MODULE` in place of SCRIPT does what `python -m MODULE` does.
 
 OneFlow 0.9.0 leaves a job hanging when a rank raises or exits with an error, so this wrapper ends such a rank at once
-and reports its traceback. It also makes ranks wait for rank 0, counts calls of flow.comm, and dies with the launcher.
+and reports its traceback. It also makes ranks wait for rank 0, and dies with the launcher.
 It imports neither OneFlow nor the rest of the harness.
 """
 
@@ -13,7 +13,6 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
-import functools
 import importlib.util
 import json
 import os
@@ -53,20 +52,38 @@ class WaitForRank0:
     """An import hook that makes `import oneflow` wait until rank 0 listens on MASTER_ADDR:MASTER_PORT.
 
     A rank that connects earlier would sleep for 10 s inside OneFlow. The hook waits at the module that OneFlow 0.9.0
-    imports just before it connects.
+    imports just before it connects. Then OneFlow waits for all ranks, and holds Python's lock: only the launcher, which
+    gets a line whenever the rank begins to wait for something, can tell the user.
     """
 
+    def __init__(self, report):
+        """report: the file descriptor for the launcher; 0: there is none."""
+        self.report = report
+
     def find_spec(self, name, path=None, target=None):
-        if name == "oneflow.framework.env_util" and os.environ.get("RANK") != "0":  # the script may have changed RANK
+        if name == "oneflow.framework.env_util":
             sys.meta_path.remove(self)
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            while True:
-                try:
-                    socket.create_connection(address, timeout=1).close()
-                    break
-                except OSError:
-                    time.sleep(0.01)
+            if os.environ.get("RANK") != "0":  # the script may have changed RANK
+                self.wait(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            self.tell(f"more ranks, as fewer than {os.environ['WORLD_SIZE']} have come")
         return None
+
+    def wait(self, address, port):
+        reason = None
+        while True:
+            try:
+                socket.create_connection((address, port), timeout=1).close()
+                return
+            except OSError as error:  # it has not started yet; some clusters do not even resolve its name before
+                if str(error) != reason:
+                    reason = str(error)
+                    self.tell(f"rank 0 at {address}:{port} ({error.args[-1]})")
+                time.sleep(0.01)
+
+    def tell(self, waits_for):
+        """Tell the launcher what this rank waits for; "": for nothing any more."""
+        if self.report:
+            send(self.report, waits_for=waits_for)
 
 
 class AfterImport:
@@ -108,59 +125,18 @@ def no_debugger(pdb):
     pdb.Pdb.interaction = interact
 
 
-class CountCalls:
-    """Counts the calls of each function of flow.comm on this rank, by the calling line."""
-
-    def __init__(self):
-        self.counts = {}  # (function, other rank of send and recv, file, line) -> number of calls that returned
-
-    def report(self):
-        """[[function, other rank of send and recv, "file.py:line", number of calls], ...]"""
-        counts = self.counts.items()
-        return [[*call, f"{os.path.basename(file)}:{line}", times] for (*call, file, line), times in counts]
-
-    def wrap(self, oneflow):
-        """Replace each function of oneflow.comm by one that counts its calls."""
-        comm = getattr(oneflow, "comm", None)
-        functions = list(vars(comm).items()) if comm else []
-        for name, function in functions:
-            if callable(function):
-                setattr(comm, name, self.counting(function, name, os.path.dirname(oneflow.__file__)))
-
-    def counting(self, function, name, package):
-        """A function that calls `function` and counts the call. package: the folder of OneFlow."""
-        position, keyword = {"send": (1, "dst"), "recv": (0, "src")}.get(name, (0, None))  # of the other rank
-
-        @functools.wraps(function)
-        def call(*arguments, **keywords):
-            result = function(*arguments, **keywords)
-            frame = sys._getframe(1)
-            if frame.f_globals.get("__name__") == "oneflow.comm.comm_ops":  # scatter calls send and recv there
-                return result
-            while frame.f_back and frame.f_code.co_filename.startswith(package):  # SyncBatchNorm calls all_reduce
-                frame = frame.f_back
-            other = None
-            if keyword:
-                other = int(arguments[position] if len(arguments) > position else keywords[keyword])
-            key = name, other, frame.f_code.co_filename, frame.f_lineno
-            self.counts[key] = self.counts.get(key, 0) + 1
-            return result
-
-        return call
-
-
 def traceback_of(error):
     """The traceback as Python prints it, without the frames of this wrapper."""
-    entry = error.__traceback__
-    while entry and entry.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
-        entry = entry.tb_next
-    last = entry
-    while last and last.tb_next:  # remove the frames of CountCalls and no_debugger further down
+    first = error.__traceback__
+    while first and first.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        first = first.tb_next
+    last = first
+    while last and last.tb_next:  # remove the frames of no_debugger further down
         if last.tb_next.tb_frame.f_code.co_filename in (__file__, *DEBUGGER):
             last.tb_next = last.tb_next.tb_next
         else:
             last = last.tb_next
-    return "".join(traceback.format_exception(type(error), error, entry)).rstrip()
+    return "".join(traceback.format_exception(type(error), error, first)).rstrip()
 
 
 def keep_messages():
@@ -223,14 +199,14 @@ def main():
         faulthandler.register(signum, all_threads=False)
         # the launcher had blocked it: until now the signal would have ended this rank
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
-    report = os.environ.pop("HARNESS_REPORT", None)  # a file descriptor; a pool has none
+    report = int(os.environ.pop("HARNESS_REPORT", 0))  # a file descriptor; 0 in a pool, which has none
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     load_blas()
-    count = CountCalls()
-    sys.meta_path.insert(0, WaitForRank0())
+    wait_for_rank_0 = WaitForRank0(report)
+    sys.meta_path.insert(0, wait_for_rank_0)
     if report:
-        sys.meta_path.insert(0, AfterImport("oneflow", count.wrap))
+        sys.meta_path.insert(0, AfterImport("oneflow", lambda oneflow: wait_for_rank_0.tell("")))
     if not report or os.environ["WORLD_SIZE"] != "1":
         builtins.input = no_input
         sys.meta_path.insert(0, AfterImport("pdb", no_debugger))
@@ -244,17 +220,20 @@ def main():
         if text:
             print(text, file=sys.stderr)
     elif code:
-        send_report(int(report), code, text, count, refused)
+        send_report(report, code, text, refused)
     else:  # the script has ended when its threads have; OneFlow's own exit handler runs after this
-        atexit.register(send_report, int(report), code, text, count)
+        atexit.register(send_report, report, code, text)
     if code:
         exit_at_once(code)
 
 
-def send_report(descriptor, code, text, count, refused=False):
-    """Write a line that output.Report reads."""
-    message = {"code": code, "text": text[-32000:], "refused": refused, "time": time.time(), "calls": count.report()}
+def send(descriptor, **message):
+    """Write a line that output.RankOutput reads."""
     os.write(descriptor, (json.dumps(message) + "\n").encode())
+
+
+def send_report(descriptor, code, text, refused=False):
+    send(descriptor, code=code, text=text[-32000:], refused=refused, time=time.time())
 
 
 def exit_at_once(code):

@@ -1,4 +1,4 @@
-"""The rank processes of a job on this node: their port, cores and environment, their start and their end."""
+"""The rank processes of a launcher: their port, cores and environment, their start and their end."""
 
 import contextlib
 import errno
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from oneflow_cookbook.start.cores import available
+from oneflow_cookbook.start.cores import cores_of
 from oneflow_cookbook.start.errors import UsageError
 
 RANK = str(Path(__file__).with_name("rank.py"))
@@ -38,7 +38,7 @@ def reserve_port(port=0):
         reserved.bind(("0.0.0.0", port))
     except OSError as error:
         reserved.close()
-        raise UsageError(f"port {port}: {error.strerror}; leave out --master_port to get a free one") from None
+        raise UsageError(f"port {port}: {error.strerror}; choose a different --master_port") from None
     return reserved
 
 
@@ -52,27 +52,16 @@ def check_loopback():
         raise UsageError(f"ranks cannot meet at 127.0.0.1: {os.strerror(error)}; is the loopback interface up?")
 
 
-def cores_of(rank, world_size, cores=None):
-    """The cores that a rank is bound to, as a list; with more ranks than cores, ranks share cores.
-
-    OneFlow's scheduling thread never sleeps while work is under way. Unbound, it takes time from the computing threads
-    of other ranks: a step of data parallel on two ranks and two cores took 1.8 times as long.
-    """
-    cores = available() if cores is None else cores
-    each = max(1, len(cores) // world_size)
-    return [cores[(rank * each + i) % len(cores)] for i in range(each)]
-
-
 @dataclass
 class RankAssignment:
-    """Which ranks of a job run on this node, on which cores, and where all ranks meet."""
+    """Which ranks of a job this launcher starts, on which cores, and where all ranks meet."""
 
     world_size: int
     port: int  # of rank 0
-    nproc_per_node: int = 0  # ranks on this node; 0: all
+    nproc_per_node: int = 0  # ranks of this launcher; 0: all
     first: int = 0  # the lowest of these ranks
-    local_rank: Optional[int] = 0  # its LOCAL_RANK, which counts the ranks at this node's address; None: leave it unset
-    cores: Optional[list] = None  # of each rank on this node; None: they share all cores evenly
+    local_rank: Optional[int] = 0  # its LOCAL_RANK; None: leave it unset, and OneFlow numbers the ranks of a host
+    cores: Optional[list] = None  # of each of these ranks; None: they share all cores evenly
     address: str = "127.0.0.1"  # of rank 0
     reads: bool = False  # whether the rank, the only one, has our standard input; the others have none
 
@@ -115,7 +104,7 @@ class RankProcess(subprocess.Popen):
 
 
 class RankProcesses:
-    """The processes of a job on this node; a context manager that ends them. Lists are indexed by local rank."""
+    """The processes of these ranks; a context manager that ends them. Lists are indexed by local rank."""
 
     def __init__(self, script, assignment, stdout, stderr, pipes, name="HARNESS_REPORT", variables=None):
         """Start a script, a list of its path and arguments, as each rank of a RankAssignment.
@@ -200,12 +189,11 @@ class RankProcesses:
 
     def _descendants(self):
         """Yield the ids of these processes, which inherit HARNESS_JOB."""
-        for entry in os.scandir("/proc"):
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
             with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-                if entry.name.isdecimal():
-                    with open(f"/proc/{entry.name}/environ", "rb") as file:
-                        if f"HARNESS_JOB={self.job}".encode() in file.read().split(b"\0"):
-                            yield int(entry.name)
+                environment = Path(f"/proc/{pid}/environ").read_bytes()
+                if f"HARNESS_JOB={self.job}".encode() in environment.split(b"\0"):
+                    yield int(pid)
 
     def _signal_groups(self, signum):
         for process in self.processes:
