@@ -62,10 +62,10 @@ def wait_until(condition, what, seconds=LONG, pause=0.02):
 def marked(mark, command=b""):
     """The processes (no zombies) with this mark in their environment and these bytes in their command line."""
     pids = []
-    for entry in Path("/proc").glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended in between
-            if mark.encode() in (entry / "environ").read_bytes() and command in (entry / "cmdline").read_bytes():
-                pids.append(int(entry.name))
+            if mark.encode() in (process / "environ").read_bytes() and command in (process / "cmdline").read_bytes():
+                pids.append(int(process.name))
     return pids
 
 

@@ -1,6 +1,6 @@
 """Run recipes on pools of ranks: record a run, and measure the cost of a training step."""
 
-from oneflow_cookbook.start.recipe import ROOT, entry, path_of
+from oneflow_cookbook.start.recipe import ROOT, entry_options, path_of
 
 MODES = ("eager", "graph")
 MEMORY = "oneflow_cookbook.measure.rank_memory:memory"
@@ -13,7 +13,7 @@ TRAINING_SIZES = dict(batch=384, in_features=384, hidden_size=768, out_features=
 
 def modes(path):
     """The modes of a recipe: eager and graph, or "only"."""
-    return MODES if "graph" in entry(path) else ("only",)
+    return MODES if "graph" in entry_options(path) else ("only",)
 
 
 def with_mode(keywords, mode):
@@ -23,13 +23,13 @@ def with_mode(keywords, mode):
 
 def recipe_run(pool, path, mode, **sizes):
     """The results of measure_script for a recipe, by rank. sizes: they override SIZES."""
-    keywords = {name: size for name, size in {**SIZES, **sizes}.items() if name in entry(path)}
+    keywords = {name: size for name, size in {**SIZES, **sizes}.items() if name in entry_options(path)}
     return pool.call(MEASURE_SCRIPT, path=str(path), keywords=with_mode(keywords, mode))
 
 
 def training_sizes(name, **more):
     """The arguments with which a step of a recipe is measured: those of TRAINING_SIZES that it has, and `more`."""
-    options = entry(path_of(name))
+    options = entry_options(path_of(name))
     sizes = {option: size for option, size in TRAINING_SIZES.items() if option in options}
     return {**sizes, **more}
 

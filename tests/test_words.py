@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from oneflow_cookbook.start.recipe import entry, path_of
+from oneflow_cookbook.start.recipe import entry_options, path_of
 from tests.cases import CASES
 from tests.cases import gpt_meshes as gpt
 
@@ -36,7 +36,7 @@ def stated(name, n, graph):
     each, micro_batches, times, squared = found[-1 if graph else 0].groups()
     times = int(times or 1) * (2 if each else 1)  # "an all-gather ..., a reduce-scatter ...: each"
     if micro_batches:
-        times *= entry(path_of(name))["micro_batches"]
+        times *= entry_options(path_of(name))["micro_batches"]
     return times * (n - 1) / n ** (2 if squared else 1) * size
 
 

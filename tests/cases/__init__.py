@@ -5,7 +5,7 @@
 
 from functools import lru_cache
 
-from oneflow_cookbook.start.recipe import RECIPES, ROOT, entry, path_of, world_sizes  # noqa: F401
+from oneflow_cookbook.start.recipe import RECIPES, ROOT, entry_options, path_of, world_sizes  # noqa: F401
 from tests.cases import (  # noqa: F401
     byhand,
     data,
@@ -26,7 +26,7 @@ TRANSFORMERS = [name for name in CASES if path_of(name).parent == RECIPES / "tra
 YOUR_MODEL = [name for name in CASES if path_of(name).parent == RECIPES / "your_model"]
 LONG = (*TRANSFORMERS, *YOUR_MODEL)  # they take long: on few ranks in the default suite, and no main
 WITHOUT_CASE = ("gpt", "training_run")  # whole models on any mesh: test_gpt.py, test_training_run.py
-TRAINED = [name for name in CASES if "steps" in entry(path_of(name))]
+TRAINED = [name for name in CASES if "steps" in entry_options(path_of(name))]
 
 
 @lru_cache(maxsize=None)
@@ -38,7 +38,7 @@ def proven_on(name):
 @lru_cache(maxsize=None)
 def modes(name):
     """The values of `graph` with which a recipe runs: (False, True) if it has the option, else the only mode it has."""
-    if "graph" in entry(path_of(name)):
+    if "graph" in entry_options(path_of(name)):
         return (False, True)
     return (name in GRAPH_ONLY,)
 

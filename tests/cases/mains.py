@@ -6,7 +6,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from oneflow_cookbook.start.recipe import entry, path_of
+from oneflow_cookbook.start.recipe import entry_options, path_of
 from tests.cases import (  # noqa: F401  (gpt_meshes and whole_run add their Proofs)
     CASES,
     PROOFS,
@@ -89,7 +89,7 @@ def function_main(source):
 
 def check_options(name, report):
     """Each option reaches the calls of train, run or placements; its default is the signature's."""
-    main, options = main_of(name), entry(path_of(name))
+    main, options = main_of(name), entry_options(path_of(name))
     for option, default in report["defaults"].items():
         if option in options:
             wanted = main.defaults.get(option, (options[option], options[option]))

@@ -115,7 +115,7 @@ def background_calls(item):
 
 def script_call(claimed, size):
     path = recipe.path_of(claimed["recipe"])
-    keywords = with_mode(claimed[size], "eager" if "graph" in recipe.entry(path) else "only")
+    keywords = with_mode(claimed[size], "eager" if "graph" in recipe.entry_options(path) else "only")
     return claimed["ranks"], partial(call, MEASURE_SCRIPT, path=str(path), keywords=keywords)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from oneflow_cookbook.measure.sbp import Layout
-from oneflow_cookbook.start.recipe import all_paths, entry, path_of, world_sizes
+from oneflow_cookbook.start.recipe import all_paths, entry_options, path_of, world_sizes
 from oneflow_cookbook.verify import command
 from oneflow_cookbook.verify.cause import cause_of
 from oneflow_cookbook.verify.compare import Comparison, Difference
@@ -36,7 +36,7 @@ CANNOT = {
 def runs_of_recipes():
     """(name, number of ranks, options) of each recipe: on the fewest ranks, and in eager mode or a graph by turns."""
     for i, path in enumerate(all_paths()):
-        ranks = [n for n in (2, 3, 4) if n in (world_sizes(path) or ()) and "n" not in entry(path)]
+        ranks = [n for n in (2, 3, 4) if n in (world_sizes(path) or ()) and "n" not in entry_options(path)]
         if ranks:
             n = 3 if path.stem == "train_data_parallel" else ranks[0]  # uneven shards; some recipes need 4
             yield path.stem, n, ["--graph"] * (i % 2 and '"--graph"' in path.read_text())

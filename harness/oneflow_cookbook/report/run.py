@@ -46,7 +46,7 @@ def keywords_of(script, arguments):
     Raises UsageError.
     """
     try:
-        defaults = recipe.entry(script)
+        defaults = recipe.entry_options(script)
     except ValueError:  # it has no such function, or the function needs more than options
         return None
     parser = Parser(prog=str(script), add_help=False, allow_abbrev=False)

@@ -194,7 +194,7 @@ def check_gpus(ranks):
         usable = re.findall(r"^[678]\.\d$", answer.stdout, flags=re.MULTILINE) if answer.returncode == 0 else []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        usable = usable[: len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])]
+        usable = usable[: len([device for device in visible.split(",") if device.strip() not in ("", "-1")])]
     if len(usable) < ranks:
         wanted = "each rank needs a GPU of compute capability 6.0 to 8.9"
         raise UsageError(f"{wanted}, got {len(usable)} for {ranks}: type --device cpu")

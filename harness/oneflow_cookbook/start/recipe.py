@@ -43,7 +43,7 @@ def find_module(name):
 
     sys.path[0] is ours, so the current folder replaces it.
     """
-    places, here = [os.getcwd(), *sys.path[1:]], f"{os.getcwd()}/"
+    places, folder = [os.getcwd(), *sys.path[1:]], f"{os.getcwd()}/"
     for part in name.split("."):  # part by part: a dotted name would need its package in sys.modules
         spec = PathFinder.find_spec(part, places)
         if spec is None:
@@ -58,7 +58,7 @@ def find_module(name):
         name += ".__main__"
     if not (spec.origin or "").endswith(".py"):
         raise ValueError(f"-m {name}: it is not written in Python")
-    return name, Path(os.path.relpath(spec.origin) if spec.origin.startswith(here) else spec.origin)
+    return name, Path(os.path.relpath(spec.origin) if spec.origin.startswith(folder) else spec.origin)
 
 
 def world_sizes(path):
@@ -76,7 +76,7 @@ def world_sizes(path):
     return None
 
 
-def entry(path):
+def entry_options(path):
     """{name: default} of the options of a script's function `train`, or else `run`.
 
     Those of `placements` come first, those of its dataclass `Config` last.
