@@ -11,7 +11,7 @@ class Model:
 
     The defaults are those of recipes/transformer/gpt.py: learned positions, norms without a bias, an MLP of four times
     the hidden size, a head that is tied to the embedding. kv_heads: of grouped-query attention. gated: an MLP of three
-    matrices, as in Llama.
+    matrices, as in Llama. Raises ValueError if the numbers of heads do not divide.
     """
 
     num_layers: int
@@ -28,6 +28,12 @@ class Model:
     learned_positions: bool = True
     tied: bool = True
 
+    def __post_init__(self):
+        if not self.head_size and self.hidden_size % self.num_heads:
+            raise ValueError(f"{self.num_heads} heads do not divide the hidden size, {self.hidden_size}")
+        if self.kv_heads and self.num_heads % self.kv_heads:
+            raise ValueError(f"{self.kv_heads} key-value heads do not divide the {self.num_heads} heads")
+
     @property
     def query_size(self):
         """The columns of the matrix that makes the queries."""
@@ -41,10 +47,6 @@ class Model:
     @property
     def inner_size(self):
         return self.mlp_size or 4 * self.hidden_size
-
-
-class ConfigError(ValueError):
-    """A config.json that does not describe a dense decoder; the message is one line."""
 
 
 GPT2 = {
@@ -62,6 +64,7 @@ USUAL = {
     "vocab_size": "vocab_size",
     "mlp_size": "intermediate_size",
 }
+OPTIONAL = {"mlp_size": "n_inner", "kv_heads": "num_key_value_heads", "head_size": "head_dim"}
 GPT_LIKE = {"biases": True, "dropout": True}
 LLAMA_LIKE = {"gated": True, "learned_positions": False, "tied": False}
 KINDS = {  # model_type -> (names of the sizes in config.json, what config.json does not say)
@@ -80,33 +83,35 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 def of_config(path, seq_len=None):
     """The Model of a config.json. seq_len: of training, by default the longest that the model takes.
 
-    Raises ConfigError if it does not describe a dense decoder.
+    Raises ValueError, whose message is one line, if it does not describe a dense decoder.
     """
-    if os.path.islink(path) and not os.path.exists(path):
-        raise ConfigError(f"{path} is a link to {os.readlink(path)}, which is not there")
+    config = read(path)
+    kind = config.get("model_type")
+    if any(config.get(name) not in (None, 0, 1) for name in EXPERTS):
+        raise ValueError(f"{path}: a mixture of experts; plan knows dense models")
+    if kind not in list(KINDS):
+        words = "has no model_type; is it the model's config.json?" if kind is None else f"model_type is {kind!r}"
+        raise ValueError(f"{path}: {words}; plan knows {', '.join(KINDS)}")
+    names, facts = KINDS[kind]
+    optional = {size: name for size, name in OPTIONAL.items() if config.get(name) is not None}
+    sizes = {size: config.get(name) for size, name in {**optional, **names}.items()}
+    wrong = [{**OPTIONAL, **names}[size] for size, value in sizes.items() if type(value) is not int or value < 1]
+    if wrong:
+        raise ValueError(f"{path}: must be whole numbers of 1 or more, but are not: {', '.join(wrong)}")
+    sizes["seq_len"] = seq_len or sizes["seq_len"]
+    return Model(**{**sizes, **facts, "tied": config.get("tie_word_embeddings", facts.get("tied", True))})
+
+
+def read(path):
+    """The dict in a file of JSON; ValueError, whose message is one line, if there is none."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             config = json.load(file)
-    except (OSError, ValueError) as error:
-        why = f"{error.strerror}; name a config.json on this machine" if isinstance(error, OSError) else "not JSON"
-        raise ConfigError(f"{path}: {why}") from None
+    except OSError as error:
+        link = f", a link to {os.readlink(path)}" if os.path.islink(path) else ""
+        raise ValueError(f"{path}{link}: {error.strerror}; name a config.json on this machine") from None
+    except ValueError:
+        raise ValueError(f"{path}: not JSON") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{path}: not a model's config.json")
-    kind = config.get("model_type")
-    if any((config.get(name) or 0) > 1 for name in EXPERTS):
-        raise ConfigError(f"{path}: a mixture of experts; plan knows dense models")
-    if kind not in KINDS:
-        words = "has no model_type; is it the model's config.json?" if kind is None else f"model_type is {kind!r}"
-        raise ConfigError(f"{path}: {words}; plan knows {', '.join(KINDS)}")
-    names, facts = KINDS[kind]
-    wrong = [name for name in names.values() if type(config.get(name)) is not int]
-    if wrong:
-        raise ConfigError(f"{path}: must be whole numbers, but are not: {', '.join(wrong)}")
-    heads, kv_heads = config[names["num_heads"]], config.get("num_key_value_heads")
-    if kv_heads and heads % kv_heads:
-        raise ConfigError(f"{path}: {kv_heads} key-value heads do not divide the {heads} heads")
-    sizes = {"mlp_size": config.get("n_inner") or 0, **{size: config[name] for size, name in names.items()}}
-    sizes["seq_len"] = seq_len or sizes["seq_len"]
-    tied = config.get("tie_word_embeddings", facts.get("tied", True))
-    head_size = config.get("head_dim") or 0
-    return Model(**{**sizes, **facts, "tied": tied, "kv_heads": kv_heads or 0, "head_size": head_size})
+        raise ValueError(f"{path}: not a model's config.json")
+    return config
