@@ -112,6 +112,7 @@ def test_largest_stage_sets_what_is_sent():
 def test_ranks_of_a_host_share_its_link(stride, members, rate):
     """On two hosts of 8: eight rings that leave the host have an eighth of its link each."""
     assert cluster_of(2, 8, H100).bandwidth(stride, members) == rate * 1e9
+    assert cluster_of(2, 8, H100, inside=40).bandwidth(stride, members) == 40e9
 
 
 LLAMA_405B = Model(
@@ -214,6 +215,7 @@ PRINTED = {  # arguments -> exit code, what is printed
     "a mesh that does not fit": (words(memory=3, why="1 1 2", **TWO_OF_A_HOST), 1, ("1 x 1 x 2 does not fit",)),
     "nothing fits": (words(memory=3, **TWO_OF_A_HOST), 1, ("Nothing fits. Take more devices, or devices of ",)),
     "unequal stages": (words(num_layers=70, why="1 4 4"), 0, ("layers of a stage   ", " 18 or 17 ")),
+    "a short step": (words(global_batch_size=16), 0, (" 108.4 ms",)),
     "numbers of a device": (
         words(memory=180, tflops=2250, bandwidth_inside=900, bandwidth_between=25),
         0,
@@ -287,13 +289,29 @@ GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_pos
 LLAMA3_8B = {**LLAMA_7B, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
 
 
+GEMMA = {  # of 2 B
+    "model_type": "gemma",
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 8192,
+    "vocab_size": 256000,
+}
+
+
 @pytest.mark.parametrize(
-    "config, count", [(LLAMA_7B, 6738415616), (LLAMA3_8B, 8030261248), (GPT2, 124439808)], ids=["7B", "8B", "GPT-2"]
+    "config, count",
+    [(LLAMA_7B, 6738415616), (LLAMA3_8B, 8030261248), (GPT2, 124439808), (GEMMA, 2506172416)],
+    ids=["7B", "8B", "GPT-2", "Gemma"],
 )
 def test_parameters_of_published_models(tmp_path, config, count):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config), "utf-8-sig")  # a byte order mark is skipped
     assert formulas.parameters(of_config(path)) == count
+    assert of_config(path, 512).seq_len == 512
 
 
 @pytest.mark.parametrize(
