@@ -92,7 +92,7 @@ def arrays_without(name):
 FILES = {  # what is wrong with a file -> (a change of its content, the error)
     "empty": (lambda content: b"", "not a safetensors file, or cut off"),
     "cut off in the header": (lambda content: content[:100], "not a safetensors file, or cut off"),
-    "cut off in the numbers": (lambda content: content[:-1], "cut off or damaged at blocks.1.up.weight"),
+    "cut off in the numbers": (lambda content: content[:-1], "cut off or damaged at head.weight"),
     "a zip, as torch.save writes": (lambda content: b"PK\3\4" + content, "not a safetensors file"),
     "no JSON": (lambda content: content[:8] + b"x" + content[9:], "not a safetensors file"),
     "a list": (lambda content: b"\2" + bytes(7) + b"[]", "not a safetensors file"),
