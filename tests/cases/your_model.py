@@ -36,12 +36,6 @@ def with_traits(layout):
     return [*(f"tests/{file}" for file in files), "-k", words]
 
 
-def lost_in_a_graph(layout, recipe):
-    """Models that a graph would train differently from eager mode."""
-    traits = ("forward_hook", "value_kept_in_self", "buffer_changed_in_place")
-    return [trained(trait, layout, recipe) for trait in traits]
-
-
 def damaged(folder):
     """Files for pytorch_weights.py, each wrong in another way."""
     content = Path(PYTORCH).read_bytes()
@@ -128,7 +122,6 @@ def tensor_parallel_sizes(n):
             "lay_out(Classifier(), placements('cpu', 2), {'head': Row, 'hea.': Column})",
             trained("weight_norm", "tensor", "tensor_parallel_module"),
             trained("parameter_whose_data_a_hook_sets", "tensor", "tensor_parallel_module", graph=False),
-            *lost_in_a_graph("tensor", "tensor_parallel_module"),
         ],
     ),
 )
@@ -182,7 +175,6 @@ def tensor_parallel_module(
                 trained(trait, "pipeline", "pipeline_module")
                 for trait in ("tied_on_two_stages", "collections_that_parts_change")
             ),
-            *lost_in_a_graph("pipeline", "pipeline_module"),
         ],
     ),
 )
@@ -242,7 +234,6 @@ def fully_sharded_sizes(n):
             "train(flow.placement.all('cpu'), graph=True, reshard_after_forward=True)",
             "shard(nn.Embedding(4, 4, max_norm=1.0), flow.placement.all('cpu'))",
             trained("weight_norm", "fully sharded", "fully_sharded_module"),
-            *lost_in_a_graph("fully sharded", "fully_sharded_module"),
         ],
     ),
 )
