@@ -27,7 +27,7 @@ class Evidence:
     def __post_init__(self):
         self.first = self.comparison.first
         self.key, self.value, self.rounding = self.first.key, self.first.value, self.first.rounding
-        self.many, self.one, self.layout = self.first.parallel, self.first.alone, self.value.layout
+        self.actual, self.expected, self.layout = self.first.actual, self.first.expected, self.value.layout
         self.is_gradient = self.key.kind.startswith("gradient")
         self.agreeing = {key.kind for key in self.comparison.agreeing}
         self.splits = [isinstance(sbp, Split) for sbp in parse(self.layout.sbp)] if self.layout.sbp != "local" else []
@@ -39,7 +39,7 @@ class Evidence:
         """[(rank, what it holds of the value, what one rank computes there)]"""
         for rank in self.layout.members:
             part = tuple(slice(*bounds) for bounds in self.layout.block(self.value.shape, rank))
-            yield rank, self.many[part], self.one[part]
+            yield rank, self.actual[part], self.expected[part]
 
 
 def cause_of(comparison, parallel, again):
@@ -71,26 +71,31 @@ def copies_apart(e):
 
 
 def has_nan_on_n_ranks(e):
-    return e.many.dtype.kind == "f" and np.isnan(e.many).any() and not np.isnan(e.one).any() and e.parallel.world_size
+    return (
+        e.actual.dtype.kind == "f"
+        and np.isnan(e.actual).any()
+        and not np.isnan(e.expected).any()
+        and e.parallel.world_size
+    )
 
 
 def is_less_by_fractions(e):
     """A tensor in P of whole numbers is less than it must be, by less than 1 for each rank."""
-    return e.layout.sbp == "P" and e.many.dtype.kind == "i" and e.first.error < len(e.layout.members)
+    return e.layout.sbp == "P" and e.actual.dtype.kind == "i" and e.first.error < len(e.layout.members)
 
 
 def is_sum_of_norms(e):
     """The root of the sum of the squares of the addends is right: they are the norms of shards."""
-    if e.layout.sbp != "P" or e.many.dtype.kind != "f":
+    if e.layout.sbp != "P" or e.actual.dtype.kind != "f":
         return False
     squares = sum(block.astype(np.float64) ** 2 for block in e.parallel.blocks(e.key).values())
-    return largest_difference(np.sqrt(squares), e.one) <= max(e.rounding, 1e-5 * abs(e.one).max(initial=0))
+    return largest_difference(np.sqrt(squares), e.expected) <= max(e.rounding, 1e-5 * abs(e.expected).max(initial=0))
 
 
 def times(e, too_large):
     """The number of ranks, in all or along an axis, by which the value is too large or too small."""
-    many, one = (array.astype(np.float64) for array in (e.many, e.one))
-    small, large = (one, many) if too_large else (many, one)
+    actual, expected = (array.astype(np.float64) for array in (e.actual, e.expected))
+    small, large = (expected, actual) if too_large else (actual, expected)
     for size in sorted({e.parallel.world_size, *e.layout.grid.shape} - {1}, reverse=True):
         if largest_difference(large, small * size) <= e.rounding * size:
             return size
@@ -99,23 +104,23 @@ def times(e, too_large):
 
 def is_in_another_order(e):
     """The numbers are right, up to their signs, but in the wrong places."""
-    if e.one.size < 2 or e.one.dtype.kind == "b":
+    if e.expected.size < 2 or e.expected.dtype.kind == "b":
         return False
-    return largest_difference(*(np.sort(np.abs(array), axis=None) for array in (e.many, e.one))) <= e.rounding
+    return largest_difference(*(np.sort(np.abs(array), axis=None) for array in (e.actual, e.expected))) <= e.rounding
 
 
 def is_off_by_a_bias(e):
     """Every row is off by the same numbers, one for each feature."""
-    if e.one.ndim < 2 or e.key.kind not in OUTPUTS or len(e.one) < 2:
+    if e.expected.ndim < 2 or e.key.kind not in OUTPUTS or len(e.expected) < 2:
         return False
-    off = e.many.astype(np.float64) - e.one
+    off = e.actual.astype(np.float64) - e.expected
     by_feature = [np.moveaxis(off, dim, -1).reshape(-1, off.shape[dim]) for dim in (-1, 1)]  # of Linear, of Conv2d
     return min(np.abs(rows - rows[:1]).max(initial=0) for rows in by_feature) <= e.rounding
 
 
 def is_normalized_by_shard(e):
     """On each rank the block is off by a factor and a constant for each feature."""
-    if not any(e.splits) or e.one.ndim < 2 or e.key.kind not in OUTPUTS:
+    if not any(e.splits) or e.expected.ndim < 2 or e.key.kind not in OUTPUTS:
         return False
     for _, own, right in e.blocks():
         own, right = columns_of(own), columns_of(right)

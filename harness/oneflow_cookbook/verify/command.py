@@ -80,11 +80,11 @@ class Runner:
         It is told that there is 1 rank, so that factors of n are checked too, and if it then makes other sources, that
         there are the n of the run `parallel`.
         """
-        for told_size in (1, parallel.world_size):
-            told = {"world_size": told_size, "strict": told_size == 1}
+        for stated_size in (1, parallel.world_size):
+            stated = {"world_size": stated_size, "strict": stated_size == 1}
             try:
-                [run] = self.observed(1, {f"told {told_size}": {**told, **arguments}})
-                return run, told
+                [run] = self.observed(1, {f"told {stated_size}": {**stated, **arguments}})
+                return run, stated
             except PoolError as error:
                 reason = shortened(error, arguments["script"]["path"])
             except CannotVerify as error:
@@ -107,14 +107,14 @@ def findings(options, call=None):
         runner = Runner(call, Path(folder))
         parallel = runner.repeatable(n, "parallel", script=script, steps=options.steps)
         arguments = {"script": single, "steps": options.steps, "replay": (str(parallel.folder), n)}
-        told, matching, other = {}, pairs_by_name, f"in {Path(single['path']).name}"
+        stated, matching, other = {}, pairs_by_name, f"in {Path(single['path']).name}"
         if options.against is None:
-            alone, told = runner.on_one_rank(parallel, **arguments)
+            alone, stated = runner.on_one_rank(parallel, **arguments)
             matching, other = pairs_of, "on one rank"
         else:
             alone = runner.repeatable(1, "single", **arguments)
         try:
-            others = runner.observed(1, {f"nudged {seed}": {**arguments, **told, "nudge": seed} for seed in NUDGES})
+            others = runner.observed(1, {f"nudged {seed}": {**arguments, **stated, "nudge": seed} for seed in NUDGES})
         except CannotVerify as reason:
             raise CannotVerify(f"with other rounding the script does something else: {reason}") from None
         comparison = compare(parallel, alone, others, *matching(parallel, alone))
@@ -129,7 +129,7 @@ def findings(options, call=None):
             cause = cause_of(comparison, parallel, again)
         return Findings(
             options,
-            told.get("world_size", 1),
+            stated.get("world_size", 1),
             comparison,
             cause,
             list(wrong_lines(parallel, alone, other)),
@@ -174,7 +174,7 @@ def main(arguments):
     exit_at(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
         options = options_of(arguments)
-        found = findings(options)
+        result = findings(options)
     except UsageError as error:
         say(str(error))
         return BAD_INPUT
@@ -184,5 +184,5 @@ def main(arguments):
     except PoolError as error:
         say(re.sub(rf"{re.escape(OBSERVE)}: ", "", str(error), count=1))
         return TIME_LIMIT_REACHED if error.hung else CANNOT
-    print(json.dumps(found.as_dict(), indent=1) if options.json else found.as_text())
-    return DIFFERS if found.differs else AGREES
+    print(json.dumps(result.as_dict(), indent=1) if options.json else result.as_text())
+    return DIFFERS if result.differs else AGREES

@@ -33,8 +33,8 @@ class Difference:
     value: Value
     error: float
     rounding: float
-    parallel: np.ndarray = None  # the whole value on n ranks
-    alone: np.ndarray = None  # and on one
+    actual: np.ndarray  # the whole value on n ranks
+    expected: np.ndarray  # and on one
     apart: list = field(default_factory=list)
 
 
@@ -91,20 +91,20 @@ def compare(parallel, alone, nudged, pairs, skipped):
     tolerances = Tolerances(relative_rounding(parallel, alone, nudged, [pair[1] for pair in pairs]))
     agreeing, differing, skipped = [], [], list(skipped)
     for key, key_of_one in pairs:
-        value, many, one = parallel[key], comparable(parallel, key), comparable(alone, key_of_one)
-        if many is None or one is None or many.shape != one.shape:
+        value, actual, expected = parallel[key], comparable(parallel, key), comparable(alone, key_of_one)
+        if actual is None or expected is None or actual.shape != expected.shape:
             if value.layout.sbp != "local":  # else `diverging` tells
                 skipped.append(key)
             continue
-        tolerance = tolerances.of(key, key_of_one, many, one)
-        many = many if tolerance.undetermined is None else np.where(tolerance.undetermined, one, many)
+        tolerance = tolerances.of(key, key_of_one, actual, expected)
+        actual = actual if tolerance.undetermined is None else np.where(tolerance.undetermined, expected, actual)
         apart = [copies for copies in parallel.apart(key) if copies[2] > tolerance.rounding]
         error = 0.0  # of a value that the script computes, such as the addends of a mean that is divided later
         if not value.facts.get("computed"):
-            error = largest_difference(many, one) if apart else tolerances.error(tolerance, many, one)
+            error = largest_difference(actual, expected) if apart else tolerances.error(tolerance, actual, expected)
         error = max([error, *(copies[2] for copies in apart)])
         if error > tolerance.rounding:
-            differing.append(Difference(key, value, error, tolerance.rounding, many, one, apart))
+            differing.append(Difference(key, value, error, tolerance.rounding, actual, expected, apart))
         elif not differing:
             agreeing.append(key)
     steps = max((parallel[key].step for key in parallel.keys if key.kind == "parameter"), default=0)
@@ -129,24 +129,24 @@ class Tolerances:
         self.undetermined = {}  # name of a parameter -> where its gradient was as small as rounding
         self.kinks = 0  # values of which only a few elements differed
 
-    def of(self, key, key_of_one, many, one):
-        rounding = self.relative[key_of_one[:3]] * largest(one)
+    def of(self, key, key_of_one, actual, expected):
+        rounding = self.relative[key_of_one[:3]] * largest(expected)
         if key.kind == "gradient":  # Adam may move the parameter either way where this is rounding
-            unsure = (np.abs(one) <= rounding) & ((one != 0) | (many != 0))
+            unsure = (np.abs(expected) <= rounding) & ((expected != 0) | (actual != 0))
             self.undetermined[key.name] = unsure | self.undetermined.get(key.name, False)
         undetermined = self.undetermined.get(key.name) if key.kind == "parameter" else None
-        return Tolerance(rounding, undetermined, few_of(one), AFTER_A_KINK if self.kinks else 0.0)
+        return Tolerance(rounding, undetermined, few_of(expected), AFTER_A_KINK if self.kinks else 0.0)
 
-    def error(self, tolerance, many, one):
+    def error(self, tolerance, actual, expected):
         """The largest difference of two values, 0 if all that is above rounding is allowed."""
-        error = largest_difference(many, one)
+        error = largest_difference(actual, expected)
         if error <= tolerance.rounding:
             return error
-        can_be_few = tolerance.few and np.isfinite(many).all()
-        if can_be_few and float((np.abs(many - one) > tolerance.rounding).mean()) <= tolerance.few:
+        can_be_few = tolerance.few and np.isfinite(actual).all()
+        if can_be_few and float((np.abs(actual - expected) > tolerance.rounding).mean()) <= tolerance.few:
             self.kinks += 1  # as behind a ReLU whose input is 0 but for rounding
             return 0.0
-        return 0.0 if relative_norm(many, one) <= tolerance.norm else error
+        return 0.0 if relative_norm(actual, expected) <= tolerance.norm else error
 
 
 def few_of(value):
@@ -162,9 +162,9 @@ def diverging(run):
     return list(dict.fromkeys(key.name for key in updated if run.whole(key) is None))
 
 
-def relative_norm(many, one):
+def relative_norm(actual, expected):
     """|a - b| / |b| in the 2-norm."""
-    apart, norm = (np.linalg.norm(array.astype(np.float64)) for array in (many - one, one))
+    apart, norm = (np.linalg.norm(array.astype(np.float64)) for array in (actual - expected, expected))
     return apart / norm if norm else np.inf
 
 

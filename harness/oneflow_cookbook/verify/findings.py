@@ -35,10 +35,10 @@ PART = "docs/silently-wrong.md#a-loss-from-to_local-is-only-this-ranks-part"
 
 @dataclass
 class Findings:
-    """What was found. told_size: how many ranks the script was told that there are when it ran on one."""
+    """What was found. stated_size: how many ranks the script was told that there are when it ran on one."""
 
     options: object  # the command line
-    told_size: int
+    stated_size: int
     comparison: object
     cause: Optional[str] = None
     wrong: list = field(default_factory=list)  # lines on mistakes beside the values that differ
@@ -54,7 +54,7 @@ class Findings:
         return {
             "agrees": not self.differs,
             "ranks": self.options.nproc_per_node,
-            "told_on_one_rank": self.told_size,
+            "told_on_one_rank": self.stated_size,
             "steps": self.comparison.steps,
             "agreeing": len(self.comparison.agreeing),
             "differing": len(self.comparison.differing),
@@ -98,9 +98,9 @@ class Findings:
         if compared.kinks:
             words = "only a few elements differ, as when rounding moves an input of ReLU across 0"
             lines.append(f"in {compared.kinks} values {words}: after that, less than 1 % is no difference")
-        if self.told_size > 1:
-            words = f"on one rank the script was told that there are {self.told_size}"
-            lines.append(f"not noticed: a factor of {self.told_size} too many or too few, as {words}")
+        if self.stated_size > 1:
+            words = f"on one rank the script was told that there are {self.stated_size}"
+            lines.append(f"not noticed: a factor of {self.stated_size} too many or too few, as {words}")
         return "\n".join([*lines, *self.not_seen, *dict.fromkeys(self.suspicious)])
 
     def lines_of_first(self, first):
@@ -135,7 +135,7 @@ def how_large(first, ranks):
         if ratio is not None and abs(ratio - 1) > 0.01:
             words = f"on {ranks} ranks it is {ratio:.3f} times that of one rank"
         else:
-            largest = np.abs(first.alone[np.isfinite(first.alone)]).max(initial=0) if first.alone.size else 0
+            largest = np.abs(first.expected[np.isfinite(first.expected)]).max(initial=0) if first.expected.size else 0
             words = f"it differs by {first.error:.3g}, where the largest number is {float(largest):.3g}"
     if not first.rounding:
         return words
@@ -145,12 +145,12 @@ def how_large(first, ranks):
 
 def ratio_of(first):
     """The number by which the value is that of one rank, None if there is none."""
-    alone, parallel = first.alone.astype(np.float64), first.parallel.astype(np.float64)
-    square = float((alone * alone).sum())
-    if not np.isfinite(square) or square == 0 or not np.isfinite(parallel).all():
+    expected, actual = first.expected.astype(np.float64), first.actual.astype(np.float64)
+    square = float((expected * expected).sum())
+    if not np.isfinite(square) or square == 0 or not np.isfinite(actual).all():
         return None
-    ratio = float((alone * parallel).sum()) / square
-    return ratio if np.abs(parallel - ratio * alone).max(initial=0) <= first.rounding * max(1, abs(ratio)) else None
+    ratio = float((expected * actual).sum()) / square
+    return ratio if np.abs(actual - ratio * expected).max(initial=0) <= first.rounding * max(1, abs(ratio)) else None
 
 
 def wrong_lines(parallel, alone, other):
