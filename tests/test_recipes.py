@@ -10,7 +10,7 @@ from tests.cases.ladder import MAIN, check_recipe
 from tests.cases.mains import PROOFS  # with those of recipes that have no case
 
 RUNS = [pytest.param(run, id=run_id(run), marks=() if is_default(run) else pytest.mark.slow) for run in runs()]
-COPIED = [name for name in CASES if name not in LONG]  # test_mains.py runs copies of all
+COPIED = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in CASES]
 
 
 @pytest.mark.parametrize("run", RUNS)
