@@ -33,7 +33,7 @@ from benchmarks.mutations import BY_NUMPY, WORLD, mutants  # noqa: E402
 from oneflow_cookbook.pool import Pool, PoolError, pool_cache  # noqa: E402
 from oneflow_cookbook.start.recipe import copied_with, path_of  # noqa: E402
 from oneflow_cookbook.start.signals import exit_at  # noqa: E402
-from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, WITHOUT_CASE, mains, modes, runs, whole_run  # noqa: E402
+from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, TRAINED, WITHOUT_CASE, mains, measuring, modes, runs, whole_run  # noqa: E402
 from tests.cases import gpt_meshes as gpt  # noqa: E402
 from tests.cases.ladder import check_recipe  # noqa: E402
 
@@ -115,6 +115,9 @@ def proofs(name):
     for n, graph, proof in found:
         call = lambda pools, path, n=n, proof=proof: proof(pools(n), path)  # noqa: E731
         yield Check(f"{n} ranks, {'graph' if graph else 'eager'}", call)
+    for n, mode, more in measuring.steps_of(name) if name in TRAINED else ():
+        step = partial(measuring.prove_step, name=name, n=n, mode=mode, more=more)
+        yield Check(f"bytes of a step on {n} ranks, {mode}", lambda pools, path, n=n, step=step: step(pools(n), path))
 
 
 def proofs_of_main(name):

@@ -6,7 +6,7 @@ import numpy as np
 
 from oneflow_cookbook.measure import theory
 from oneflow_cookbook.measure.sbp import NAMES, Layout
-from tests.runs import MODES
+from tests.cases.measuring import MODES
 
 PAIRS = list(itertools.product(NAMES, NAMES))
 SHAPE = (480, 1080)  # 2.1 MB of float32; 2, 3 and 4 divide both sizes

@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from oneflow_cookbook.pool import Pool
-from tests import runs
-from tests.cases import PROOFS
+from tests.cases import PROOFS, measuring
 
 TIMEOUT = 60  # seconds for a call on a recipe: of 800, on two cores with 20 processes that wanted them, none took 20
 LONGER = {"gpt": 300, "llama": 180, "training_run": 300, "spawn": 180}  # graphs compile slowly; spawn.py starts ranks
@@ -75,5 +74,5 @@ class Background:
 
 def step_call(name, n, mode, **more):
     """A call for Background that measures a step of a training recipe, at the sizes of its case."""
-    run = partial(runs.training_run, name=name, n=n, mode=mode, **{**PROOFS[name].measured_at, **more})
+    run = partial(measuring.training_run, name=name, n=n, mode=mode, **{**PROOFS[name].measured_at, **more})
     return {("step", name, n, mode, *more.items()): (n, run)}

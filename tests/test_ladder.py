@@ -29,14 +29,15 @@ SPOILT = {
         "w: shard differs",
     ),
     "value": (lambda r: spoil(r, "out", value=r["tensors"]["out"]["value"] * 1.00001), "out: value differs"),
-    "matmul of a replicated input": (lambda r: r["matmuls"][0].__setitem__(0, ("B", [0, 1], (4, 5))), "matmuls"),
-    "no matmul": (lambda r: r["matmuls"].clear(), "matmuls"),
-    "a matmul too many": (lambda r: r["matmuls"].append(r["matmuls"][0]), "matmuls"),
-    "no call of a graph": (lambda r: r["calls"].clear(), "calls of a graph"),
-    "eager in place of graph": (lambda r: r["lazy"].__setitem__(0, False), "inside a graph"),
+    "matmul of a replicated input": (
+        lambda r: r["matmuls"][0].__setitem__(0, ("B", [0, 1], (4, 5))),
+        "operations in matmuls",
+    ),
+    "no matmul": (lambda r: r["matmuls"].clear(), "operations in matmuls"),
+    "a matmul too many": (lambda r: r["matmuls"].append(r["matmuls"][0]), "operations in matmuls"),
+    "no call of a graph": (lambda r: r["calls"].clear(), "no call of a graph"),
+    "eager in place of graph": (lambda r: r["lazy"].__setitem__(0, False), "a matmul is eager"),
     "a move too many": (lambda r: r["moves"].append([("S(0)", [0, 1]), ("B", [0, 1])]), "moves"),
-    "a read too many": (lambda r: r["reads"].append(("S(0)", [0, 1])), "values read"),
-    "a stage too many": (lambda r: r["stages"].append((0, [0, 1])), "stages"),
 }
 
 

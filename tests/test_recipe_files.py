@@ -12,8 +12,8 @@ from oneflow_cookbook.start.recipe import path_of, world_sizes
 from tests import atlas
 from tests.cases import CASES, ROOT, TRANSFORMERS, WITHOUT_CASE, modes
 from tests.cases.forward import SIGNATURES
+from tests.cases.measuring import MODES
 from tests.cases.pipelines import in_turns, rows_of_chunks, rows_of_schedule
-from tests.runs import MODES
 
 RECIPE_NAMES = [*CASES, *WITHOUT_CASE]
 

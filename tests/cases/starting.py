@@ -83,7 +83,7 @@ def rendezvous(n, graph=False):
 def spawn(n, graph=False, ranks=2, **sizes):
     """The arrays of the program that starts the ranks; tests/test_spawn.py checks what the ranks do."""
     values = reference.one_layer(**sizes)
-    return Case(placed(values, [], "local"), values, sends=[0])
+    return Case(placed(values, [], "local"), values, passes=0, sends=[0])
 
 
 @case_of_recipe(

@@ -10,7 +10,7 @@ from oneflow_cookbook.measure import theory
 from oneflow_cookbook.measure.sbp import NAMES
 from oneflow_cookbook.measure.steps import COMPARES, Move, tensors_and_moves
 from oneflow_cookbook.start.recipe import path_of
-from tests import atlas, runs
+from tests import atlas
 from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, TRAINED, proven_on
 from tests.cases.forward import SIGNATURES
 from tests.cases.ladder import Checks
@@ -18,7 +18,7 @@ from tests.cases.ladder import Checks
 PAGE = (ROOT / "docs" / "sbp-atlas.md").read_text()
 CONTROL = 60_000  # bytes of OneFlow's own messages at most, for one call on 4 ranks together: 52 kB were seen
 # What a step of training sends is measured as a whole, in test_training.py
-RUNS = [(name, mode) for name in CASES if name not in TRAINED for mode in runs.modes(path_of(name))]
+RUNS = [(name, mode) for name in CASES if name not in TRAINED for mode in measuring.modes(path_of(name))]
 
 
 def background_calls(item):
@@ -28,9 +28,9 @@ def background_calls(item):
     if "atlas_tables" in item.fixturenames:
         calls = {("atlas", n): (n, atlas.measured_on) for n in atlas.SAME}
     if item.originalname == "test_page_has_the_bytes_of_the_mesh":
-        wanted = [("two_d_sbp", 4, mode) for mode in runs.MODES]
+        wanted = [("two_d_sbp", 4, mode) for mode in measuring.MODES]
     for name, n, mode in wanted:
-        run = partial(runs.recipe_run, path=path_of(name), mode=mode, **PROOFS[name].measured_at)
+        run = partial(measuring.recipe_run, path=path_of(name), mode=mode, **PROOFS[name].measured_at)
         calls["run", name, n, mode] = (n, run)
     return calls
 
@@ -153,7 +153,7 @@ def test_theory_of_uneven_blocks_and_meshes():
     assert total((4, 4), "P, P", mesh, "B, B") is None  # along both axes: no formula
 
 
-@pytest.mark.parametrize("mode", runs.MODES)
+@pytest.mark.parametrize("mode", measuring.MODES)
 @pytest.mark.parametrize("n", atlas.SAME)
 def test_conversions_send_what_theory_says_or_what_is_known(atlas_tables, n, mode):
     whole = atlas.WHOLE
@@ -225,7 +225,7 @@ def test_page_has_the_bytes_of_conversions_on_the_same_ranks(atlas_tables):
     page = rows_by_pair(part_of_page("same"))
     assert rows(part_of_page("example")) == [["S(0) → B", *page["S(0)", "B"]]]
     for pair, (_, *cells) in page.items():
-        for mode, cell in zip(runs.MODES, cells):
+        for mode, cell in zip(measuring.MODES, cells):
             sent, are_off = [], []
             for source, target in atlas.SAME.values():
                 by_rank = atlas_tables["conversions", tuple(source), tuple(target), mode][pair]
@@ -239,7 +239,7 @@ def test_page_has_the_bytes_of_conversions_to_other_ranks(atlas_tables, source, 
     table = part_of_page("disjoint").partition(f"### {source} → {target}\n")[2].partition("###")[0]
     for pair, (formula, *cells) in rows_by_pair(table).items():
         boxing = atlas.formula(source, target, *pair)
-        for mode, cell in zip(runs.MODES, cells):
+        for mode, cell in zip(measuring.MODES, cells):
             sent = atlas_tables["conversions", tuple(source), tuple(target), mode][pair]
             if boxing.by_rank is None:
                 check_cell(formula.replace(" from any", ""), [boxing.total], False, pair)
@@ -256,7 +256,7 @@ def test_page_has_the_bytes_of_matmuls(atlas_tables):
     legal = {f"{x} @ {w} = {out}" for (x, w), out in theory.MATMUL.items()}
     assert sorted(part_of_page("legal").splitlines()) == sorted(f"- {words}" for words in legal)
     page = {words: cells for words, *cells in rows(part_of_page("signatures"))}
-    measured = {mode: atlas_tables["signatures", 2, "equal", mode] for mode in runs.MODES}
+    measured = {mode: atlas_tables["signatures", 2, "equal", mode] for mode in measuring.MODES}
     products = {f"{x} @ {w} = {out}": (x, w) for (x, w), (out, _) in measured["eager"].items()}
     assert set(products) == {*page, *legal} and len(page) + len(legal) == len(atlas.PAIRS)
     for words, (moves, *cells) in page.items():
@@ -266,13 +266,13 @@ def test_page_has_the_bytes_of_matmuls(atlas_tables):
         ]
         [(operand, boxing)] = theory.matmul_boxings(inputs, {"sbp": words.partition(" = ")[2]})
         assert moves == f"{operand} {boxing.change.replace('->', '→')}, {boxing.collective}"
-        for mode, cell in zip(runs.MODES, cells):
+        for mode, cell in zip(measuring.MODES, cells):
             sent = measured[mode][products[words]][1]
             check_cell(cell, [sum(sent) / len(sent) / boxing.size], False, words, mode)
 
 
 def test_page_has_the_bytes_of_the_mesh(measured):
-    items = {mode: tensors_and_moves(measured("run", "two_d_sbp", 4, mode)) for mode in runs.MODES}
+    items = {mode: tensors_and_moves(measured("run", "two_d_sbp", 4, mode)) for mode in measuring.MODES}
     moves = [item for item in items["eager"] if isinstance(item, Move) and item.collective != COMPARES]
     page = rows(part_of_page("mesh"))
     assert len(page) == len(moves)

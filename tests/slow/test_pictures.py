@@ -19,7 +19,7 @@ from oneflow_cookbook.start import recipe
 from tests import atlas
 from tests.cases import ROOT, reference_transformer
 from tests.cases.ladder import Checks
-from tests.runs import MEASURE_SCRIPT, with_mode
+from tests.cases.measuring import MEASURE_SCRIPT, with_mode
 
 PICTURES = ROOT / "docs" / "pictures"
 NAMES = sorted(path.stem for path in PICTURES.glob("*.svg"))

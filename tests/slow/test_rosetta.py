@@ -13,12 +13,12 @@ import pytest
 from oneflow_cookbook.start.recipe import path_of
 from tests.cases import CASES, ROOT, reference_module
 from tests.cases.ladder import MAIN, shard_of
+from tests.cases.measuring import training_sizes
 from tests.cases.reference import Value, split
 from tests.environments import peers
 from tests.jobs import CLEAN, LAUNCH, Run, free_port
 from tests.markdown import MATMULS, tables
 from tests.peer_programs import LIMIT, Forked
-from tests.runs import training_sizes
 
 ROSETTA, PAGE = ROOT / "docs" / "rosetta", ROOT / "docs" / "rosetta.md"
 RANKS = {"train_data_tensor": 4}  # of a twin's main; the others have 2

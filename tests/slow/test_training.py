@@ -3,23 +3,12 @@
 import pytest
 
 from oneflow_cookbook.start.recipe import path_of
-from tests import runs
-from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, TRAINED, proven_on
+from tests.cases import ROOT, TRAINED, measuring
 from tests.cases.ladder import OBSERVE, Checks
 from tests.pools import step_call
 
-MESSAGES = 20_000  # bytes of OneFlow's own
 ON_RANK = str(ROOT / "tests" / "on_rank_training.py")
-
-
-RUNS = [  # on the largest number of ranks: on fewer, the formula is the same
-    (name, n, mode, more)
-    for name in TRAINED
-    for n in [max(proven_on(name))]
-    for mode in runs.modes(path_of(name))
-    for more in [{}, *(PROOFS[name].variants if n == 4 else [])]
-    if n > 1 and (mode == "eager" or PROOFS[name].eager_only not in more)
-]
+RUNS = [(name, *run) for name in TRAINED for run in measuring.steps_of(name)]
 
 
 def run_id(run):
@@ -38,12 +27,7 @@ def background_calls(item):
 @pytest.mark.parametrize("run", RUNS, ids=run_id)
 def test_bytes_of_a_step(measured, run):
     name, n, mode, more = run
-    arguments = {**PROOFS[name].measured_at, **more, "steps": 1}  # with more steps the bounds of its values overflow
-    sizes = runs.training_sizes(name, **arguments)
-    case = CASES[name](n, mode == "graph" or name in GRAPH_ONLY, **sizes)
-    for rank, sent in enumerate(measured("step", name, n, mode, *more.items())):
-        bytes_wanted = 4 * case.sends[rank]
-        Checks.sent(sent, bytes_wanted, MESSAGES, name, f"rank {rank}, in a step,")
+    measuring.check_step(name, n, mode, more, measured("step", name, n, mode, *more.items()))
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -7,7 +7,7 @@ from oneflow_cookbook.start.recipe import load, path_of
 from tests.cases import CASES, PROOFS
 from tests.cases import reference_transformer as reference
 from tests.cases.ladder import Checks, assert_close
-from tests.runs import PER_STEP, training_sizes
+from tests.cases.measuring import PER_STEP, training_sizes
 
 WHERE = "flow.where(self.mask == 0, scores, flow.full_like(scores, -1e9))"
 LOSS = "flow._C.sparse_softmax_cross_entropy(logits + self.unused, targets)"

@@ -6,8 +6,8 @@ from oneflow_cookbook.pool import Pool
 from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
+from tests.cases.measuring import PER_STEP
 from tests.jobs import changed
-from tests.runs import PER_STEP
 
 ON_RANK = str(ROOT / "tests" / "on_rank_your_model.py")
 TENSOR_PARALLEL, WEIGHTS = str(path_of("tensor_parallel_module")), str(path_of("pytorch_weights"))

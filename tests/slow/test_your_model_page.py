@@ -11,10 +11,10 @@ from oneflow_cookbook.report.drawing import bytes_in_words
 from oneflow_cookbook.start.recipe import copied_with, path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
+from tests.cases.measuring import MEMORY
 from tests.cases.verifying import verified
 from tests.jobs import LAUNCH, Run
 from tests.markdown import blocks_of
-from tests.runs import MEMORY
 
 PAGE = ROOT / "docs" / "your-model.md"
 SECTIONS = dict(part.split("\n", 1) for part in PAGE.read_text().split("\n## ")[1:])
