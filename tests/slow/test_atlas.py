@@ -11,7 +11,7 @@ from oneflow_cookbook.measure.sbp import NAMES
 from oneflow_cookbook.measure.steps import COMPARES, Move, tensors_and_moves
 from oneflow_cookbook.start.recipe import path_of
 from tests import atlas
-from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, TRAINED, proven_on
+from tests.cases import CASES, GRAPH_ONLY, PROOFS, ROOT, TRAINED, measuring, proven_on
 from tests.cases.forward import SIGNATURES
 from tests.cases.ladder import Checks
 
