@@ -158,6 +158,12 @@ def scheduled(n, rows, ranks, steps, matmul_scale, sizes, by_hand=True):
     )
 
 
+def most_held(row):
+    """For how many micro-batches a rank holds activations at most: from F to B or W."""
+    counts = np.cumsum([{"F": 1, "I": 0}.get(op, -1) for op, _, _ in row])
+    return int(counts.max())
+
+
 OWN_TABLE = str(ROOT / "tests" / "data" / "pipeline_table.txt")
 WRONG_TABLES = {
     "lines": "F0 B0\n",
