@@ -10,6 +10,7 @@ from tests.cases import PROOFS, measuring
 
 TIMEOUT = 60  # seconds for a call on a recipe: of 800, on two cores with 20 processes that wanted them, none took 20
 LONGER = {"gpt": 300, "llama": 180, "training_run": 300, "spawn": 180}  # graphs compile slowly; spawn.py starts ranks
+LONGEST = 1800  # seconds until a call in the background has ended
 OTHER_CALLS = 300  # for a call on no recipe, such as the measurements of the SBP atlas
 
 
@@ -58,11 +59,11 @@ class Background:
             self.pool.close()
             self.pool = None
 
-    def result(self, *key, seconds=1800):
+    def result(self, *key):
         try:
-            return self.futures[key].result(seconds)
+            return self.futures[key].result(LONGEST)
         except TimeoutError:
-            raise AssertionError(f"the measurement {key} was not made within {seconds} s") from None
+            raise AssertionError(f"the measurement {key} was not made within {LONGEST} s") from None
 
     def close(self):
         """Cancel the calls that have not begun."""

@@ -26,6 +26,7 @@ ALLOWED_IMPORTS = {
     "oneflow_cookbook.measure": ("oneflow_cookbook.start", "numpy", "oneflow"),
     "oneflow_cookbook.report": (*MEASURING, "rich"),
     "oneflow_cookbook.shell": (*MEASURING, "oneflow_cookbook.report", "rich"),
+    "oneflow_cookbook.verify": MEASURING,
     "oneflow_cookbook.explore": (*MEASURING, "oneflow_cookbook.report"),
     "oneflow_cookbook": ("oneflow_cookbook", "numpy", "oneflow", "pytest"),  # testing.py, for tests of users
     "harness": ("oneflow_cookbook", "pytest"),  # __main__.py, for launch.sh

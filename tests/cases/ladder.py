@@ -151,7 +151,10 @@ def check_tensor(case, seen, rank, tensor, what):
 
 
 def check_operations(case, graph, seen):
-    """Each rank multiplies its share: a layer fed by a replicated input gives the right value too. A graph is one."""
+    """Each rank multiplies its share: a layer fed by a replicated input gives the right value too.
+
+    And a run with graph=True calls a graph, in which all its matmuls are.
+    """
     for rank, result in enumerate(seen):
         what = f"rank {rank}:"
         if case.work is not None:

@@ -93,7 +93,6 @@ AUTO_PARALLEL = {
     graph_only=True,
     measured_at={"batch": 96},  # at more it chooses otherwise
     refused={"--batch 1": "2 or more, a row for each rank"},
-    main=Main(),
 )
 def auto_parallel(
     n, graph=True, steps=3, matmul_scale=1.0, batch=8, in_features=256, hidden_size=1024, out_features=256

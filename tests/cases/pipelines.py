@@ -35,7 +35,7 @@ def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, *
     )
 
 
-@case_of_recipe({"uneven": UNEVEN}, main=Main())
+@case_of_recipe({"uneven": UNEVEN})
 def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     momentum = reference.Optimizer("momentum")
     values, parts = reference.train_mlp(reference.mlp_inputs(**sizes), momentum, steps, matmul_scale, parts=2)

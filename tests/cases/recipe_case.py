@@ -25,7 +25,8 @@ class Main:
     prints: list = field(default_factory=list)
     # whether a rank prints shapes of tensors of which it holds nothing
     prints_empty: bool = False
-    # further command lines, which change each option; FOLDER is an empty folder; None: one that changes all at once
+    # further command lines, which change each option, tried in the recipe's first mode; FOLDER is an empty folder;
+    # None: one that changes all at once
     other_lines: list = None
     # option -> other values with which train or run may be called, as on a single device
     alone: dict = field(default_factory=dict)
@@ -35,7 +36,7 @@ class Main:
     defaults: dict = field(default_factory=dict)
     # options that reach no argument of their name
     elsewhere: tuple = ()
-    # command lines that it refuses on 2 ranks, besides Proof.refused; FOLDER has the files of `make_files`
+    # command lines that it refuses, besides Proof.refused; FOLDER has the files of `make_files`
     refused: list = field(default_factory=list)
     make_files: Callable = lambda folder: None
     # expressions of the recipe's names that it refuses
@@ -48,7 +49,7 @@ class Main:
 class Proof:
     """How a recipe is tested, besides its case."""
 
-    # arguments with which the bytes of a step are measured, in place of those of tests/runs.py
+    # arguments with which the bytes of a step are measured, in place of those of measuring.py
     measured_at: dict = field(default_factory=dict)
     # other arguments with which a step sends something else; measured on 4 ranks
     variants: list = field(default_factory=list)

@@ -26,7 +26,6 @@ def by_rows(values, n):
 
 @case_of_recipe(
     {"uneven": UNEVEN, **{name: {"optimizer": name} for name in ("adamw", "momentum", "sgd")}},
-    main=Main(),
 )
 def train_data_parallel(n, graph=False, steps=3, optimizer="adam", matmul_scale=1.0, **sizes):
     ranks = list(range(n))

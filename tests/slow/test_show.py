@@ -248,6 +248,9 @@ def test_memory_of_each_rank_is_shown_on_request(show):
     assert rows == [(rank, "32 kB", "32 kB", "64 kB") for rank in "01"], job.out  # Adam
     assert "Per step, " in job.out.splitlines()[-1]
     assert show("bytes", "--memory", "data_parallel", code=2).err == "launch.sh: bytes has no --memory, but show has\n"
+    refused = show("show", "--silent", 3, "data_parallel", code=2).err
+    assert refused == "launch.sh: show has no --silent: it is an option of jobs\n"
+    assert "bytes runs on one host" in show("bytes", "--nnodes", 2, "data_parallel", code=2).err
 
 
 def named(name, **fields):
@@ -481,7 +484,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def named_like_ours(tmp_path):
     """Packages and modules of a user with names that ours have, in the folder of mine.py."""
-    for package in ("harness", "tests"):
+    for package in ("harness", "tests", "recipes", "benchmarks"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
     (tmp_path / "harness" / "model.py").write_text("NUMBER = 3\ndef double(x):\n    return 2 * x\n")
@@ -490,10 +493,11 @@ def named_like_ours(tmp_path):
         (tmp_path / f"{name}.py").touch()
 
 
-def test_modules_of_the_user_may_have_names_of_ours(show, named_like_ours):
+def test_modules_of_the_user_may_have_names_of_ours(named_like_ours, tmp_path):
     """Here in a script of which a function is shown, below in one that is shown as a whole."""
-    assert steps(show("show", "mine.py", script=NAMES.replace("ROWS", "rows=4")).out)[-1] == "out S(0)"
-    assert steps(show("show", "recipes/data_parallel.py").out)[-1] == "out S(0)"  # our modules are back
+    (tmp_path / "mine.py").write_text(NAMES.replace("ROWS", "rows=4"))
+    job = launch("show", "mine.py", cwd=tmp_path)
+    assert steps(job.out)[-1] == "out S(0)", job.out + job.err
 
 
 def test_module_is_shown_with_its_package(named_like_ours, tmp_path):

@@ -12,7 +12,7 @@ from oneflow_cookbook.measure.sbp import Layout
 
 
 def shard(value, layout, rank, moved_from=None):
-    """What a rank holds of an array of whole numbers in a harness.measure.sbp.Layout.
+    """What a rank holds of an array of whole numbers in a oneflow_cookbook.measure.sbp.Layout.
 
     Of a P each rank holds a whole number for each element, as equal as they can be: of 7 three ranks hold 3, 2, 2.
     moved_from: the Layout in which the array was before; where that has a P and this has none, the parts are added.

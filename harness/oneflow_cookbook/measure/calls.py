@@ -1,4 +1,4 @@
-"""Watch a script's calls of OneFlow. Only this file wraps OneFlow's functions."""
+"""Watch a script's calls of OneFlow, by wrapping its functions while the script runs."""
 
 import contextlib
 import functools
@@ -39,8 +39,6 @@ PLACES = {
     "update": [(kind, "step") for kind in OPTIMIZERS],
     "index": [(flow.Tensor, "__getitem__"), *((owner, "gather_nd") for owner in (flow, flow._C))],
     "cross_entropy": [(flow._C, "sparse_softmax_cross_entropy")],
-    "send": [(flow.comm, "send")],
-    "recv": [(flow.comm, "recv")],
 }
 
 

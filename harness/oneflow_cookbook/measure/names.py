@@ -56,7 +56,7 @@ class Names:
     """Collects the tensors of the script at `path` while it runs, and what can name them. Most keys are tensor ids."""
 
     def __init__(self, path, events, others=()):
-        """events: the list of a Recorder. others: paths of more files that belong to the script."""
+        """events: the list of a Trace. others: paths of more files that belong to the script."""
         self.path, self.events, self.files = path, events, {path, *others}
         self.tensors = {}  # in order of appearance; while they are here, Python does not reuse their ids
         self.described = {}  # tensors as they appeared: zero_grad may change an SBP; "after": number of events before

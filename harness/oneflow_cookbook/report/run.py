@@ -23,7 +23,7 @@ def run(command, arguments):
     Returns (options, {name: value} for its `train` or `run`, the results of measure_script by rank, those of memory if
     it was asked for). Raises UsageError, PoolError.
     """
-    options = checked(arguments, ["--memory"])
+    options = checked(arguments, command, ["--memory"])
     if options.memory and command != "show":
         raise UsageError(f"{command} has no --memory, but show has")
     keywords = keywords_of(options.script, options.arguments)

@@ -95,7 +95,7 @@ class Job:
                 port,
                 self.nproc_per_node,
                 self.first,
-                # 0, 0 of two launchers on one host, or unequal numbers of ranks on hosts, would give empty shards
+                # LOCAL_RANK 0 twice on one host, or unequal numbers of ranks on hosts, would give empty shards
                 local_rank=None if self.several else 0,
                 cores=cores_of_ranks(self.nproc_per_node, options.task),
                 address=options.master_addr,

@@ -69,10 +69,14 @@ def find_script(options):
         raise UsageError(f"{path}: {error}") from None
 
 
-def checked(arguments, flags=(), values=None):
+OF_JOBS = ("node_rank", "master_addr", "master_port", "max_restarts", "log_dir", "silent", "grace")
+
+
+def checked(arguments, command=None, flags=(), values=None):
     """The parsed command line: the script is looked up, and missing options are filled in. Raises UsageError.
 
-    flags: more options without a value, of the command. values: {option: (type, default)} of more that have a value.
+    command: such as "show", which runs on one host and takes no options of jobs. flags: its options without a value;
+    values: {option: (type, default)} of those that have one.
     """
     known = parser()
     for flag in flags:
@@ -82,6 +86,12 @@ def checked(arguments, flags=(), values=None):
     options = known.parse_args(arguments)
     if options.script is None and options.module is None:
         raise UsageError("name a Python script, such as recipes/data_parallel.py")
+    on_one_host = f"{command} runs on one host: type no --nnodes, and -n 4 for four ranks"
+    if command and options.nnodes not in (None, 1):
+        raise UsageError(on_one_host)
+    for name in OF_JOBS if command else ():
+        if getattr(options, name) != known.get_default(name):
+            raise UsageError(f"{command} has no --{name.replace('_', '-')}: it is an option of jobs")
     sizes = find_script(options)
     if options.timeout is not None and not options.timeout >= 0:
         raise UsageError(f"--timeout must be a number of seconds, or 0 for no limit, got {options.timeout:g}")
@@ -92,6 +102,8 @@ def checked(arguments, flags=(), values=None):
     if options.master_port and not 1024 <= options.master_port <= 65535:
         raise UsageError(f"--master_port must be from 1024 to 65535, got {options.master_port}")
     fill_in_launchers(options)
+    if command and options.nnodes > 1:
+        raise UsageError(on_one_host)
     fill_in_ranks(options, sizes)
     # argparse takes --dev cuda too
     if sizes and re.search(r"(^| )--d(e(v(i(ce?)?)?)?)?[ =]cuda", " ".join(options.arguments)):

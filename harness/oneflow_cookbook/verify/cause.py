@@ -38,7 +38,7 @@ class Evidence:
     def blocks(self):
         """[(rank, what it holds of the value, what one rank computes there)]"""
         for rank in self.layout.members:
-            part = tuple(slice(*bounds) for bounds in self.layout.block(self.value.shape, rank))
+            part = self.layout.slices(self.value.shape, rank)
             yield rank, self.actual[part], self.expected[part]
 
 

@@ -158,9 +158,6 @@ class Observer(UpdateRecorder):
         self.observe("read", call.name, tensor, micro_batches=micro_batches)
         return call.proceed()
 
-    def see_set_stage(self, call):
-        return call.proceed()
-
     def observe_graph_output(self, graph, tensor, micro_batches):
         self.outputs[id(tensor)] = tensor, micro_batches
         super().observe_graph_output(graph, tensor, micro_batches=micro_batches)

@@ -114,7 +114,7 @@ class Run:
         for rank, block in blocks.items():
             if copy_number(value.layout, rank) not in copies:
                 copies.add(copy_number(value.layout, rank))
-                part = tuple(slice(*bounds) for bounds in value.layout.block(value.shape, rank))
+                part = value.layout.slices(value.shape, rank)
                 if whole[part].shape != block.shape:
                     return None
                 whole[part] += block.astype(whole.dtype, copy=False)
@@ -137,8 +137,7 @@ def members(value, world_size):
 
 def copy_number(layout, rank):
     """Equal for ranks that hold copies of the same block: the rank's coordinates, 0 along the axes of B."""
-    coordinates = np.argwhere(layout.grid == rank)[0].tolist()
-    return tuple(0 if axis == "B" else position for axis, position in zip(layout.axes, coordinates))
+    return tuple(0 if axis == "B" else place for axis, place in zip(layout.axes, layout.position(rank)))
 
 
 def largest_difference(a, b):
