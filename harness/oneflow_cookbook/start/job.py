@@ -17,7 +17,7 @@ from oneflow_cookbook.start.options import checked
 from oneflow_cookbook.start.output import RankOutput, encoded, say, write
 from oneflow_cookbook.start.ranks import RankAssignment, RankProcesses, check_loopback, is_consequence, reserve_port
 from oneflow_cookbook.start.signals import heeded
-from oneflow_cookbook.start.silence import HOW_TO_END, Silence, lost
+from oneflow_cookbook.start.silence import HOW_TO_END, Silence, lost_batch_in_words
 
 NOTICE_DELAY = 5.0  # seconds after which a rank that waits for other launchers is shown
 
@@ -246,7 +246,7 @@ class Job:
                 state = "has run to its end"
             say(f"rank {self.first + rank} of {self.world_size} {state}")
         for rank, no_room in output.lost.items():
-            say(lost(self.first + rank, no_room))
+            say(lost_batch_in_words(self.first + rank, no_room))
         if all(report.code == 0 for report in output.reports) and len(ranks.exit_codes()) < self.nproc_per_node:
             others = ", or ranks of another launcher still run" if self.several else ""
             say(f"{self.every_rank} has run to its end, but a collective was never answered{others}")

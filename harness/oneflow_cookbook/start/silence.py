@@ -5,7 +5,7 @@ import shutil
 HOW_TO_END = "to end it, press Ctrl-C, or start it with --timeout SECONDS"
 
 
-def lost(rank, no_room):
+def lost_batch_in_words(rank, no_room):
     """The line about a rank that waits for what a worker could not send. no_room: whether /dev/shm was full."""
     text = f"a worker process of rank {rank} could not send a batch, see its traceback above; the rank waits for it"
     if no_room:

@@ -57,13 +57,13 @@ class Observer(UpdateRecorder):
                 self.random.append((line_of(place_now()), call.name))
             return own
         computed = self.is_computed(call, own)
-        used, recorded = (own, own) if computed else self.replaced(call, own, local)
+        used, recorded = (own, own) if computed else self.used_and_recorded(call, own, local)
         self.observe(
             "source", call.name, recorded, computed=computed, **({"local": digest(local)} if local is not None else {})
         )
         return used
 
-    def replaced(self, call, own, local):
+    def used_and_recorded(self, call, own, local):
         """(what the script continues with, what is recorded) where a source is not computed."""
         return own, own
 
@@ -193,7 +193,7 @@ class Replaying(Observer):
         more = {"other_blocks": self.other_blocks, "short": short, "unknown": self.unknown, "missing": self.missing()}
         return {**super().facts(), **more}
 
-    def replaced(self, call, own, local):
+    def used_and_recorded(self, call, own, local):
         used = self.with_recorded_value(call, own)
         if local is None or own.shape != used.shape:
             return used, used
