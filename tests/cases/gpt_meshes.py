@@ -101,7 +101,13 @@ PROOFS["gpt"] = Proof(
                 "[1] 6,576 of 6,576 weights",
             ],
         },
-        alone={"checkpoint_dir": [None], "save_every": [100], "keep": [0], "steps": [3]},
+        alone={
+            **dict(data=[0], tensor=[1], pipeline=[1]),
+            "checkpoint_dir": [None],
+            "save_every": [100],
+            "keep": [0],
+            "steps": [3],
+        },
         other_lines=[
             "--tensor 2 --sequence-parallel --hidden-size 18 --num-heads 6 --seq-len 10 --batch-size 6 --clip-grad 0.5",
             "--graph --data 1 --pipeline 2 --num-layers 4 --micro-batches 2 --recompute full",

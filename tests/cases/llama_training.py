@@ -142,6 +142,7 @@ def llama_sizes(n):
                 "[1] layers 0 to 1: 8,864 of 17,568 weights, keys (2, 1, 4, 8) and values in each layer",
             ],
         },
+        alone={"tensor": [0]},
         other_lines=["--graph --tensor 1 --steps 3 --max-new-tokens 3"],
         elsewhere=("prompt_ids", "max_new_tokens", "checkpoint", "check"),
         defaults={"steps": (40, 3)},

@@ -116,6 +116,7 @@ def tensor_parallel_sizes(n):
     refused={"--data 0": "it must divide the 2 ranks", "--dropout 2": "from 0 to 1"},
     equivalent=REPLACED,
     main=Main(
+        alone={"data": [1]},
         refused_expressions=[
             "lay_out(Classifier(), placements('cpu', 2), {**PLAN, 'blocks.*middle': Row})",
             "lay_out(Classifier(), placements('cpu', 2), {'embedding': Row})",
