@@ -27,8 +27,9 @@ def main_of(name):
 
 
 def check_main(pools, path, name, graph=False):
-    """The main at `path`, on the first number of ranks that the recipe takes; AssertionError if something is wrong."""
-    n, main = proven_on(name)[0], main_of(name)
+    """Run the main at `path` and check it; AssertionError if something is wrong."""
+    main = main_of(name)
+    n = main.ranks or proven_on(name)[0]
     arguments = main.arguments + ["--graph"] * (graph and len(modes(name)) == 2)
     other_lines = main.other_lines if graph == modes(name)[0] else []
     source = Path(path).read_text()

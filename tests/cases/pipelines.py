@@ -14,7 +14,8 @@ from tests.cases.train import MICRO, UNEVEN
     {"other": MICRO, "many": {"batch": 9, "micro_batches": 9}},
     variants=[{"micro_batches": 8}],
     main=Main(
-        prints=["[0] pipeline bubble, (n-1)/(m+n-1) with n = 2 and m = 2: 33% of the time"],
+        ranks=3,  # on 2, n-1 is 1
+        prints=["[0] pipeline bubble, (n-1)/(m+n-1) with n = 3 and m = 2: 50% of the time"],
         refused_expressions=["train(placements('cpu', 2), batch=7)"],
     ),
 )

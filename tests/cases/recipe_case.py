@@ -17,8 +17,9 @@ NOT_SQUARE = ([[0, 1, 2, 3]], [[0], [1], [2], [3]])  # meshes on which a size th
 class Main:
     """What is special about the main of a recipe: see mains.py."""
 
-    # its command line
+    # its command line, and the number of ranks, where it is not the first of WORLD_SIZES
     arguments: list = field(default_factory=list)
+    ranks: int = None
     # how often it calls np.testing.assert_allclose and the like
     comparisons: int = 1
     # what it prints besides shapes, sums and losses; "[0] line": rank 0 alone; or a list for each value of `graph`
