@@ -287,7 +287,7 @@ def prove(name, lines, pools, of_lesson, of_main):
 
 
 def same_moves(pools, path, name):
-    """Whether the recipe at `path` moves what the recipe itself does, in each mode, but for moves to the same layout."""
+    """Whether the recipe at `path` moves what it does unchanged, in each mode, but for moves to the same layout."""
     n = proven_on(name)[0]
     for graph in modes(name):
         mode = {"graph": graph} if len(modes(name)) == 2 else {}
