@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -32,8 +33,10 @@ def background_calls(item):
         return {}
     command = options.checked(words_of(SECTIONS[name]))  # as launch.sh reads it
 
+    path = str(Path(command.script).resolve())  # now, as other tests change the current folder while it runs
+
     def call(pool):
-        return pool.call(MAIN, path=command.script, arguments=command.arguments)
+        return pool.call(MAIN, path=path, arguments=command.arguments)
 
     return {("gallery", name): (command.nproc_per_node, call)}
 
