@@ -125,6 +125,7 @@ def hybrid_parallel(n, graph=False, **sizes):
     {"uneven": UNEVEN_TENSOR},
     shares_moves=True,
     main=Main(
+        on_cpu=1,
         prints=[
             "[0] sum of the block on each rank: B has that of x everywhere; S(0), S(1) and P add up to it",
             "[0] each of the 16 equals x = sum(parts) on a single device",
@@ -159,6 +160,7 @@ def placement_sizes(n):
     placement_sizes,
     shares_moves=True,
     main=Main(
+        on_cpu=1,
         prints=[
             "[0] sum of the block on each rank, 0 for none: of x, then of its conversions on the other ranks",
             "[0] each of the 16 equals x = sum(parts) on a single device",

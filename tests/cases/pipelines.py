@@ -233,11 +233,14 @@ def rows_of_chunks(n, micro_batches, chunks):
 @case_of_recipe(
     {"other": {**UNEVEN, "batch": 13, "rounds": 3, "chunks": 3}},
     main=Main(
+        arguments=["--rounds", "2"],  # with 1, rounds * n is n
         prints=[
             "[0] rank 0 holds w0, w2",
-            "[0] rank 0: F0a F1a F0b F1b .   .   b0b B0b .   b1b B1b b0a B0a b1a B1a  waits 20%, holds 2",
-            "[0] rank 1: .   F0a F1a F0b b0b B0b F1b b1b B1b b0a B0a b1a B1a .   .    waits 20%, holds 1.5",
-            "[0] F0a is forward of micro-batch 0 in chunk a; 1F1B waits 33%",
+            "[0] rank 0: F0a F1a F0b F1b F2a .   b0b B0b F3a b1b B1b F2b b0a B0a F3b b1a B1a .   b2b B2b .   b3b B3b "
+            "b2a B2a b3a B3a  waits 11%, holds 2.5",
+            "[0] rank 1: .   F0a F1a F0b b0b B0b F1b b1b B1b F2a b0a B0a F3a b1a B1a F2b b2b B2b F3b b3b B3b b2a B2a "
+            "b3a B3a .   .    waits 11%, holds 1.5",
+            "[0] F0a is forward of micro-batch 0 in chunk a; 1F1B waits 20%",
             "[1] rank 1 holds w1, w3",
         ],
         refused_expressions=["in_turns([[('B', 0, 0), ('F', 0, 0)]])"],

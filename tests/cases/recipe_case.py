@@ -35,6 +35,8 @@ class Main:
     further: dict = field(default_factory=dict)
     # option -> its default in main and in train, where they differ
     defaults: dict = field(default_factory=dict)
+    # placements of main that are on the CPU whatever --device is
+    on_cpu: int = 0
     # options that reach no argument of their name
     elsewhere: tuple = ()
     # command lines that it refuses, besides Proof.refused; FOLDER has the files of `make_files`

@@ -6,6 +6,7 @@ import pytest
 
 from tests.cases import ROOT
 from tests.environments import linter
+from tests.jobs import LAUNCH, Run
 
 COMMANDS = (
     "ruff check .",
@@ -30,3 +31,9 @@ def test_workflow_calls_what_users_and_ci_call():
     for words in ("recipes/data_parallel.py", "test", "test --all", "test --all --install"):
         assert f"run: ./launch.sh {words}\n" in workflow
     assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("./launch.sh test --all --install")
+
+
+def test_what_is_left_out_without_install_is_said():
+    job = Run(LAUNCH, "test", "tests/slow/test_lint.py", "-k", "reports_nothing").wait()
+    words = f"{len(COMMANDS)} tests are left out, as they install linters: --install runs them"
+    assert words in job.out and "passed" not in job.out, job.out

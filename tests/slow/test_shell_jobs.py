@@ -91,6 +91,12 @@ def test_module_whose_package_is_named_like_ours(tmp_path, monkeypatch):
     )
 
 
+def test_path_that_a_statement_adds_to_stays(tmp_path):
+    (tmp_path / "helper_of_mine.py").write_text("NUMBER = 5\n")
+    done = piped(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport helper_of_mine\n", "shell", "-n", 2)
+    assert not done.stdout, done.stdout
+
+
 def test_bad_input_is_refused_in_one_line():
     done = piped("1\n", "shell", "nowhere.py")
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.stderr

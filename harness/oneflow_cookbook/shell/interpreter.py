@@ -165,6 +165,7 @@ def guarded(function):
         frames = [frame for frame in traceback.extract_tb(raised.__traceback__) if not is_ours(frame)]
         error = type(raised).__name__, tuple((frame.filename, frame.lineno) for frame in frames)
         HERE.output.show(traceback_of(raised))
+    HERE.path = list(sys.path)  # a statement may have added to it
     HERE.output.flush()
     with HERE.statement.pause():
         return {"error": error, "exit": code, "sent": HERE.statement.sent()}
