@@ -58,7 +58,7 @@ def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, matmul_scale=1.0, *
             ],
             True: [],
         },
-        further={"checkpointing": False},
+        further={1: {"checkpointing": False}},
     ),
 )
 def activation_checkpointing(

@@ -31,7 +31,7 @@ class Main:
     other_lines: list = None
     # option -> other values with which train or run may be called, as on a single device
     alone: dict = field(default_factory=dict)
-    # arguments of its second call
+    # number of a call -> arguments that it must have
     further: dict = field(default_factory=dict)
     # option -> its default in main and in train, where they differ
     defaults: dict = field(default_factory=dict)

@@ -31,6 +31,8 @@ def resumed(n):
         r"flow.placement\(args.device, list\(range\(max.*\[(:1|-1:)\]\)$": "main has two ranks, and their half is one",
     },
     main=Main(
+        prints=["[0] saved w (64, 64) of (64, 64)", "[1] saved w (0, 0) of (64, 64)"],
+        further={0: {"weights": "whole"}},
         alone={"checkpoint_dir": [None], "save_every": [2], "keep": [0], "steps": [2, 4], "weights": ["rows", "whole"]},
         prints_empty=True,
         refused=["--checkpoint-dir="],
