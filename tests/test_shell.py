@@ -105,14 +105,14 @@ def test_a_tensor_is_shown_as_each_rank_holds_it(shell):
     [
         ("out = x @ w", []),
         ("p = y @ z", []),
-        ("a = x.to_global(sbp=B)", ["x -> a: S(0) -> B, all-gather, 32 B in all by the formula"]),
-        ("a = (y @ z).to_global(sbp=B)", ["· -> a: P -> B, all-reduce, 32 B in all by the formula"]),
-        ("a = x @ z", ["x @ z = a: z S(0) -> B: all-gather, 32 B in all by the formula"]),
+        ("a = x.to_global(sbp=B)", ["x -> a: S(0) -> B, all-gather, 16 B from each rank by the formula"]),
+        ("a = (y @ z).to_global(sbp=B)", ["· -> a: P -> B, all-reduce, 16 B from each rank by the formula"]),
+        ("a = x @ z", ["x @ z = a: z S(0) -> B: all-gather, 16 B from each rank by the formula"]),
         ("a = w.to_global(sbp=S(0))", []),
-        ("a = x.numpy()", ["x.numpy(): S(0) -> B, all-gather, 32 B in all by the formula"]),
+        ("a = x.numpy()", ["x.numpy(): S(0) -> B, all-gather, 16 B from each rank by the formula"]),
         (
             "for i in range(3): a = x.sum().item()",
-            ["·.item(): P -> B, all-reduce, 8 B in all by the formula (3 times)"],
+            ["·.item(): P -> B, all-reduce, 4 B from each rank by the formula (3 times)"],
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_communication_of_backward_is_shown(shell):
 
 def test_large_tensors_show_the_measured_bytes(shell):
     shell.type("large = flow.ones(1000, 1000, placement=ranks, sbp=S(0))")
-    formula = "large: S(0) -> B, all-gather, 4 MB in all by the formula, sent by rank: 2 MB, 2 MB"
+    formula = "large: S(0) -> B, all-gather, 2 MB from each rank by the formula, sent by rank: 2 MB, 2 MB"
     assert moves(shell.type("large.to_global(sbp=B)")) == [formula]
     lines = moves(shell.type("a = large.to_global(sbp=S(1)); b = a.to_global(sbp=S(0))"))
     assert lines[2:] == ["in all, sent by rank: 2 MB, 2 MB"], lines
@@ -207,7 +207,7 @@ def test_pasted_blocks_may_have_empty_lines_or_no_empty_line_after_them(shell):
     assert shell.type(PASTED) == "[all] 6\n[all] ('one\\n\\ntwo', 1)\n"
     out = shell.type("graph(x, w)")
     assert "[all] (2, 2) float32, B on ranks [0, 1]" in out
-    assert any("S(0) -> B, all-gather, 16 B" in move for move in moves(out)), out
+    assert any("S(0) -> B, all-gather, 8 B" in move for move in moves(out)), out
 
 
 @pytest.mark.parametrize("wrong", ["1 +", "x = = 2", "for i in 3: pass; else", "  x", "'\\0' \0"])

@@ -173,7 +173,7 @@ def test_show_draws_each_tensor_with_what_moves_between(show):
         ["x", "(4, 4)", "S(1)", "(4, 2) columns 0-1", "(4, 2) columns 2-3"],
         ["w", "(4, 8)", "S(0)", "(2, 8) rows 0-1", "(2, 8) rows 2-3"],
         ["partial", "(4, 8)", "P", *["(4, 8) part of the sum"] * 2],
-        "partial -> out: P -> B, all-reduce, 256 B in all by the formula",
+        "partial -> out: P -> B, all-reduce, 128 B from each rank by the formula",
         ["out", "(4, 8)", "B", *["(4, 8) whole"] * 2],
     ]
     assert ends_with(
@@ -188,7 +188,7 @@ def test_script_without_functions_is_run_and_traced(show):
     job = show("show", "mine.py", script=PLAIN)
     assert steps(job.out) == [
         *("x S(1)", "w S(0)", "partial P"),
-        *("partial -> out: P -> B, all-reduce, 64 B in all by the formula", "out B", "doubled B"),
+        *("partial -> out: P -> B, all-reduce, 32 B from each rank by the formula", "out B", "doubled B"),
     ]
     assert "the sum is" not in job.out and drawn(job.out)["x"] == [["(4, 3) columns 0-2", "(4, 3) columns 3-5"]]
 
@@ -196,14 +196,14 @@ def test_script_without_functions_is_run_and_traced(show):
 def test_parameters_have_their_path_and_steps_that_come_again_are_counted(show):
     job = show("show", "mine.py", "--rows", 6, script=WITH_MAIN)
     names = ["layer.weight", "layer.bias", "head.1.weight"]
-    sizes = [("head.1.weight", 96), ("layer.bias", 48), ("layer.weight", 384)]
+    sizes = [("head.1.weight", 48), ("layer.bias", 24), ("layer.weight", 192)]
     assert steps(job.out) == [
         *("Net.to_global: local -> B, local to global", *(f"{name} B" for name in names)),
         *("x S(0)", "hidden S(0)", "head.0() S(0)", "out S(0)", "loss P"),
         "backward: the gradients (24 times)",
-        *(f"  gradient of {name}: P -> B, all-reduce, {b} B in all by the formula (24 times)" for name, b in sizes),
+        *(f"  gradient of {name}: P -> B, all-reduce, {b} B from each rank by the formula (24 times)" for name, b in sizes),
         *(f"{name}.grad B" for name in names),
-        "loss.numpy(): P -> B, all-reduce, 8 B in all by the formula",
+        "loss.numpy(): P -> B, all-reduce, 4 B from each rank by the formula",
     ]
     job = show("show", "mine.py", "--row", "x", script=WITH_MAIN, code=2)
     assert job.err == "launch.sh: mine.py: argument --rows: invalid int value: 'x'\n"
@@ -212,10 +212,10 @@ def test_parameters_have_their_path_and_steps_that_come_again_are_counted(show):
 def test_moves_in_a_model_name_the_layer(show):
     job = show("show", "mine.py", "--pinned", script=WITH_LAYERS)
     shown = steps(job.out)
-    assert "0-1.down: P -> B, all-reduce, 262 kB in all by the formula (3 times each)" in shown
+    assert "0-1.down: P -> B, all-reduce, 131 kB from each rank by the formula (3 times each)" in shown
     assert not any("nothing" in line for line in shown)
     [backward] = [line for line in shown if "backward of" in line]
-    assert backward == "  backward of 0-1.up: P -> B, all-reduce, 262 kB in all by the formula (3 times each)"
+    assert backward == "  backward of 0-1.up: P -> B, all-reduce, 131 kB from each rank by the formula (3 times each)"
     assert job.out.endswith(
         ": your code asks for 4 moves (0-1.down, 0-1.up: 1.05 MB); OneFlow adds none in layers and matmuls.\n"
     )
@@ -276,8 +276,8 @@ def test_equal_blocks_are_written_once():
 def test_run_that_needs_arguments_is_called_by_the_script_itself(show):
     job = show("show", "-n", 3, "mine.py", "6", script=WITH_RUN_OF_N)
     assert steps(job.out) == [
-        *("x S(0)", "a call of Scaled: all-gather, 192 B in all by the formula"),
-        *("scalar_mul -> output 0: S(0) -> B, all-gather, 192 B in all by the formula", "y B"),
+        *("x S(0)", "a call of Scaled: all-gather, 64 B from each rank by the formula"),
+        *("scalar_mul -> output 0: S(0) -> B, all-gather, 64 B from each rank by the formula", "y B"),
     ]
 
 
@@ -315,7 +315,7 @@ def test_bytes_of_small_tensors_are_marked_as_inexact(show):
     assert all(re.fullmatch(r"~[\d,]+", cell) for cell in cells[3:6]) and cells[6:8] == ["256", ""]
     assert "Tensors under 1 MB: what was measured is marked with ~" in job.out
     job = show("show", "recipes/row_parallel.py", "--batch", 512, "--out-features", 512)
-    assert re.search(r"all-reduce, 2.1 MB in all by the formula, sent by rank: 1.05 MB, 1.05 MB\n", job.out), job.err
+    assert re.search(r"all-reduce, 1.05 MB from each rank by the formula, sent by rank: 1.05 MB, 1.05 MB\n", job.out), job.err
     assert "Tensors under 1 MB" not in job.out
     for arguments, script in ((["train_data_parallel"], None), (["mine.py"], WITH_LAYERS)):
         out = show("show", *arguments, script=script).out

@@ -100,6 +100,15 @@ class Move:
         ranks = {rank for boxing in self.boxings for rank in boxing.by_rank}
         return {rank: sum(boxing.by_rank.get(rank, 0.0) for boxing in self.boxings) for rank in ranks}
 
+    @property
+    def share(self):
+        """Bytes that each rank sends by the formula, if the tensor stays on its ranks and all send as much; else None."""
+        if not self.boxings or any(boxing.total is None or boxing.old.ranks != boxing.new.ranks for boxing in self.boxings):
+            return None
+        ranks = {rank for boxing in self.boxings for rank in boxing.old.members}
+        by_rank = self.by_rank or dict.fromkeys(ranks, self.formula / len(ranks))  # on a mesh the ranks do the same
+        return min(by_rank.values()) if len(set(by_rank.values())) == 1 else None
+
     def of(self, boxing, **fields):
         """This move as that of a single Boxing, with more fields changed."""
         fields.update(size=boxing.size, boxings=[boxing], change=boxing.change, collective=boxing.collective)

@@ -123,10 +123,17 @@ def in_words(move):
         words += f", {about}"
     if not (move.collective == "nothing" and quiet(move)):
         if move.formula is not None:
-            words += f", {bytes_in_words(move.formula)} in all by the formula"
+            words += f", {formula_in_words(move)} by the formula"
         if move.sent is not None and move.is_exact:
             words += f", sent by rank: {', '.join(bytes_in_words(sent) for sent in move.sent)}"
     return words + times_in_words(move, " ({})")
+
+
+def formula_in_words(move):
+    """What each rank sends by the formula, or all together where they differ."""
+    if move.share is None:
+        return f"{bytes_in_words(move.formula)} in all"
+    return f"{bytes_in_words(move.share)} from each rank"
 
 
 def times_in_words(move, form):
