@@ -47,7 +47,7 @@ START_UP = {"timeout": 300}  # seconds for a call to a pool
 WIDE = {"batch": 512, "in_features": 1024, "hidden_size": 4096, "out_features": 1024}
 STRATEGIES = {  # name -> (recipe, which is also the name of its twins; axes of their mesh; sizes; numbers of ranks)
     "data parallel, Adam": ("train_data_parallel", ["data"], WIDE, (2, 4)),
-    "column-row": ("train_model_parallel", ["tensor"], WIDE, (2, 4)),
+    "column-row": ("train_tensor_parallel", ["tensor"], WIDE, (2, 4)),
     "pipeline": ("train_pipeline", ["stage"], {"micro_batches": 8, **WIDE, "hidden_size": 1024}, (2, 4)),
     "data x tensor": ("train_data_tensor", ["data", "tensor"], WIDE, (4,)),
     "fully sharded, Adam": ("fully_sharded", ["data"], WIDE, (2, 4)),

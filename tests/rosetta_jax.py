@@ -17,9 +17,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = dict(batch=384, in_features=384, hidden_size=768, out_features=384)  # those of the SBP atlas
-AXES = {"train_model_parallel": "tensor", "train_pipeline": "stage"}  # the others call theirs data
+AXES = {"train_tensor_parallel": "tensor", "train_pipeline": "stage"}  # the others call theirs data
 RUNS = [
-    *((name, n) for name in ("train_data_parallel", "train_model_parallel", "fully_sharded") for n in (2, 4)),
+    *((name, n) for name in ("train_data_parallel", "train_tensor_parallel", "fully_sharded") for n in (2, 4)),
     *(("train_pipeline", 2), ("train_pipeline", 4), ("train_data_tensor", 4)),
 ]
 

@@ -183,7 +183,7 @@ def test_a_rank_waits_the_share_of_the_docstring(n, m):
 SENT = {  # recipe -> the tensors of whose bytes "Moves:" begins with the share that each rank sends in a step
     **dict.fromkeys(("train_data_parallel", "ddp"), "w0 w1"),
     **dict.fromkeys(("all_gather_kv", "ulysses"), "q"),
-    "train_model_parallel": "y",
+    "train_tensor_parallel": "y",
     "elastic_training": "w",
 }
 

@@ -18,7 +18,7 @@ const PRESETS = {
   megatron: {
     state: { ranks: "2", x: "B", w: "S(1)", to: "" },
     second: { ranks: "2", x: "S(1)", w: "S(0)", to: "B" },
-    recipes: ["training/train_model_parallel.py"],
+    recipes: ["training/train_tensor_parallel.py"],
     step: { strategy: "tensor" },
   },
   pipeline: {

@@ -7,7 +7,7 @@
     w1         (8, 4)                         rows 0-3       rows 4-7       rows 0-3       rows 4-7       B, S(0)
 
 On the mesh [[0, 1], [2, 3]] a tensor has one SBP for each axis. Along axis 0 this is train_data_parallel.py, between
-ranks 0 and 2, and between 1 and 3; along axis 1 it is train_model_parallel.py, between ranks 0 and 1, and 2 and 3.
+ranks 0 and 2, and between 1 and 3; along axis 1 it is train_tensor_parallel.py, between ranks 0 and 1, and 2 and 3.
 Ranks 0 and 2 are replicas, and so are 1 and 3: what they hold is equal before and after each step.
 
 Moves: each rank sends (w0 + w1)/2 along axis 0, to all-reduce the gradients, and half of the output along axis 1.

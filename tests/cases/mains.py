@@ -240,7 +240,7 @@ def check_refusals(pools, path, name):
 TAKEN = {
     "as many as rows, columns, heads, sequences or experts of 8, in eights": (
         range(2, 9),
-        "train_data_parallel train_model_parallel ddp ring_all_reduce parameter_server async_update batch_norm "
+        "train_data_parallel train_tensor_parallel ddp ring_all_reduce parameter_server async_update batch_norm "
         "random_numbers activation_checkpointing auto_parallel loss_placement replicate_scatter_gather all_gather_kv "
         "ulysses ring_attention mixture_of_experts",
     ),

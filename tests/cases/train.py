@@ -41,7 +41,7 @@ def train_data_parallel(n, graph=False, steps=3, optimizer="adam", matmul_scale=
 
 
 @case_of_recipe({"uneven": UNEVEN})
-def train_model_parallel(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
+def train_tensor_parallel(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     ranks = list(range(n))
     values = reference.trained(steps=steps, matmul_scale=matmul_scale, **sizes)
     batch, (inputs, hidden), (_, outputs) = (len(values["x"].exact), *(values[w].exact.shape for w in ("w0", "w1")))

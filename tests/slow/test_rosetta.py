@@ -23,7 +23,7 @@ from tests.peer_programs import LIMIT, Forked
 ROSETTA, PAGE = ROOT / "docs" / "rosetta", ROOT / "docs" / "rosetta.md"
 RANKS = {"train_data_tensor": 4}  # of a twin's main; the others have 2
 pytestmark = pytest.mark.installs("PyTorch and JAX")
-STRATEGIES = ("train_data_parallel", "train_model_parallel", "train_data_tensor", "train_pipeline", "fully_sharded")
+STRATEGIES = ("train_data_parallel", "train_tensor_parallel", "train_data_tensor", "train_pipeline", "fully_sharded")
 ON = [(name, n) for name in STRATEGIES for n in (2, 4) if n == 4 or name not in RANKS]
 WEIGHTS = 2 * 384 * 768 * 4  # bytes of w0 and w1 at the sizes of the SBP atlas
 VARIABLES = {**CLEAN, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

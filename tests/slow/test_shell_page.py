@@ -68,7 +68,7 @@ def test_session_shows_what_the_page_says(measured, arguments, shown):
 
 def test_page_has_both_kinds_of_session():
     [first, second] = sessions()
-    assert first[1].count(">>> ") > 20 and second[0] == ["train_model_parallel"]
+    assert first[1].count(">>> ") > 20 and second[0] == ["train_tensor_parallel"]
 
 
 def notebook():

@@ -6,10 +6,10 @@
     w0         (4, 8)                         columns 0-3    columns 4-7    P(None, "tensor")
     w1         (8, 4)                         rows 0-3       rows 4-7       P("tensor")
 
-The twin of recipes/training/train_model_parallel.py, with the same weights, batch and losses. The second matmul
+The twin of recipes/training/train_tensor_parallel.py, with the same weights, batch and losses. The second matmul
 contracts a sharded dimension: without out_sharding it is a ShardingTypeError, where OneFlow returns a partial sum.
 
-Run:     python docs/rosetta/jax/train_model_parallel.py
+Run:     python docs/rosetta/jax/train_tensor_parallel.py
 On GPUs: delete the two lines of jax.config, and set JAX_DEFAULT_MATMUL_PRECISION=highest, as the default is TF32. On
          several hosts call jax.distributed.initialize() first.
 """

@@ -6,10 +6,10 @@
     w0         (4, 8)                         columns 0-3    columns 4-7    w0.weight = w0.T: Shard(0), ColwiseParallel
     w1         (8, 4)                         rows 0-3       rows 4-7       w1.weight = w1.T: Shard(1), RowwiseParallel
 
-The twin of recipes/training/train_model_parallel.py, with the same weights, batch and losses. Only inside the two
+The twin of recipes/training/train_tensor_parallel.py, with the same weights, batch and losses. Only inside the two
 layers are the tensors DTensors: what enters the first and leaves the second is plain. nn.Linear keeps (out, in).
 
-Run:     torchrun --nproc_per_node 2 docs/rosetta/pytorch/train_model_parallel.py
+Run:     torchrun --nproc_per_node 2 docs/rosetta/pytorch/train_tensor_parallel.py
 On GPUs: DEVICE = "cuda", and torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group, which
          then takes NCCL.
 """
