@@ -8,7 +8,7 @@ import pytest
 
 from oneflow_cookbook.measure import theory
 from oneflow_cookbook.measure.sbp import NAMES, Layout
-from oneflow_cookbook.start.recipe import path_of, world_sizes
+from oneflow_cookbook.start.recipe import MODULES, RECIPES, path_of, world_sizes
 from tests import atlas
 from tests.cases import CASES, ROOT, TRANSFORMERS, WITHOUT_CASE, modes
 from tests.cases.forward import SIGNATURES
@@ -19,7 +19,8 @@ RECIPE_NAMES = [*CASES, *WITHOUT_CASE]
 
 
 def source(name):
-    return path_of(name).read_text()
+    path = path_of(name) if name not in MODULES else RECIPES / "your_model" / f"{name}.py"
+    return path.read_text()
 
 
 def docstring(name):
@@ -148,9 +149,20 @@ def test_docstring_answers_the_questions_of_a_reader(name):
     assert lines[0].endswith(".") and not lines[1] and len(lines) <= 20
     path = path_of(name).relative_to(ROOT)
     options = " [--graph]" if len(modes(name)) == 2 else ""
-    for begin in ("Moves: ", f"Run:   ./launch.sh {path}{options}", "Use it ", "Source: "):
+    is_strategy = path.parent.name == "recipes"  # of one layer: these also show OneFlow's launcher
+    begins = ["Moves: ", f"Run:   ./launch.sh {path}{options}", "Use it ", "Source: ", *["Why:   "] * (not is_strategy)]
+    for begin in begins:
         assert any(line.startswith(begin) for line in lines), begin
-    assert any(line.endswith(f"{path}{options}") and "./launch.sh" not in line for line in lines)
+    others = [line for line in lines if line.endswith(f"{path}{options}") and "./launch.sh" not in line]
+    assert not is_strategy or others
+
+
+@pytest.mark.parametrize("name", [*RECIPE_NAMES, *MODULES])
+def test_private_calls_are_named_as_private(name):
+    code = [line.partition("#")[0] for line in source(name).partition('\n"""\n')[2].splitlines()]
+    private = [module for module in ("flow._C", "flow._oneflow_internal") if any(f"{module}." in line for line in code)]
+    words = f"# {' and '.join(private)} {'is' if len(private) == 1 else 'are'} private to OneFlow 0.9.0"
+    assert source(name).count(words) == bool(private), words
 
 
 def value_of(formula, **numbers):

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,7 +63,8 @@ KINDS = {  # row of the table in gpt.py's docstring -> kinds of tensors
 
 def tables(source):
     """The tables of layouts in gpt.py's code: {name: {kind of tensor: its SBPs}}."""
-    names = {"B": "B", "S": lambda dim: f"S({dim})"}
+    sbp = SimpleNamespace(broadcast="B", split=lambda dim: f"S({dim})")
+    names = {"flow": SimpleNamespace(sbp=sbp)}
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
     found = {getattr(node.targets[0], "id", ""): ast.get_source_segment(source, node.value) for node in nodes}
     return [eval(found[name], names) for name in ("LAYOUT", "CONTEXT_PARALLEL", "SHARDED")]

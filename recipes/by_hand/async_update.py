@@ -11,10 +11,10 @@
 In each step the server, rank 0, applies the gradients of all workers' rows one by one; the slow worker fetches the
 weights only every sync_every steps. This shows staleness, not speed: each step waits for all workers, in a fixed order.
 
+Why:   a server that waits for no worker is never idle, but it applies gradients of older weights.
 Moves: as in parameter_server.py, but the slow rank's copy only every sync_every steps: (n - 2 + 1/sync_every) x the
        bytes of the weights from rank 0 in a step, and 1 x as gradients from each other rank.
 Run:   ./launch.sh recipes/by_hand/async_update.py [--sync-every 3] [--steps 8]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/by_hand/async_update.py
 Use it to see how stale gradients may be before training suffers; to train, see train_data_parallel.py.
 Source: Q. Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
 """

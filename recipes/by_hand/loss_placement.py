@@ -11,10 +11,10 @@
 out moves to where the labels y are. --loss first: all of y is on rank 0. --loss other: all of y is on the last rank,
 which does nothing else. --loss each: y is split like out, and each rank's loss is an addend of a partial sum, P.
 
+Why:   a loss needs outputs and labels on one rank; where each rank has its labels, only a number is left to add up.
 Moves: first: (n-1)/n of out to rank 0, (n-1)/n of its gradient back; eager mode sends as much from each of n ranks.
        other: out and its gradient, once. each: neither. All: the all-reduce of train_data_parallel.py.
 Run:   ./launch.sh recipes/by_hand/loss_placement.py [--graph] [--loss each|first|other]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/by_hand/loss_placement.py [--graph]
 Use it to choose: use "each" unless the loss needs all outputs in one place, as a ranking loss does.
 Source: OneFlow documentation, oneflow.Tensor.to_global (grad_sbp).
 """

@@ -8,9 +8,9 @@
     w0 grad    (4, 8)                               whole      nothing    B
     w1 grad    (8, 4)                               whole      nothing    B
 
+Why:   only one rank needs room for the optimizer state, but all traffic passes through its link.
 Moves: (n-1) x the weights' bytes from rank 0 and as many back, each step: the total of an all-reduce, through one rank.
 Run:   ./launch.sh recipes/by_hand/parameter_server.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/by_hand/parameter_server.py [--graph]
 Use it when there are few workers, or only one rank can keep the optimizer state; else see train_data_parallel.py.
 Source: M. Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
@@ -20,6 +20,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = range(2, 9)  # numbers of ranks; launch.sh refuses others
 
 

@@ -12,10 +12,10 @@
 x is a text, a number for each character; out = embedding[x] @ head guesses the next one. table is the replica of
 embedding; head has one too. --home all: x and y are S(0) and the weights B from the start, and the moves send nothing.
 
+Why:   only rank 0 keeps weights and data, as in a program of one process; so the weights travel in every step.
 Moves: from rank 0 n-1 copies of the weights, (n-1)/n of x and of out's gradient; to it n-1 gradients, (n-1)/n of out.
        Eager mode sends more: (n-1)/n from every rank, and an all-reduce. --home all: only an all-reduce of gradients.
 Run:   ./launch.sh recipes/by_hand/replicate_scatter_gather.py [--graph] [--home first|all]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/by_hand/replicate_scatter_gather.py [--graph]
 Use it to read code with nn.DataParallel; to train, use --home all, as train_data_parallel.py does.
 Source: PyTorch documentation, torch.nn.DataParallel.
 """
@@ -25,6 +25,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = range(2, 9)  # numbers of ranks; launch.sh refuses others
 VOCABULARY = " abcdefghijklmnopqrstuvwxyz"
 TEXT = "the quick brown fox jumps over the lazy dog "

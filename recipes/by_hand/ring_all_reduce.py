@@ -9,9 +9,9 @@
 The ring sums the tensors own into summed; reduced is the same sum in one line, P -> B. After n-1 rounds that add what
 arrives (reduce-scatter) each rank has one finished chunk; in n-1 more these go round the ring (all-gather).
 
+Why:   each rank passes on 1/n of the tensor at a time, so all links work at once, and none carries 2 x or more.
 Moves: 2 (n-1) chunks from each of n ranks to the next: 2 (n-1)/n x the bytes of the tensor, below 2 x for any n.
 Run:   ./launch.sh recipes/by_hand/ring_all_reduce.py
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/by_hand/ring_all_reduce.py
 Use it to see what an all-reduce does; in a program write to_global(sbp=flow.sbp.broadcast) or flow.comm.all_reduce.
 Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 """

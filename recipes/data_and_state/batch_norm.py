@@ -11,9 +11,9 @@
 mean and var are those of each column of h. Each rank computes a partial sum from its rows, and P -> B adds them up. In
 backward their gradients are added up too.
 
+Why:   a mean over all rows is a sum over the ranks, and each rank has one addend of it, from its own rows.
 Moves: 4 all-reduces of a row, mean and var forward and backward, and one of w's gradient every step.
 Run:   ./launch.sh recipes/data_and_state/batch_norm.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_and_state/batch_norm.py [--graph]
 Use it when a rank has too few rows for good statistics. Scale, shift and running statistics (for eval mode) are left
 out. nn.LayerNorm is right with S(0).
 Source: S. Ioffe and C. Szegedy, "Batch Normalization", arXiv:1502.03167.

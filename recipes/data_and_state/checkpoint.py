@@ -9,10 +9,10 @@ Rank 0 alone writes and reads the files, which hold whole tensors: w and its mom
 needs memory for all of them at once. Checkpoints, to be copied, locks the folder and finds damaged files. Here half of
 the ranks train with a whole w and save; then all ranks load, with w split as in the table, and train on.
 
+Why:   a whole tensor fits any later layout; a shard fits only the layout in which it was saved.
 Moves: to save, an all-gather of each split tensor, (n-1)/n of it from each of n ranks; to load, n-1 times each tensor,
        from all ranks together. S(1) adds an all-to-all to both.
 Run:   ./launch.sh recipes/data_and_state/checkpoint.py [--graph] [--weights columns] [--checkpoint-dir DIRECTORY]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_and_state/checkpoint.py [--graph]
 Use it in every run that must outlive its job: with --checkpoint-dir and more --steps the next job resumes from there.
 Source: OneFlow documentation, oneflow.save and oneflow.load.
 """
@@ -30,6 +30,7 @@ import zlib
 import numpy as np
 import oneflow as flow
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = (2, 1, *range(3, 65))  # numbers of ranks; launch.sh refuses others
 FORMAT = "checkpoint 1"  # a number of its own for each change of what a checkpoint holds
 SBPS = {"rows": flow.sbp.split(0), "columns": flow.sbp.split(1), "whole": flow.sbp.broadcast}

@@ -8,9 +8,9 @@ Each rank loads local tensors, and to_global in S(0) joins them into one batch f
 says which samples are in x. Every sample is loaded once in an epoch, by one of the ranks. flow.tensor(x, placement=...,
 sbp=...) of a whole batch would send it from every rank, because OneFlow compares the copies.
 
+Why:   each rank has its own samples already, so S(0) only says of what they are a part, and nothing is sent.
 Moves: nothing but the shapes of the blocks: to_global raises an error if the blocks are not an even split.
 Run:   ./launch.sh recipes/data_and_state/data_loading.py
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_and_state/data_loading.py
 Use it when every rank can read the data set. In a graph add drop_last=True: the last batch of an epoch may be smaller.
 Source: OneFlow documentation, "Global Tensor".
 """

@@ -13,9 +13,9 @@ samples has the squared error of each row and whether its class is right. Each r
 P -> B adds these up; samples.mean(dim=0) is the same, in P. by_hand does it with local tensors: the mean of the ranks'
 means would be wrong, as some have fewer rows.
 
+Why:   a sum of sums is right for any split; a mean of means only if all ranks have as many rows.
 Moves: an all-reduce of two numbers, or of three by hand; never the samples.
 Run:   ./launch.sh recipes/data_and_state/metrics.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_and_state/metrics.py [--graph]
 Use it whenever a rank reports a loss or an accuracy. Over batches, add up the sums and the row counts, and divide once.
 Source: OneFlow documentation, "Global Tensor"; OneFlow API reference, oneflow.comm.all_reduce.
 """

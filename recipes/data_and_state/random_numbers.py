@@ -11,9 +11,9 @@ nn.Dropout sees only its shard, and its generator starts in the same state on ev
 same places of every shard. flow.rand draws for the global tensor: different numbers for each shard of a split one, and
 the same on all ranks for a B one, even if the ranks have different seeds. So does flow.nn.init, for weight.
 
+Why:   a layer sees only its rank's shard, and equal generators draw equal numbers; a global draw is one draw.
 Moves: nothing, 0 bytes.
 Run:   ./launch.sh recipes/data_and_state/random_numbers.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_and_state/random_numbers.py [--graph]
 Use it for dropout and noise in split tensors. A different number of ranks draws different numbers in S(0) and S(1).
 Source: N. Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 15 (2014).
 """

@@ -11,10 +11,10 @@
     S(0), S(1)              p2             1             1
     P                       p1 + p2 - 1    p1            p1
 
+Why:   a rank that is to hold B needs the whole tensor, so each gets a copy; of a split tensor it needs only its part.
 Moves: the table, times the bytes of x, in all, from p1 ranks to p2 others. A graph sends p2 for S -> P. Eager mode
        sends more: B -> B 2 p2 - 1 (p2 > 1), P -> P 2 p1 - 1 (p1 > 1), P -> B p1 p2 (both > 1).
 Run:   ./launch.sh recipes/layouts/cross_placement.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 4 recipes/layouts/cross_placement.py [--graph]
 Use it where two groups of ranks meet, as pipeline stages do; split the tensor on at least one side.
 Source: J. Yuan et al., "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch", arXiv:2110.15032.
 """

@@ -9,9 +9,9 @@
 
 S(0) and S(1) concatenate the ranks' tensors, P adds them, and B takes that of rank 0. `to_local` gives a rank its block
 back: block = rows.to_local() is local. `numpy` gives the full value to every rank: value = total.numpy().
+Why:   files and other libraries know only a rank's own tensors; the SBP says how these make up the global one.
 Moves: for first, its size to each rank but rank 0; for value, an all-reduce, as for any P; nothing for the others.
 Run:   ./launch.sh recipes/layouts/global_and_local.py
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/layouts/global_and_local.py
 Use it where data enters and leaves: each rank reads its own batch (S(0)), every rank creates the same weight (B). Make
 tensors global before they enter an nn.Graph: one that is given local tensors computes wrong values, then aborts.
 Source: OneFlow documentation, "Global Tensor".

@@ -12,10 +12,10 @@
     S(1)      S(0), x to S(0)    P                  S(1), x to B       P, w to S(0)
     P         P                  P, x to S(1)       S(1), x to B       P, x or w to B
 
+Why:   rows of x give rows of out, columns of w columns of out; splitting what is summed over gives addends.
 Moves: nothing for the six legal signatures, where the table has only the SBP of out. For the other ten OneFlow moves an
        input silently. Which one depends on the sizes, here equal: with a w of three times the size S(0) @ S(0) is P.
 Run:   ./launch.sh recipes/layouts/matmul_signatures.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/layouts/matmul_signatures.py [--graph]
 Use it to find which SBPs go together: split a dimension of out, or the contracted one on both sides, or nothing.
 Source: J. Yuan et al., "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch", arXiv:2110.15032.
 """

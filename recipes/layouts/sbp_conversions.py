@@ -12,10 +12,10 @@
     S(1)         all-gather *   all-to-all        nothing           local fill *
     P            all-reduce     reduce-scatter    reduce-scatter *  nothing
 
+Why:   cutting needs nobody, as a rank takes its slice of what it has; joining and adding need all ranks.
 Moves: of x from each of n ranks: all-gather, reduce-scatter (n-1)/n; all-to-all (n-1)/n^2; all-reduce 2(n-1)/n. With *
        one mode sends more: eager S(1) -> B and P -> S(1) add an all-to-all, a graph runs S -> P as an all-gather.
 Run:   ./launch.sh recipes/layouts/sbp_conversions.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/layouts/sbp_conversions.py [--graph]
 Use it to look up what a `to_global` costs before you write it.
 Source: J. Yuan et al., "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch", arXiv:2110.15032.
 """

@@ -9,10 +9,10 @@
 
 A tensor has one SBP for each axis: the first between ranks 0 and 2, 1 and 3; the second between 0 and 1, 2 and 3.
 
+Why:   one block of out needs only some rows of x and some columns of w, and a rank has both.
 Moves: nothing for out. Each rank sends out/4 for rows, an all-gather along axis 1, and out/4 for columns, an
        all-gather along axis 0. Eager mode sends half as much again for rows: its S(1) -> B adds an all-to-all.
 Run:   ./launch.sh recipes/layouts/two_d_sbp.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 4 recipes/layouts/two_d_sbp.py [--graph]
 Use it where the batch alone cannot feed all ranks. Put the axis that splits the weight where links are fast.
 Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
 """

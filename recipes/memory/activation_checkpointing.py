@@ -11,9 +11,9 @@
 A block is relu(x @ w_up) @ w_down. On CPU it raises a graph's peak memory: OneFlow 0.9.0 reuses memory on GPUs only.
 In eager mode a block must not contain dropout: backward would draw another mask. Draw the mask outside, and pass it in.
 
+Why:   a block's activations follow from its input, so they need not be kept, only computed twice.
 Moves: an all-reduce of each weight's gradient every step: 2 (n-1)/n x the bytes of the weights from each of n ranks.
 Run:   ./launch.sh recipes/memory/activation_checkpointing.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/memory/activation_checkpointing.py [--graph]
 Use it when activations, which grow with batch and depth, are what does not fit; it costs one more forward each step.
 Source: T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
 """

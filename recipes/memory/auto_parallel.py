@@ -11,9 +11,9 @@
 After the first call the weights have the SBP that OneFlow chose: at batch 8 columns, then rows, as in Megatron-LM,
 which sends activations and no weight's gradient. At batch 1024 they stay B, data parallel; so do small weights.
 
+Why:   data parallel sends gradients, tensor parallel activations; which are smaller depends on the batch.
 Moves: at batch 8, x and y gathered, out all-reduced: (n-1)/n x (bytes of x + 3 x those of y) from each of n ranks.
 Run:   ./launch.sh recipes/memory/auto_parallel.py [--batch 1024]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/memory/auto_parallel.py
 Use it to check your own layout against OneFlow's choice, which depends on the sizes.
 Source: M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models", arXiv:1909.08053, section 3.
 """

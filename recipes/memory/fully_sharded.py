@@ -11,9 +11,9 @@
 Between steps weights, gradients and Adam's state take 1/n of their bytes. As PyTorch's fully_shard with
 reshard_after_forward=False: the unsharded weights stay in memory after forward, so backward needs no second all-gather.
 
+Why:   the update of a row needs only the gradient and the state of that row; only the matmuls need the whole weight.
 Moves: an all-gather of each weight, a reduce-scatter of its gradient: each (n-1)/n x the weights from each of n ranks.
 Run:   ./launch.sh recipes/memory/fully_sharded.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/memory/fully_sharded.py [--graph]
 Use it when the weights alone fit on a device, but not with gradients and optimizer state: a step gathers all weights.
 Source: Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277.
 """
@@ -23,6 +23,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = range(2, 5)  # numbers of ranks; launch.sh refuses others
 
 

@@ -10,12 +10,12 @@
     new w0       (4, 8)                       rows 0-1    rows 2-3    S(0)
     new w1       (8, 4)                       rows 0-3    rows 4-7    S(0)
 
-From the first step on each rank keeps its rows of each weight and of Adam's state, and updates them with the same rows
-of the gradient. Stages 1, 2 and 3 are the same graph in OneFlow 0.9.0 on CPU: the same operations, SBPs and moves.
+From the first step on each rank keeps its rows of each weight and of Adam's state. Backward gives each rank an addend
+of every whole gradient; the reduce-scatter leaves it the sum of its rows. Stages 1, 2 and 3 are the same graph on CPU.
 
+Why:   n replicas would keep the same moments and make the same update n times; 1/n of it on each rank is enough.
 Moves: an all-gather of each weight, a reduce-scatter of its gradient: each (n-1)/n x the weights from each of n ranks.
 Run:   ./launch.sh recipes/memory/zero_optimizer.py [--shard-min-size 1024]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/memory/zero_optimizer.py
 Use it when Adam's two moments do not fit on each device; fully_sharded.py does the same by hand, and in eager mode.
 Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054.
 """
@@ -25,6 +25,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = range(2, 5)  # numbers of ranks; launch.sh refuses others
 
 

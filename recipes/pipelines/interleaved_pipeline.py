@@ -11,9 +11,9 @@ its first visit to the last rank comes v times earlier: of n ranks and m micro-b
 time, in 1F1B (n-1)/(m+n-1). The order is the paper's: n micro-batches visit chunk after chunk, then the next n; rank
 k begins with 2 (n-k-1) + (v-1) n forward calls, then takes forward and backward in turn. m is a multiple of n.
 In eager mode the order of the calls is the schedule: see pipeline_schedules.py.
+Why:   the last rank begins after 1/v of the others' layers, so all wait v times less at both ends of a step.
 Moves: forward each stage's output, backward its gradient: (batch, hidden) at nv-1 borders, where 1F1B has n-1.
 Run:   ./launch.sh recipes/pipelines/interleaved_pipeline.py [--chunks 2] [--rounds 2]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/pipelines/interleaved_pipeline.py
 Use it when few micro-batches make the ranks wait, and links are fast. It holds more than 1F1B, on rank 0 only if m > n.
 Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training", arXiv:2104.04473, section 2.2.
 """

@@ -13,9 +13,9 @@ ranks, with m >= n micro-batches, if F, I and W take a turn, B two, sending none
     gpipe          all F, then all B             (n-1)/(m+n-1)     holds m micro-batches, from F to B or W
     1f1b           F and B in turn               (n-1)/(m+n-1)     n-k on rank k
     zero_bubble    1f1b, with W in the pauses    (n-1)/(3m+n-1)    n, some of them between I and W
+Why:   the stage before waits for I alone, so W can fill the turns in which a rank would wait.
 Moves: forward each stage's output, backward its gradient, (batch, hidden) between neighbours, in any order.
 Run:   ./launch.sh recipes/pipelines/pipeline_schedules.py [--schedule gpipe] [--table FILE] [--measure]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/pipelines/pipeline_schedules.py
 Use it to choose when a rank waits and what it holds. It needs eager mode; in an nn.Graph OneFlow chooses the order.
 Source: GPipe, arXiv:1811.06965; 1F1B with a flush, arXiv:2006.09503; zero bubble, ZB-H1 in arXiv:2401.10241.
 """

@@ -9,10 +9,10 @@
 Each stage is train_data_parallel.py on its own two ranks. Its output keeps its SBP on the way to the next stage, so
 rank 0 sends its rows to rank 2, and rank 1 to rank 3. One stage works at a time; train_pipeline.py overlaps them.
 
+Why:   ranks that split the batch of a stage make it faster, and each sends on only its own rows.
 Moves: within a stage an all-reduce of its weight's gradient: each rank sends w0 or w1. Between the stages half of
        relu(x @ w0) from each of ranks 0 and 1, and backward half of its gradient from each of ranks 2 and 3.
 Run:   ./launch.sh recipes/pipelines/train_data_pipeline.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 4 recipes/pipelines/train_data_pipeline.py [--graph]
 Use it when each layer fits on one device and the model does not; put each stage inside a host.
 Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
 """

@@ -11,9 +11,9 @@ the bubble, when stages wait, is (n-1)/(m+n-1) of the time; the weights come out
 forward of all micro-batches, then backward, and a stage holds what backward needs of all m. In a graph it holds a fixed
 number of them. pipeline_schedules.py has other orders, such as 1F1B.
 
+Why:   a stage that waits for a whole batch is idle; with small parts, all stages work at once, each on another part.
 Moves: forward each stage's output, backward its gradient, (batch, hidden) between neighbours, for any m.
 Run:   ./launch.sh recipes/pipelines/train_pipeline.py [--graph] [--micro-batches 4]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/pipelines/train_pipeline.py [--graph]
 Use it when there are many layers, or links are slow: it usually moves the least. Choose m several times n.
 Source: Y. Huang et al., "GPipe", arXiv:1811.06965.
 """
@@ -23,6 +23,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = range(2, 65)  # numbers of ranks; launch.sh refuses others
 
 

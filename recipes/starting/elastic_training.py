@@ -10,10 +10,10 @@ OneFlow cannot continue without a rank: when one dies, launch.sh ends all and re
 and momentum, and the batch depends on the step alone, so the weights become those of a job without a failure: bit for
 bit on the same number of ranks, within rounding on a different one. Only steps since the last checkpoint are repeated.
 
+Why:   the more ranks, the sooner one of them fails; a restart repeats only what came after the last checkpoint.
 Moves: an all-reduce of w's gradient every step, 2 (n-1)/n x its bytes from each of n ranks; to load, n-1 x the state.
 Run:   ./launch.sh recipes/starting/elastic_training.py [--graph]
        ./launch.sh --max-restarts 3 recipes/starting/elastic_training.py --checkpoint-dir checkpoints --die 3
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/starting/elastic_training.py [--graph]
 Use it when a job runs longer than the time between two failures. Only rank 0 needs the checkpoints.
 Source: PyTorch documentation, torchrun, "Fault-tolerant Distributed Training".
 """

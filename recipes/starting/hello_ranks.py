@@ -10,9 +10,9 @@ it selects the rank's GPU. The host is given by its IPv4 address, as a number; l
 Trap:  OneFlow believes LOCAL_RANK: if two ranks of one host have the same, shards are empty and sums wrong, silently.
        Two jobs that start on the same port may swap ranks, also silently: then the ranks of one launcher print
        different process numbers after "started by".
+Why:   most first jobs fail in the start: a rank is missing, or two believe that they are the same.
 Moves: an all-gather, (n-1)/n x the bytes of everyone from each of n ranks.
 Run:   ./launch.sh recipes/starting/hello_ranks.py
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/starting/hello_ranks.py
 Use it first on every new cluster: it shows whether each rank is there, once, and on which host.
 Source: OneFlow documentation, "Launching distributed training" and oneflow.env.
 """

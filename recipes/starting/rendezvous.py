@@ -10,9 +10,9 @@ OneFlow reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK when it is imported,
     --init-method tcp://10.0.0.1:29400    an address of rank 0's host, and a port that is free there
     --init-method file:///shared/job-17   rank 0 writes its address into this file, and the others read it
 
+Why:   all ranks must know one address before OneFlow can connect them, and somebody has to choose it.
 Moves: an all-reduce of one number, 2 (n-1)/n x its bytes from each of n ranks.
 Run:   ./launch.sh recipes/starting/rendezvous.py
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/starting/rendezvous.py
        WORLD_SIZE=2 RANK=0 python recipes/starting/rendezvous.py --init-method file:///shared/job-17   (and with RANK=1)
 Use it when rank 0's host is not known in advance. Otherwise use a launcher, which sets all four.
 Source: OneFlow, "Launching distributed training"; PyTorch, init_process_group, whose init_method these are.

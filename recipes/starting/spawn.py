@@ -9,10 +9,10 @@ The program is not a rank of its job. The ranks multiply in data parallel, x S(0
 shard of out. Each rank is a new process that imports this file, and with it OneFlow, which waits for the other ranks:
 so MASTER_ADDR, RANK and the like must be set before the process starts.
 
+Why:   a test or a service has a main program of its own, which waits for results and cannot wait for other ranks.
 Moves: nothing between the ranks; x and w to each rank, and its shard of out back, through pipes.
 Run:   ./launch.sh recipes/starting/spawn.py [--graph]
        python recipes/starting/spawn.py [--graph] [--ranks 4]
-       python -m oneflow.distributed.launch --nproc_per_node 1 recipes/starting/spawn.py [--graph]
 Use it when a program needs ranks only for a while, such as a test or a service; for a job, use a launcher.
 Source: Python documentation, multiprocessing, "Contexts and start methods".
 """

@@ -12,9 +12,9 @@ x and y are the rank's own rows of the batch. DistributedDataParallel overwrites
 backward() averages the gradients (up to 10 weights in one all-reduce), so all replicas stay equal. It returns the
 module that it is given: a state_dict has no prefix "module.".
 
+Why:   replicas that start equal, and all subtract the same mean gradient, stay equal; nothing else has to be sent.
 Moves: every step an all-reduce, 2 (n-1)/n x the bytes of the weights from each of n ranks; once, the weights of rank 0.
 Run:   ./launch.sh recipes/training/ddp.py
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/training/ddp.py
 Use it when a model with local tensors exists already; it does not work with global tensors or in an nn.Graph.
 Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704.
 """

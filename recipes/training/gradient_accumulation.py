@@ -11,10 +11,10 @@
 Micro-batch i is the i-th part of each rank's rows, and only its activations are alive. The m losses, each divided by m,
 have gradients that add up to that of the large batch. A graph takes the large batch and splits it itself.
 
+Why:   the gradient of a mean is the mean of the gradients, so the parts may come one after the other.
 Moves: in eager mode an all-reduce of the weights' gradients for each micro-batch, m x 2 (n-1)/n x the weights from each
        of n ranks. A graph adds up the partial sums first and sends once: 2 (n-1)/n x the weights.
 Run:   ./launch.sh recipes/training/gradient_accumulation.py [--graph] [--micro-batches 4]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/training/gradient_accumulation.py [--graph]
 Use it when the activations of the batch that you want do not fit; in eager mode only if links are fast.
 Source: Y. Huang et al., "GPipe", arXiv:1811.06965, section 2.2.
 """
@@ -24,6 +24,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = (2, 4)  # numbers of ranks; launch.sh refuses others
 
 

@@ -8,12 +8,11 @@
     w0 grad    (4, 8)                         whole       whole       B
     w1 grad    (8, 4)                         whole       whole       B
 
-Each rank's rows give one addend of each gradient, which is P. A weight in B needs its gradient in B, and P -> B is
-the all-reduce: eager mode runs it in backward(), a graph before the update. The optimizer's state is B as well.
+The all-reduce runs in backward() in eager mode, before the update in a graph. The optimizer's state is B as well.
 
+Why:   each rank's rows give one addend of each gradient: it is P. A weight in B needs it in B, and P -> B adds it up.
 Moves: an all-reduce of each weight's gradient every step: 2 (n-1)/n x the bytes of the weights from each of n ranks.
 Run:   ./launch.sh recipes/training/train_data_parallel.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/training/train_data_parallel.py [--graph]
 Use it when weights, gradients and optimizer state fit on every device; else see zero_optimizer.py, fully_sharded.py.
 Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704.
 """

@@ -10,9 +10,9 @@ On the mesh [[0, 1], [2, 3]] a tensor has one SBP for each axis. Along axis 0 th
 ranks 0 and 2, and between 1 and 3; along axis 1 it is train_tensor_parallel.py, between ranks 0 and 1, and 2 and 3.
 Ranks 0 and 2 are replicas, and so are 1 and 3: what they hold is equal before and after each step.
 
+Why:   tensor parallel sends in each layer, so few ranks with fast links share a layer, and the others split the batch.
 Moves: each rank sends (w0 + w1)/2 along axis 0, to all-reduce the gradients, and half of the output along axis 1.
 Run:   ./launch.sh recipes/training/train_data_tensor.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 4 recipes/training/train_data_tensor.py [--graph]
 Use it when the batch alone cannot feed all ranks: put axis 1 inside a host, where links are fast.
 Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
 """

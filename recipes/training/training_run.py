@@ -11,10 +11,10 @@ The model is a small causal transformer; sequences have different lengths. In bo
 are added, over ranks and micro-batches, and divided once, by their number. With --graph the model runs in two graphs,
 and the update stays eager: a graph clips each parameter group by its own norm, and LambdaLR has no form for a graph.
 
+Why:   a sum over all valid tokens, divided once, is the same on any mesh; a mean of means is not.
 Moves: along data one all-reduce of the gradients in a step; along tensor, in each block and micro-batch, 2 all-reduces
        of the activations forward and 2 backward. To save, an all-gather of each split weight and of its two moments.
 Run:   ./launch.sh recipes/training/training_run.py [--graph] [--tensor 2] [--checkpoint-dir DIR --steps 40]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/training/training_run.py [--graph]
 Use it to begin a run that must be right and may be stopped. Pipeline stages: gpt.py; dropout: random_numbers.py.
 Source: PyTorch documentation, "Saving and loading a general checkpoint"; I. Loshchilov and F. Hutter, arXiv:1711.05101.
 """
@@ -35,9 +35,15 @@ import zlib
 import numpy as np
 import oneflow as flow
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = (2, 1, 3, 4, 6, 12)  # numbers of ranks; launch.sh refuses others
-B, S = flow.sbp.broadcast, flow.sbp.split
-BATCH, COLUMN, ROW, REPLICATED = (S(0), B), (B, S(1)), (B, S(0)), (B, B)  # SBPs along data and tensor
+# SBPs along data and along tensor
+BATCH, COLUMN, ROW, REPLICATED = (
+    (flow.sbp.split(0), flow.sbp.broadcast),
+    (flow.sbp.broadcast, flow.sbp.split(1)),
+    (flow.sbp.broadcast, flow.sbp.split(0)),
+    (flow.sbp.broadcast, flow.sbp.broadcast),
+)
 IGNORE = -100  # the target of a position without a token
 FORMAT = "training_run 1"  # of its checkpoints; a number of its own for each change of what they hold
 

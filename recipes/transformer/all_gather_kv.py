@@ -8,10 +8,10 @@
     out     (8, 2, 4)                    rows 0-3      rows 4-7      S(0)
 
 q is (seq_len, num_heads, head_size).
+Why:   a query needs all keys and values but no other query, so only k and v have to be sent.
 Moves: forward an all-gather of k and of v, backward a reduce-scatter of each gradient: 4 (n-1)/n x q from each of n
        ranks.
 Run:   ./launch.sh recipes/transformer/all_gather_kv.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/all_gather_kv.py [--graph]
 Use it when a sequence is too long for one device, but its keys and values fit on one. It takes any number of heads, and
 sends little if k and v have few heads, as in grouped-query attention.
 Source: Meta, "The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.2.
@@ -22,6 +22,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = range(2, 9)  # numbers of ranks; launch.sh refuses others
 
 

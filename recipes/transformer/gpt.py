@@ -11,11 +11,11 @@
     norms, positions     (hidden), (seq_len, hidden)  B             B
 
 --sequence-parallel: the residual is S(0) along tensor. Stage k of a pipeline has the k-th part of ranks and layers.
+Why:   a layout that is a table can be changed without touching the model, so meshes can be compared.
 Moves: data: all-reduce of gradients (in eager mode in each micro-batch); context: also all-gather of keys and values,
        reduce-scatter of their gradients; sharded: all-gather and reduce-scatter of weights in each micro-batch;
        experts: 4 all-to-alls, tensor: 4 all-reduces (or all-gathers + reduce-scatters) a layer; pipeline: the residual.
 Run:   ./launch.sh recipes/transformer/gpt.py [--graph] [--tensor 2] [--steps 1000] [--checkpoint-dir DIR] [--check]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/gpt.py [--graph]
 Use it where the layout may change from run to run: a checkpoint of either mode loads on any mesh, in either mode.
 Source: D. Narayanan et al., arXiv:2104.04473; V. Korthikanti et al., arXiv:2205.05198; Llama 3, arXiv:2407.21783.
 """
@@ -35,24 +35,32 @@ import zlib
 import numpy as np
 import oneflow as flow
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = (2, 1, *range(3, 1025))  # numbers of ranks; launch.sh refuses others
-B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 # S(i): each rank holds a slice of dimension i. B: each holds the whole tensor. P, which LAYOUT does not use: what the
 # ranks hold adds up to the tensor, as after a matmul with a row weight. Ranks communicate where to_global changes the
 # SBP: P -> B is an all-reduce, P -> S a reduce-scatter, S -> B an all-gather; the input's gradient gets grad_sbp.
 LAYOUT = {  # kind of tensor -> its SBPs along the data and the tensor axis of a mesh
-    "ids": (S(0), B),
-    "activation": (S(1), B),
-    "residual": (S(1), B),
-    "vocabulary": (B, S(0)),
-    "column": (B, S(1)),
-    "row": (B, S(0)),
-    "expert column": (S(0), S(2)),
-    "expert row": (S(0), S(1)),
-    "replicated": (B, B),
+    "ids": (flow.sbp.split(0), flow.sbp.broadcast),
+    "activation": (flow.sbp.split(1), flow.sbp.broadcast),
+    "residual": (flow.sbp.split(1), flow.sbp.broadcast),
+    "vocabulary": (flow.sbp.broadcast, flow.sbp.split(0)),
+    "column": (flow.sbp.broadcast, flow.sbp.split(1)),
+    "row": (flow.sbp.broadcast, flow.sbp.split(0)),
+    "expert column": (flow.sbp.split(0), flow.sbp.split(2)),
+    "expert row": (flow.sbp.split(0), flow.sbp.split(1)),
+    "replicated": (flow.sbp.broadcast, flow.sbp.broadcast),
 }
-CONTEXT_PARALLEL = {"ids": (S(1), B), "activation": (S(0), B), "residual": (S(0), B)}
-SHARDED = {"vocabulary": (S(1), S(0)), "column": (S(0), S(1)), "row": (S(1), S(0))}  # weights between uses
+CONTEXT_PARALLEL = {
+    "ids": (flow.sbp.split(1), flow.sbp.broadcast),
+    "activation": (flow.sbp.split(0), flow.sbp.broadcast),
+    "residual": (flow.sbp.split(0), flow.sbp.broadcast),
+}
+SHARDED = {  # weights between uses
+    "vocabulary": (flow.sbp.split(1), flow.sbp.split(0)),
+    "column": (flow.sbp.split(0), flow.sbp.split(1)),
+    "row": (flow.sbp.split(1), flow.sbp.split(0)),
+}
 
 FORMAT = "gpt 1"  # of its checkpoints; a number of its own for each change of what they hold
 CHARACTERS = "0123456789+=;"
@@ -143,7 +151,7 @@ class StageModule(flow.nn.Module):
         self.kinds = {}
         self.layout = {**LAYOUT, **CONTEXT_PARALLEL} if config.context_parallel else dict(LAYOUT)
         if config.sequence_parallel:
-            self.layout["residual"] = (self.layout["activation"][0], S(0))
+            self.layout["residual"] = (self.layout["activation"][0], flow.sbp.split(0))
         self.layout_at_rest = {**self.layout, **SHARDED} if config.shard_weights else self.layout
 
     def to_mesh(self, ids):
@@ -224,8 +232,12 @@ class Block(StageModule):
         qkv = flow.matmul(x, self.weight("qkv"))  # its columns are in the order of the heads
         q, k, v = qkv.reshape(seq_len, batch, heads, 3 * head_size).chunk(3, -1)
         if self.config.context_parallel:  # all-gathers along data; backward reduce-scatters the gradients
-            k = k.to_global(sbp=(B, S(2)), grad_sbp=(S(0), S(2)))
-            v = v.to_global(sbp=(B, S(2)), grad_sbp=(S(0), S(2)))
+            k = k.to_global(
+                sbp=(flow.sbp.broadcast, flow.sbp.split(2)), grad_sbp=(flow.sbp.split(0), flow.sbp.split(2))
+            )
+            v = v.to_global(
+                sbp=(flow.sbp.broadcast, flow.sbp.split(2)), grad_sbp=(flow.sbp.split(0), flow.sbp.split(2))
+            )
         q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)  # (batch, heads, seq_len, size)
         scores = flow.matmul(q, k, transpose_b=True) * head_size**-0.5
         scores = scores + self.mask(seq_len, x.dtype)  # flow.where would gather the scores
@@ -237,7 +249,7 @@ class Block(StageModule):
         """-1e9 where a query, a row, would see a later key. In context parallel a rank has its own rows."""
         shape, sbp = (seq_len, seq_len), self.layout["replicated"]
         mask = flow._C.global_constant(shape, -1e9, dtype=dtype, placement=self.mesh, sbp=sbp).triu(1)
-        return mask.to_global(sbp=(S(0), B)) if self.config.context_parallel else mask
+        return mask.to_global(sbp=(flow.sbp.split(0), flow.sbp.broadcast)) if self.config.context_parallel else mask
 
     def mlp(self, x):
         """Its activation is the squared ReLU, much faster than GELU on a CPU (arXiv:2109.08668)."""
@@ -289,11 +301,16 @@ class Experts(StageModule):
         """What the experts make of the tokens in their slots, (batch, expert and slot, hidden)."""
         batch, _, hidden_size = slots.shape
         sent = slots.reshape(batch, self.config.experts, -1, hidden_size)
-        arrived = sent.to_global(sbp=(S(1), B), grad_sbp=(S(0), P))  # all-to-all along data
+        # all-to-all along data
+        arrived = sent.to_global(
+            sbp=(flow.sbp.split(1), flow.sbp.broadcast), grad_sbp=(flow.sbp.split(0), flow.sbp.partial_sum)
+        )
         hidden = flow.matmul(arrived.transpose(0, 1).flatten(1, 2), self.weight("up"))
         out = flow.matmul(flow.square(flow.relu(hidden)), self.weight("down"))
         out = out.reshape(self.config.experts, batch, -1, hidden_size).transpose(0, 1)
-        return out.to_global(sbp=(S(0), P), grad_sbp=(S(1), B)).flatten(1, 2)  # and back
+        return out.to_global(
+            sbp=(flow.sbp.split(0), flow.sbp.partial_sum), grad_sbp=(flow.sbp.split(1), flow.sbp.broadcast)
+        ).flatten(1, 2)  # and back
 
 
 class Head(StageModule):
@@ -431,7 +448,9 @@ def load_training_state(state, model, optimizer, graph):
         for moment, letter in MOMENTS.items():
             graph_state.update({f"model.{name}-{letter}": state[moment][name] for name in names})
         rank_0 = flow.placement("cpu", [0])
-        graph_state[GRAPH_STEP] = flow.tensor([state["step"]], dtype=flow.int64, placement=rank_0, sbp=B)
+        graph_state[GRAPH_STEP] = flow.tensor(
+            [state["step"]], dtype=flow.int64, placement=rank_0, sbp=flow.sbp.broadcast
+        )
         graph.load_state_dict(graph_state)
     else:
         model.load_state_dict(state["model"])

@@ -9,10 +9,10 @@
 
 Queries, keys, values and the cache, (batch, heads, length, head_dim), are S(1): each rank has its own heads.
 The rows of embed_tokens and lm_head are S(0), norms B. Each rank reads only its slices of the .safetensors files.
+Why:   a head needs no other head, so a rank that has its heads and their cache computes attention alone.
 Moves: for each token 2 all-reduces of the residual in a layer and 1 after the embedding, an all-gather of the logits,
        and the residual from stage to stage. The cache stays where it is.
 Run:   ./launch.sh recipes/transformer/llama.py [--graph] [--tensor 2] [--checkpoint FOLDER --prompt-ids 1,5 7]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/llama.py [--graph]
 Use it for a model that does not fit on one device: FOLDER is what transformers' save_pretrained writes. Prompts are
 token ids, as transformers.AutoTokenizer.from_pretrained(FOLDER).encode(text) makes them; its decode makes text again.
 Source: H. Touvron et al., arXiv:2302.13971; J. Ainslie et al., arXiv:2305.13245; R. Pope et al., arXiv:2211.05102.
@@ -30,21 +30,21 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = (2, 1, *range(3, 65))  # numbers of ranks; launch.sh refuses others
-B, S = flow.sbp.broadcast, flow.sbp.split
 LAYOUT = {  # weight, (out, in) as in torch.nn.Linear -> its SBP on the ranks of its stage
-    "embed_tokens": S(0),  # words
-    "q_proj": S(0),  # heads
-    "k_proj": S(0),  # and B where there are fewer heads than ranks
-    "v_proj": S(0),
-    "o_proj": S(1),  # heads
-    "gate_proj": S(0),
-    "up_proj": S(0),
-    "down_proj": S(1),
-    "input_layernorm": B,
-    "post_attention_layernorm": B,
-    "norm": B,
-    "lm_head": S(0),  # words
+    "embed_tokens": flow.sbp.split(0),  # words
+    "q_proj": flow.sbp.split(0),  # heads
+    "k_proj": flow.sbp.split(0),  # and B where there are fewer heads than ranks
+    "v_proj": flow.sbp.split(0),
+    "o_proj": flow.sbp.split(1),  # heads
+    "gate_proj": flow.sbp.split(0),
+    "up_proj": flow.sbp.split(0),
+    "down_proj": flow.sbp.split(1),
+    "input_layernorm": flow.sbp.broadcast,
+    "post_attention_layernorm": flow.sbp.broadcast,
+    "norm": flow.sbp.broadcast,
+    "lm_head": flow.sbp.split(0),  # words
 }
 
 
@@ -77,7 +77,7 @@ class Config:
             shape = (kv_size, self.hidden_size)
         else:
             shape = (self.intermediate_size, self.hidden_size)
-        return shape[::-1] if LAYOUT[name] == S(1) else shape
+        return shape[::-1] if LAYOUT[name] == flow.sbp.split(1) else shape
 
     def frequencies(self):
         """Radians by which each pair of numbers of a head turns from a token to the next, head_dim / 2 of them."""
@@ -105,7 +105,7 @@ class Weight(nn.Module):
     def __init__(self, name, config, ranks):
         super().__init__()
         is_replicated = name in ("k_proj", "v_proj") and config.num_key_value_heads < ranks.ranks.size
-        sbp = B if is_replicated else LAYOUT[name]
+        sbp = flow.sbp.broadcast if is_replicated else LAYOUT[name]
         self.weight = nn.Parameter(flow.zeros(config.shape_of(name), placement=ranks, sbp=sbp))
 
 
@@ -135,7 +135,8 @@ class Columns:
         angles = np.concatenate((angles, angles), -1)
         hidden = np.where(is_token, 0, -1e9)[:, None, None].astype(np.float32)
         self.cos, self.sin, self.hidden = (
-            flow.tensor(array, placement=ranks, sbp=B) for array in (np.cos(angles), np.sin(angles), hidden)
+            flow.tensor(array, placement=ranks, sbp=flow.sbp.broadcast)
+            for array in (np.cos(angles), np.sin(angles), hidden)
         )
 
     def rotate(self, x, begin):
@@ -149,7 +150,9 @@ class Columns:
     def mask(self, begin, end):
         """What is added to the scores of these columns: -1e9 for padding and for later tokens."""
         shape, hidden = (end - begin, end), self.hidden
-        all_hidden = flow._C.global_constant(shape, -1e9, dtype=hidden.dtype, placement=hidden.placement, sbp=(B,))
+        all_hidden = flow._C.global_constant(
+            shape, -1e9, dtype=hidden.dtype, placement=hidden.placement, sbp=(flow.sbp.broadcast,)
+        )
         return hidden[:, :, :, :end] + all_hidden.triu(begin + 1)
 
 
@@ -157,7 +160,7 @@ class KVCache:
     """The keys and values of one layer, (batch, heads, length, head_dim), each rank those of its own heads."""
 
     def __init__(self, shape, ranks):
-        self.k, self.v = (flow.zeros(shape, placement=ranks, sbp=S(1)) for _ in range(2))
+        self.k, self.v = (flow.zeros(shape, placement=ranks, sbp=flow.sbp.split(1)) for _ in range(2))
 
     def append(self, k, v, begin):
         """Put in new columns, from `begin` on; returns all up to them."""
@@ -184,7 +187,7 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         q, k, v = self.heads_of(self.q_proj, x), self.heads_of(self.k_proj, x), self.heads_of(self.v_proj, x)
         if k.shape[1] < self.tensor:  # B: each rank computes all, and keeps the one that its queries need
-            k, v = (repeat_heads(kv, self.tensor // k.shape[1]).to_global(sbp=S(1)) for kv in (k, v))
+            k, v = (repeat_heads(kv, self.tensor // k.shape[1]).to_global(sbp=flow.sbp.split(1)) for kv in (k, v))
         q, k = columns.rotate(q, begin), columns.rotate(k, begin)
         if cache:
             k, v = cache.append(k, v, begin)
@@ -221,10 +224,10 @@ class DecoderLayer(nn.Module):
     def forward(self, x, columns, begin=0, cache=None):
         """The outputs of a split part are summed over the ranks, and in backward the gradients of its input."""
         x = x.to_global(placement=self.ranks)  # from the stage before
-        h = self.input_layernorm(x).to_global(sbp=B, grad_sbp=B)
-        x = x + self.self_attn(h, columns, begin, cache).to_global(sbp=B)
-        h = self.post_attention_layernorm(x).to_global(sbp=B, grad_sbp=B)
-        return x + self.mlp(h).to_global(sbp=B)
+        h = self.input_layernorm(x).to_global(sbp=flow.sbp.broadcast, grad_sbp=flow.sbp.broadcast)
+        x = x + self.self_attn(h, columns, begin, cache).to_global(sbp=flow.sbp.broadcast)
+        h = self.post_attention_layernorm(x).to_global(sbp=flow.sbp.broadcast, grad_sbp=flow.sbp.broadcast)
+        return x + self.mlp(h).to_global(sbp=flow.sbp.broadcast)
 
 
 class LlamaModel(nn.Module):
@@ -240,10 +243,10 @@ class LlamaModel(nn.Module):
     def forward(self, ids, columns, begin=0, caches=None):
         """The last hidden states, on the last stage. columns: of each stage; caches: of each layer."""
         x = flow._C.gather(self.embed_tokens.weight, ids, 0)  # 0 for the words of other ranks
-        x = x.to_global(sbp=B)
+        x = x.to_global(sbp=flow.sbp.broadcast)
         for i, layer in enumerate(self.layers):
             x = layer(x, columns[layer.stage], begin, caches[i] if caches else None)
-        return self.norm(x).to_global(sbp=B, grad_sbp=B)
+        return self.norm(x).to_global(sbp=flow.sbp.broadcast, grad_sbp=flow.sbp.broadcast)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -270,10 +273,10 @@ class LlamaForCausalLM(nn.Module):
         """The most likely token after the last column, (batch), on all ranks. ids: the columns from `begin` on."""
         hidden = self.model(self.on_first_stage(ids), columns, begin, caches)[:, -1]
         logits = flow.matmul(head, hidden, transpose_b=True)  # (vocab_size, batch): S(0) takes no detour to B
-        return logits.to_global(sbp=B).argmax(0).numpy()  # collective: all ranks call it
+        return logits.to_global(sbp=flow.sbp.broadcast).argmax(0).numpy()  # collective: all ranks call it
 
     def on_first_stage(self, ids):
-        return flow.tensor(ids, placement=self.stages[0], sbp=B)
+        return flow.tensor(ids, placement=self.stages[0], sbp=flow.sbp.broadcast)
 
     def columns_of(self, is_token):
         return [Columns(self.config, is_token, ranks) for ranks in self.stages]
@@ -371,7 +374,7 @@ def train(stages, config=None, graph=False, weights=None, seed=0, steps=3, batch
     losses = []
     for step in range(steps):
         ids, targets = batch_of(config, seed, step, batch, seq_len)
-        ids, targets = model.on_first_stage(ids), flow.tensor(targets, placement=stages[-1], sbp=B)
+        ids, targets = model.on_first_stage(ids), flow.tensor(targets, placement=stages[-1], sbp=flow.sbp.broadcast)
         if graph:
             loss = training(ids, targets)
         else:
@@ -416,7 +419,7 @@ def own_slice(array, w):
     [coordinates] = np.argwhere(ranks == flow.env.get_rank())
     for k, size, sbp in zip(coordinates, ranks.shape, w.sbp):
         for dim in range(array.ndim):
-            if sbp == S(dim):
+            if sbp == flow.sbp.split(dim):
                 array = np.array_split(array, size, axis=dim)[k]
     return array
 

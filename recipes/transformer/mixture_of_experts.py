@@ -12,10 +12,10 @@
 A token chooses its top_k most likely experts; their probabilities, scaled to the sum 1, are the gates. A sequence has 3
 slots at each expert: sent is (sequence, expert, slot, hidden_size). First choices take slots before second ones; what
 finds no free slot is dropped. The balance loss, too, is that of a sequence: nothing depends on the number of ranks.
+Why:   a token needs few experts, and is smaller than an expert; so tokens travel, and experts stay.
 Moves: slots to the experts and back, and their gradients: 4 all-to-alls, each (n-1)/n^2 x sent from each of n ranks;
        an all-reduce of the gradients of router and norm.
 Run:   ./launch.sh recipes/transformer/mixture_of_experts.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/mixture_of_experts.py [--graph]
 Use it for more weights: a token costs experts x capacity / seq_len = 3 MLPs. Left out: z-loss, noise, shared experts.
 Source: W. Fedus et al., "Switch Transformers", arXiv:2101.03961; D. Lepikhin et al., "GShard", arXiv:2006.16668.
 """

@@ -9,10 +9,10 @@
     out1   (4, 2, 4)                     nothing      whole        B
 
 Each rank has tensors of its own: q0 is rows 0-3 of q, (seq_len, num_heads, head_size). v is placed as k is.
+Why:   a softmax can be computed block by block, so no rank needs all keys and values at once.
 Moves: k and v of a rank to the next and on to the last, and back their gradients: 2 (2r+1)/n x q from rank r, and
        2 (n-1)/n x q from the last. A graph sends them straight to each later rank: 2 (n-1)/n x q from each.
 Run:   ./launch.sh recipes/transformer/ring_attention.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/ring_attention.py [--graph]
 Use it forward only, when all keys and values do not fit on one device, or to learn how a ring works. In training it
 does not save memory here: autograd keeps all blocks; the paper computes them again. The work is uneven: no query sees
 later keys, so rank 0 computes 1 block of scores, and rank n-1 computes n. In zigzag order, with chunks r and 2n-1-r of
@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import oneflow as flow
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = range(2, 9)  # numbers of ranks; launch.sh refuses others
 
 

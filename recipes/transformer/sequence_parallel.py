@@ -12,9 +12,9 @@
     out          (8, 16)             rows 0-3         rows 4-7         S(0)
 
 A row is a token, ordered sequence before batch, so that the sequence is S(0): eager mode sends more to gather S(1).
+Why:   norm and residual treat each token alone, so ranks need not repeat them: each takes its own tokens.
 Moves: forward 2 all-gathers and 2 reduce-scatters, backward the same, and an all-reduce of the norms' gradients.
 Run:   ./launch.sh recipes/transformer/sequence_parallel.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/sequence_parallel.py [--graph]
 Use it wherever you use tensor parallel and activations fill the memory. attention_in and mlp_in stay whole until
 backward; Megatron-LM keeps a shard of each and gathers it again.
 Source: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.

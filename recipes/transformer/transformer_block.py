@@ -11,9 +11,9 @@
 
 A row of x is a token. Axis 0 of the mesh [[0, 1], [2, 3]] splits the batch, axis 1 the heads: a rank's columns of qkv
 are query, key and value of its own heads, so reshape and permute keep the split, and attention moves nothing.
+Why:   a head needs no other head, and a hidden unit no other hidden unit; so both can be split without communication.
 Moves: on axis 1, of t ranks, 4 all-reduces of a rank's rows of out, 2 (t-1)/t x each; on axis 0 one of the gradients.
 Run:   ./launch.sh recipes/transformer/transformer_block.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 4 recipes/transformer/transformer_block.py [--graph]
 Use it when a layer is too big or too slow for one device, and the ranks of axis 1 have fast links.
 Source: M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models", arXiv:1909.08053.
 """

@@ -8,10 +8,10 @@
     out     (8, 8, 4)                    rows 0-3      rows 4-7      S(0)
 
 q is (seq_len, num_heads, head_size). Attention runs on all rows of q, k and v, each split by heads: S(1).
+Why:   attention needs all tokens of a head but no other head, everything else a token alone; so the split changes.
 Moves: forward an all-to-all of q, k, v and of the result, backward of their gradients: 8 (n-1)/n^2 x q from each of n
        ranks. The more ranks, the less that is; an all-gather of k and v does not shrink.
 Run:   ./launch.sh recipes/transformer/ulysses.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/transformer/ulysses.py [--graph]
 Use it when a sequence is too long for one device, and queries, keys and values each have n heads or more.
 Source: S. Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 """

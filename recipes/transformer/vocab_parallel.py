@@ -9,10 +9,10 @@
     logits       (8, 62)     0-3, 0-30        0-3, 31-61       4-7, 0-30        4-7, 31-61       S(0), S(1)
 
 A vocabulary of 61 is padded to 62, with logits of -1e9. Axis 0 of the mesh splits the tokens, axis 1 the vocabulary.
+Why:   a softmax needs from other ranks only the largest logit and a sum, both a number for each token.
 Moves: along axis 1 an all-reduce of x, one of its gradient, and 5 to 8 numbers for each token, such as its largest
        logit, not its logits; along axis 0 an all-reduce of the gradients.
 Run:   ./launch.sh recipes/transformer/vocab_parallel.py [--graph]
-       python -m oneflow.distributed.launch --nproc_per_node 4 recipes/transformer/vocab_parallel.py [--graph]
 Use it when the vocabulary is large: 50,000 logits of a token take as much memory as 12 hidden states of 4,096.
 Source: M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models", arXiv:1909.08053.
 """
@@ -22,6 +22,7 @@ import argparse
 import numpy as np
 import oneflow as flow
 
+# flow._C is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = (4, 2)  # numbers of ranks; launch.sh refuses others
 
 

@@ -13,9 +13,9 @@ backward needs of the gathered weights stays until backward: at the peak of a st
 mode, `shard(model, ranks, reshard_after_forward=True)` drops them after the forward of their layer, and gathers them
 again in backward: then a rank holds the gathered weights of one layer at a time, and sends half as much again.
 
+Why:   a weight is needed whole only while its layer runs; at all other times 1/n of it is enough.
 Moves: an all-gather of each parameter, a reduce-scatter of its gradient: each (n-1)/n x their bytes from each rank.
 Run:   ./launch.sh recipes/your_model/fully_sharded_module.py [--graph] [--reshard-after-forward]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/fully_sharded_module.py [--graph]
 Use it when your model's weights, gradients and optimizer state do not fit on one device.
 Source: Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277.
 """
@@ -27,6 +27,7 @@ import oneflow as flow
 from graph_safe import prepare_for_graph  # the file beside this one: copy both
 from oneflow import nn
 
+# flow._C and flow._oneflow_internal are private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = (2, 1, *range(3, 9))  # numbers of ranks; launch.sh refuses others
 
 

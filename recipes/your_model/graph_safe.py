@@ -19,6 +19,8 @@ import oneflow as flow
 from oneflow import nn
 from oneflow.core.job.job_pb2 import Job
 
+# flow._C and flow._oneflow_internal are private to OneFlow 0.9.0: a different version may lack what is called here
+
 
 def prepare_for_graph(model):
     """Make nn.Graph train a model as eager mode does, or refuse it."""

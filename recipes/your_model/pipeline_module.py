@@ -12,9 +12,9 @@ Each part first moves its inputs to its stage: its __class__ becomes a subclass 
 micro-batches parameters must also be read through flow._C.identity: otherwise a layer may read them while the optimizer
 changes them, silently (OneFlow 0.9.0).
 
+Why:   a layer needs nothing of the others but its input, so only one activation crosses a boundary.
 Moves: forward each stage's output, backward its gradient, (batch, seq_len, hidden_size) between neighbours.
 Run:   ./launch.sh recipes/your_model/pipeline_module.py [--graph] [--micro-batches 4]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/pipeline_module.py [--graph]
 Use it when your model has many layers, or links are slow.
 Source: Y. Huang et al., "GPipe", arXiv:1811.06965.
 """
@@ -27,6 +27,7 @@ import oneflow as flow
 from graph_safe import prepare_for_graph  # the file beside this one: copy both
 from oneflow import nn
 
+# flow._oneflow_internal is private to OneFlow 0.9.0: a different version may lack what is called here
 WORLD_SIZES = (2, 1, 3, 4)  # numbers of ranks; launch.sh refuses others
 
 

@@ -10,9 +10,9 @@ The format is the length of a header (8 bytes), the header in JSON, {name: {"dty
 numbers of one tensor after another; np.memmap reads only the pages on which a slice lies. Names and shapes are those of
 PyTorch, floats take the model's dtype. Several files: load(model, {**open_safetensors(one), **open_safetensors(two)}).
 
+Why:   a file of whole tensors fits any layout: each rank reads the slice that its SBP gives it.
 Moves: to load: nothing; every host needs the file. To save: an all-gather of what is split; from other ranks to rank 0.
 Run:   ./launch.sh recipes/your_model/pytorch_weights.py [--graph] [--weights model.safetensors]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/pytorch_weights.py [--graph]
 Use it to start from a PyTorch checkpoint: safetensors.torch.save_model(model, "model.safetensors").
 Source: Hugging Face, "Safetensors: Format", https://github.com/huggingface/safetensors.
 """
@@ -29,7 +29,6 @@ import oneflow as flow
 from oneflow import nn
 
 WORLD_SIZES = (2, 1, 3, 4, 8)  # numbers of ranks; launch.sh refuses others
-B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no bfloat16
 WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile", "_fsdp_wrapped_module": "FSDP"}
 DTYPES = {**FLOATS, "I64": np.int64, "I32": np.int32, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
@@ -46,10 +45,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         h = self.norm(x)
-        h = h.to_global(sbp=B, grad_sbp=B)  # one all-reduce of its gradient
+        h = h.to_global(sbp=flow.sbp.broadcast, grad_sbp=flow.sbp.broadcast)  # one all-reduce of its gradient
         h = nn.functional.gelu(self.up(h))
         h = flow.matmul(h, self.down.weight, transpose_b=True)  # a partial sum on each rank
-        return x + h.to_global(sbp=B) + self.down.bias
+        return x + h.to_global(sbp=flow.sbp.broadcast) + self.down.bias
 
 
 class Classifier(nn.Module):
@@ -70,10 +69,10 @@ class Classifier(nn.Module):
 
 def lay_out(model, ranks):
     """Split the weights of each block, as tensor_parallel_module.py does for any model; the others are B."""
-    model.to_global(placement=ranks, sbp=B)
+    model.to_global(placement=ranks, sbp=flow.sbp.broadcast)
     for block in model.blocks:
         for w, dim in ((block.up.weight, 0), (block.up.bias, 0), (block.down.weight, 1)):
-            w.data = w.detach().to_global(sbp=S(dim))
+            w.data = w.detach().to_global(sbp=flow.sbp.split(dim))
     return model
 
 
@@ -159,7 +158,7 @@ def problems_of(array, w):
         yield f"{array.shape}, the model has {tuple(w.shape)}"
     if array.dtype != dtype and not (array.dtype in FLOATS.values() and dtype in FLOATS.values()):
         yield f"{array.dtype}, the model has {dtype}"
-    if w.is_global and P in w.sbp:
+    if w.is_global and flow.sbp.partial_sum in w.sbp:
         yield "P in the model: only B and S can be loaded"
 
 
@@ -195,7 +194,7 @@ def own_slice(array, w):
     [coordinates] = np.argwhere(ranks == flow.env.get_rank())
     for k, size, sbp in zip(coordinates, ranks.shape, w.sbp):
         for dim in range(array.ndim):
-            if sbp == S(dim):
+            if sbp == flow.sbp.split(dim):
                 array = np.array_split(array, size, axis=dim)[k]
     return array
 
@@ -235,7 +234,9 @@ def on_rank_0(w):
     w = w.detach()
     if w.is_global:
         mesh = np.zeros([1] * w.placement.ranks.ndim, int)  # rank 0, as a mesh of as many axes
-        w = w.to_global(placement=flow.placement(w.placement.type, mesh.tolist()), sbp=[B] * mesh.ndim).to_local()
+        w = w.to_global(
+            placement=flow.placement(w.placement.type, mesh.tolist()), sbp=[flow.sbp.broadcast] * mesh.ndim
+        ).to_local()
     return w.numpy()
 
 
@@ -272,8 +273,8 @@ def train(ranks, graph=False, weights=None, seed=0, steps=3, batch=8):
     load(model, weights)
 
     rng = np.random.default_rng(seed)
-    ids = flow.tensor(rng.integers(12, size=(batch, 4)), placement=ranks, sbp=B)
-    targets = flow.tensor(rng.integers(5, size=batch), placement=ranks, sbp=B)
+    ids = flow.tensor(rng.integers(12, size=(batch, 4)), placement=ranks, sbp=flow.sbp.broadcast)
+    targets = flow.tensor(rng.integers(5, size=batch), placement=ranks, sbp=flow.sbp.broadcast)
     with flow.no_grad():
         logits = model(ids).numpy()
     optimizer = flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -12,10 +12,10 @@ nn.Linear keeps its weight as (out, in), so column parallel is S(0). The bias of
 after the sum. If only the weights are split and the layers stay nn.Linear, eager mode still gives the right values, but
 partial sums flow into LayerNorm and the residual: at batch 256 and hidden_size 512 a step sends 10 times as much.
 
+Why:   which layers go by columns and which by rows is all that differs, and names can say it; the code stays.
 Moves: along the tensor axis an all-reduce of (batch, seq_len, hidden_size) for each block, forward and backward; along
        the data axis an all-reduce of each parameter's gradient.
 Run:   ./launch.sh recipes/your_model/tensor_parallel_module.py [--graph] [--data 2]
-       python -m oneflow.distributed.launch --nproc_per_node 2 recipes/your_model/tensor_parallel_module.py [--graph]
 Use it when training does not fit on one device or is too slow, and links are fast; each rank starts with a copy.
 Source: M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
@@ -29,7 +29,6 @@ from graph_safe import prepare_for_graph  # the file beside this one: copy both
 from oneflow import nn
 
 WORLD_SIZES = (2, 1, 3, 4, 8)  # numbers of ranks; launch.sh refuses others
-B, S = flow.sbp.broadcast, flow.sbp.split
 
 
 class Block(nn.Module):
@@ -63,7 +62,7 @@ class Classifier(nn.Module):
 class Column(nn.Linear):
     """Each rank of the tensor axis has some of the outputs."""
 
-    split = {"weight": S(0), "bias": S(0)}
+    split = {"weight": flow.sbp.split(0), "bias": flow.sbp.split(0)}
 
     def forward(self, x):
         x = x.to_global(sbp=x.sbp, grad_sbp=x.sbp)  # one all-reduce of its gradient, here and nowhere else
@@ -74,11 +73,11 @@ class Column(nn.Linear):
 class Row(nn.Linear):
     """Each rank of the tensor axis has some of the inputs and computes a partial sum."""
 
-    split = {"weight": S(1), "bias": B}
+    split = {"weight": flow.sbp.split(1), "bias": flow.sbp.broadcast}
 
     def forward(self, x):
         out = flow.matmul(x, split_weight(self), transpose_b=True)
-        out = out.to_global(sbp=(*out.sbp[:-1], B))  # the all-reduce; then the bias is added once
+        out = out.to_global(sbp=(*out.sbp[:-1], flow.sbp.broadcast))  # the all-reduce; then the bias is added once
         return out if self.bias is None else out + self.bias
 
 
@@ -103,17 +102,19 @@ def lay_out(model, mesh, plan):
     """
     kinds = kinds_of(model, plan)
     for parameter in model.parameters():
-        parameter.data = parameter.detach().to_global(placement=mesh, sbp=(B, B))
+        parameter.data = parameter.detach().to_global(placement=mesh, sbp=(flow.sbp.broadcast, flow.sbp.broadcast))
     laid_out = {}  # buffer -> its global tensor: a buffer that two modules share stays one
     for layer in model.modules():
         for name, buffer in layer._buffers.items():
             if buffer is not None:
                 if buffer not in laid_out:
-                    laid_out[buffer] = buffer.to_global(placement=mesh, sbp=(B, B))
+                    laid_out[buffer] = buffer.to_global(placement=mesh, sbp=(flow.sbp.broadcast, flow.sbp.broadcast))
                 layer._buffers[name] = laid_out[buffer]
     for layer, kind in kinds.items():
         for name, parameter in layer.named_parameters(recurse=False):
-            parameter.data = parameter.detach().to_global(sbp=(B, kind.split.get(name, B)))
+            parameter.data = parameter.detach().to_global(
+                sbp=(flow.sbp.broadcast, kind.split.get(name, flow.sbp.broadcast))
+            )
         # a subclass of nn.Linear keeps its forward; its super().forward is then that of Column or Row
         original = type(layer)
         attributes = {"__module__": original.__module__}
@@ -173,8 +174,8 @@ def train(mesh, graph=False, seed=0, steps=20, optimizer="adam", dropout=0.0, ba
     flow.manual_seed(seed)
     model = lay_out(Classifier(hidden_size=hidden_size, dropout=dropout), mesh, PLAN)
     rng = np.random.default_rng(seed)
-    ids = flow.tensor(rng.integers(12, size=(batch, 4)), placement=mesh, sbp=(S(0), B))
-    targets = flow.tensor(rng.integers(5, size=batch), placement=mesh, sbp=(S(0), B))
+    ids = flow.tensor(rng.integers(12, size=(batch, 4)), placement=mesh, sbp=(flow.sbp.split(0), flow.sbp.broadcast))
+    targets = flow.tensor(rng.integers(5, size=batch), placement=mesh, sbp=(flow.sbp.split(0), flow.sbp.broadcast))
     if optimizer == "adam":
         optimizer = flow.optim.Adam(model.parameters(), lr=0.01)
     else:

@@ -201,7 +201,10 @@ def test_parameters_have_their_path_and_steps_that_come_again_are_counted(show):
         *("Net.to_global: local -> B, local to global", *(f"{name} B" for name in names)),
         *("x S(0)", "hidden S(0)", "head.0() S(0)", "out S(0)", "loss P"),
         "backward: the gradients (24 times)",
-        *(f"  gradient of {name}: P -> B, all-reduce, {b} B from each rank by the formula (24 times)" for name, b in sizes),
+        *(
+            f"  gradient of {name}: P -> B, all-reduce, {b} B from each rank by the formula (24 times)"
+            for name, b in sizes
+        ),
         *(f"{name}.grad B" for name in names),
         "loss.numpy(): P -> B, all-reduce, 4 B from each rank by the formula",
     ]
@@ -315,7 +318,9 @@ def test_bytes_of_small_tensors_are_marked_as_inexact(show):
     assert all(re.fullmatch(r"~[\d,]+", cell) for cell in cells[3:6]) and cells[6:8] == ["256", ""]
     assert "Tensors under 1 MB: what was measured is marked with ~" in job.out
     job = show("show", "recipes/row_parallel.py", "--batch", 512, "--out-features", 512)
-    assert re.search(r"all-reduce, 1.05 MB from each rank by the formula, sent by rank: 1.05 MB, 1.05 MB\n", job.out), job.err
+    assert re.search(r"all-reduce, 1.05 MB from each rank by the formula, sent by rank: 1.05 MB, 1.05 MB\n", job.out), (
+        job.err
+    )
     assert "Tensors under 1 MB" not in job.out
     for arguments, script in ((["train_data_parallel"], None), (["mine.py"], WITH_LAYERS)):
         out = show("show", *arguments, script=script).out

@@ -157,7 +157,9 @@ def test_attention_trains_as_on_one_device(with_attention, mesh, n):
     if n == 2:
         shown = shown_of_three_steps("show", folder)
         assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[2])
-        all_reduce = r"backward of blocks\.0-1\.(\S+): .*, all-reduce along axis 1, 262 kB from each rank by the formula"
+        all_reduce = (
+            r"backward of blocks\.0-1\.(\S+): .*, all-reduce along axis 1, 262 kB from each rank by the formula"
+        )
         assert re.findall(all_reduce, shown) == ["up", "attention.value", "attention.query", "attention.key"]
 
 

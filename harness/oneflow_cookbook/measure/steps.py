@@ -102,10 +102,11 @@ class Move:
 
     @property
     def share(self):
-        """Bytes that each rank sends by the formula, if the tensor stays on its ranks and all send as much; else None."""
-        if not self.boxings or any(boxing.total is None or boxing.old.ranks != boxing.new.ranks for boxing in self.boxings):
+        """Bytes that each rank sends by the formula, if a tensor stays on its ranks and all send as much; else None."""
+        boxings = self.boxings or []
+        if self.formula is None or not boxings or any(boxing.old.ranks != boxing.new.ranks for boxing in boxings):
             return None
-        ranks = {rank for boxing in self.boxings for rank in boxing.old.members}
+        ranks = {rank for boxing in boxings for rank in boxing.old.members}
         by_rank = self.by_rank or dict.fromkeys(ranks, self.formula / len(ranks))  # on a mesh the ranks do the same
         return min(by_rank.values()) if len(set(by_rank.values())) == 1 else None
 
