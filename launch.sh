@@ -93,16 +93,16 @@ END
 }
 
 list() {
-    echo "The recipes. Run one by its name: ./launch.sh data_parallel"
-    local chapter='' path line
-    while read -r path; do
-        if [[ $(dirname "$path") != "$chapter" ]]; then
-            chapter=$(dirname "$path")
-            printf '\n%s/\n' "$chapter"
+    echo "The recipes, by chapter. Run one by its name: ./launch.sh data_parallel"
+    local title path line
+    while IFS='|' read -r title path; do
+        if [[ -n $title ]]; then
+            printf '\n%s\n' "$title"
+        else
+            read -r line <"$here/recipes/$path"
+            printf '  %-25s %s\n' "$(basename "$path" .py)" "${line#\"\"\"}"
         fi
-        read -r line <"$here/$path"
-        printf '  %-25s %s\n' "$(basename "$path" .py)" "${line#\"\"\"}"
-    done < <(sed -n 's/^### \[.*](\(.*\.py\))$/recipes\/\1/p' "$here/recipes/README.md")
+    done < <(sed -n 's/^\*\*\[\(.*\)](.*)\*\*$/\1|/p; s/^- \[.*](\(.*\.py\)): .*/|\1/p' "$here/recipes/README.md")
     printf '\n./launch.sh --help shows the options, and how to run your own script.\n'
 }
 

@@ -1,4 +1,4 @@
-"""Read the pages: code blocks, tables, headings, and the sections of the gallery, recipes/README.md."""
+"""Read the pages: code blocks, tables, headings, and the sections on recipes in the chapters."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,11 @@ from pathlib import Path
 from tests.cases import ROOT
 
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
-GALLERY, CHINESE_GALLERY = ROOT / "recipes" / "README.md", ROOT / "recipes" / "README.zh-CN.md"
+INDEX = ROOT / "recipes" / "README.md"  # and chapter 1
+FOLDERS = ("training", "layouts", "memory", "pipelines", "transformer")  # chapters 2 to 6
+FOLDERS += ("your_model", "by_hand", "data_and_state", "starting")
+CHAPTERS = (INDEX, *(ROOT / "recipes" / folder / "README.md" for folder in FOLDERS))  # with a section for each recipe
+COSTS = ROOT / "docs" / "costs.md"  # chapter 7
 CLUSTERS = ROOT / "docs" / "clusters.md"
 
 
@@ -50,7 +54,7 @@ def tables(path):
 
 @dataclass
 class Section:
-    """What the gallery says of a recipe."""
+    """What a chapter says of a recipe."""
 
     title: str
     path: Path  # of the recipe
@@ -60,30 +64,17 @@ class Section:
     def recipe(self):
         return self.path.stem
 
-    @property
-    def moves(self):
-        """What is sent."""
-        [moves] = re.findall(r"^\*\*[^*]+\*\* (.+(?:\n.+)*)", self.text, flags=re.MULTILINE)
-        return " ".join(moves.split())
-
-    @property
-    def command(self):
-        [block] = blocks_of(self.text, "bash")
-        return block.strip()
-
-    @property
-    def output(self):
-        """The lines that the page shows of what the command prints."""
-        [block] = blocks_of(self.text, "text")
-        return block.splitlines()
-
 
 @lru_cache(maxsize=None)
 def sections(page):
-    """The recipes of a page, in order."""
-    pattern = r"^### \[([^\n]+)]\((\S+)\)\n(.*?)(?=^##|\Z)"
+    """The recipes of a chapter, in order."""
+    pattern = r"^### \[([^\n]+)]\((\S+\.py)\)\n(.*?)(?=^##|\Z)"
     matches = re.findall(pattern, page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return tuple(Section(title, (page.parent / link).resolve(), text) for title, link, text in matches)
+
+
+def in_chinese(page):
+    return page.with_name(f"{page.stem}.zh-CN.md")
 
 
 COMMANDS = [line for block in blocks(ENGLISH, "bash") for line in commands_of(block)]

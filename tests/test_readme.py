@@ -5,28 +5,29 @@ import re
 
 import pytest
 
-from oneflow_cookbook.start.recipe import all_paths
+from oneflow_cookbook.start.recipe import all_paths, path_of
 from tests.cases import CASES, ROOT
 from tests.jobs import LAUNCH, Run
 from tests.markdown import (
-    CHINESE,
-    CHINESE_GALLERY,
+    CHAPTERS,
     COMMANDS,
+    COSTS,
     ENGLISH,
-    GALLERY,
+    INDEX,
     MATMULS,
     blocks,
     headings,
+    in_chinese,
     sections,
     slug,
     tables,
     without_targets,
 )
 
-PAGES = sorted({*ROOT.glob("*.md"), GALLERY, CHINESE_GALLERY, *(ROOT / "docs").glob("*.md")})
+PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "recipes").rglob("*.md"), *(ROOT / "docs").glob("*.md")})
 # Each page in Chinese -> the same in English.
 ENGLISH_OF = {page: page.with_name(page.name.replace(".zh-CN", "")) for page in PAGES if ".zh-CN" in page.name}
-EVERY_PAIR = ("sbp_conversions", "cross_placement", "matmul_signatures")  # of SBPs: their sections name no move
+EVERY_PAIR = ("sbp_conversions", "cross_placement", "matmul_signatures")  # of SBPs: each sends something else
 OTHER_TESTS_RUN = ("./launch.sh test", ".venv/bin/python -m oneflow.distributed.launch")
 
 
@@ -48,40 +49,42 @@ def test_program_prints_what_the_page_shows(tmp_path):
     assert by_rank == MATMULS.splitlines(), job.err
 
 
-def test_lines_of_the_course_print_what_their_comments_say(tmp_path):
-    [program] = blocks(GALLERY, "python")
-    (tmp_path / "lines.py").write_text(program)
-    job = Run(LAUNCH, "-n", 2, "lines.py", cwd=tmp_path).wait()
-    comments = re.findall(r"^print.*  # ([^:\n]+)", program, flags=re.MULTILINE)
-    assert comments and "run `./launch.sh -n 2 lines.py`" in GALLERY.read_text()
-    assert sorted(job.out.splitlines()) == sorted(f"[{rank}] {line}" for rank in (0, 1) for line in comments), job.err
-
-
 def test_official_command_is_the_one_that_is_tested():
     assert ".venv/bin/python -m oneflow.distributed.launch --nproc_per_node 2 recipes/data_parallel.py" in COMMANDS
 
 
 @pytest.mark.parametrize("path", all_paths(), ids=lambda path: path.stem)
-def test_guide_has_a_section_for_each_recipe_that_begins_with_the_docstring(path):
-    for page in (GALLERY, CHINESE_GALLERY):
-        number = sum(section.path == path for section in sections(page))
-        assert number == 1, f"{page.relative_to(ROOT)} has {number} sections on {path.stem}"
-    [section] = [section for section in sections(GALLERY) if section.path == path]
+def test_recipe_has_a_section_in_one_chapter_and_its_docstring_in_the_index(path):
     name, words = ast.get_docstring(ast.parse(path.read_text())).split("\n")[0].split(": ", 1)
-    first_paragraph = section.text.strip().split("\n\n")[0].replace("\n", " ")
-    words = f"{words[0].upper()}{words[1:]}"
-    begins = f"{first_paragraph[0].upper()}{first_paragraph[1:]} ".startswith(f"{words} ")
+    for chapters in (CHAPTERS, map(in_chinese, CHAPTERS)):
+        found = [section for page in chapters for section in sections(page) if section.path == path]
+        assert len(found) == 1, f"the chapters have {len(found)} sections on {path.stem}"
+    [section] = [section for page in CHAPTERS for section in sections(page) if section.path == path]
     assert section.title == name, f"the heading must be the docstring's first words, {name}"
-    assert begins, f"recipes/README.md: the section on {path.stem} must begin with its docstring's first line: {words}"
-    assert section.command.startswith("./launch.sh ") and f" {section.recipe}" in section.command
-    assert section.output and section.moves
+    assert f" {path.stem}" in section.text and "```text" in section.text, "the section needs a command and its output"
+    line = f"- [{path.stem}]({path.relative_to(INDEX.parent)}): {words}"
+    assert line in INDEX.read_text().splitlines(), f"recipes/README.md, All recipes, needs the line {line}"
+    begin = line.partition(": ")[0]
+    assert re.search(f"^{re.escape(begin)}[：:]", in_chinese(INDEX).read_text(), flags=re.MULTILINE)
+
+
+def test_index_has_the_recipes_in_the_order_of_the_chapters():
+    for index, chapters in ((INDEX, CHAPTERS), (in_chinese(INDEX), map(in_chinese, CHAPTERS))):
+        links = re.findall(r"^- \[\w+]\((\S+\.py)\)", index.read_text(), flags=re.MULTILINE)
+        paths = [section.path for page in chapters for section in sections(page)]
+        assert [(index.parent / link).resolve() for link in links] == paths
+
+
+def test_path_is_in_both_languages():
+    assert all(in_chinese(page).exists() for page in (ENGLISH, *CHAPTERS, COSTS))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in EVERY_PAIR])
-def test_gallery_says_where_nothing_moves(name):
-    [section] = [section for section in sections(GALLERY) if section.recipe == name]
+def test_docstring_says_where_nothing_moves(name):
     case = CASES[name](4)
-    assert (section.moves == "nothing") == (case.sends is not None and not any(case.sends)), section.moves
+    docstring = ast.get_docstring(ast.parse(path_of(name).read_text()))
+    says_nothing = re.search(r"^Moves: nothing\b", docstring, flags=re.MULTILINE) is not None
+    assert says_nothing == (case.sends is not None and not any(case.sends))
 
 
 # What does not change in a translation. 2-D is a word in Chinese.
@@ -92,7 +95,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 def codes(page):
     """The code and numbers of each section of a page; of a guide, in whose prose 1.3 billion is 13 亿, of each row."""
     sections = re.split("^##+ ", page.read_text(), flags=re.MULTILINE)
-    if page not in (ENGLISH, CHINESE, GALLERY, CHINESE_GALLERY):
+    if page.parent == ROOT / "docs":
         sections = [f"{len(sections)} sections", *map(" | ".join, tables(page))]
     return [sorted(CODE.findall(without_targets(section))) for section in sections]  # in any order of words
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from oneflow_cookbook.start.cores import available, cores_of
-from oneflow_cookbook.start.recipe import RECIPES, path_of
+from oneflow_cookbook.start.recipe import path_of
 from tests.jobs import (
     LAUNCH,
     MET,
@@ -27,7 +27,7 @@ from tests.jobs import (
     piped,
     wait_until,
 )
-from tests.markdown import GALLERY, sections
+from tests.markdown import CHAPTERS, INDEX, headings, sections
 
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.01)"  # the test makes the file
 
@@ -43,15 +43,14 @@ def test_recipe_copied_alone_into_an_empty_folder_runs(tmp_path):
 
 
 @pytest.mark.parametrize("command", [(), ("list",)], ids=["no arguments", "list"])
-def test_every_recipe_is_listed_in_the_order_of_the_guide(command):
+def test_every_recipe_is_listed_in_the_order_of_the_chapters(command):
     job = launch(*command)
     assert (job.code, job.err) == (0, "")
-    lines, folder = [], None
-    for path in (section.path for section in sections(GALLERY)):
-        if path.parent != folder:
-            folder = path.parent
-            lines.append(f"{folder.relative_to(RECIPES.parent)}/")
-        lines.append(f"  {path.stem:25} {ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]}")
+    lines = []
+    for page in CHAPTERS:
+        lines.append(headings(page)[0] if page != INDEX else "1 Global tensors")
+        for path in (section.path for section in sections(page)):
+            lines.append(f"  {path.stem:25} {ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]}")
     assert [line for line in job.out.splitlines()[1:-1] if line] == lines
 
 

@@ -1,0 +1,179 @@
+"""The chapters: each command, session and answer prints what the page shows, and code is that of the recipe."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from oneflow_cookbook.start import options
+from oneflow_cookbook.start.recipe import all_paths
+from tests.cases import ROOT
+from tests.cases.ladder import MAIN
+from tests.cases.mains import is_like
+from tests.jobs import LAUNCH, LONG, Run, piped
+from tests.markdown import CHAPTERS, COSTS, sections
+
+RECIPES = {path.stem: path for path in all_paths()}
+PROMPT = re.compile(r"^(?:>>> |\.\.\.(?: |$))")
+WHOLE_JOBS = ("elastic_training", "spawn")  # their main needs launch.sh, or processes of its own
+
+
+@dataclass
+class Example:
+    """A command of a page, and what the page shows below it."""
+
+    page: Path
+    command: str
+    shown: str
+
+    @property
+    def recipe(self):
+        """The words behind ./launch.sh if all that it does is to run the main of a recipe."""
+        words = shlex.split(self.command)[1:]
+        names = [word for word in words if word in RECIPES]
+        is_main = names and words[0] not in ("show", "bytes", "verify", "shell") and names[0] not in WHOLE_JOBS
+        return words if is_main and "\n" not in self.command else None
+
+    @property
+    def session(self):
+        """The arguments of the shell if the page shows what is typed there."""
+        return shlex.split(self.command)[2:] if self.command.startswith("./launch.sh shell ") else None
+
+
+def examples():
+    """The blocks of commands with the output that follows them; one that is followed by none is an "sh" block."""
+    found = []
+    for page in (*CHAPTERS, COSTS):
+        example = None
+        for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+            if language in ("bash", "sh"):
+                example = Example(page, text.replace("\\\n", "").strip(), "")
+                found.append(example)
+            elif language == "text":
+                example.shown += text
+    return [example for example in found if example.shown]
+
+
+EXAMPLES = {
+    f"{example.page.parent.name}: {' '.join(example.command.splitlines()[-1].split())}: {k}": example
+    for k, example in enumerate(examples())
+}
+
+
+def early_jobs(tmp_path_factory):
+    jobs = {}
+    for name, example in EXAMPLES.items():
+        if example.recipe is None and example.session is None:
+            folder = tmp_path_factory.mktemp("chapter")
+            (folder / "config.json").write_text(re.search(r"```json\n(.*?)```", COSTS.read_text(), re.DOTALL)[1])
+            command = example.command.replace("./launch.sh", str(LAUNCH)).replace(" recipes/", f" {ROOT}/recipes/")
+            jobs["chapter", name] = Run("bash", "-c", f"set -e\n{command}", cwd=folder)
+    return jobs
+
+
+def background_calls(item):
+    """What a test needs: see pools.py."""
+    name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+    example = EXAMPLES.get(name)
+    if example is None:
+        return {}
+    if example.session is not None:
+        return {("chapter", name): (0, lambda _: session(example))}
+    if example.recipe is None:
+        return {}
+    command = options.checked(example.recipe)  # as launch.sh reads it
+    path = str(Path(command.script).resolve())  # now, as other tests change the current folder while it runs
+
+    def call(pool):
+        return pool.call(MAIN, path=path, arguments=command.arguments)
+
+    return {("chapter", name): (command.nproc_per_node, call)}
+
+
+def session(example):
+    """What the shell prints when somebody types what the page shows."""
+    typed = [line[4:] for line in example.shown.splitlines() if PROMPT.match(line)]
+    return piped("\n".join(typed) + "\n", "shell", "--echo", *example.session)
+
+
+def lines_of(results):
+    """What the ranks of a pool printed, as launch.sh marks it."""
+    assert [(code, err) for code, _, err in results] == [(0, "")] * len(results)
+    prefixes = [f"[{rank}] " for rank in range(len(results))] if len(results) > 1 else [""]
+    return [f"{prefix}{line}" for prefix, (_, out, _) in zip(prefixes, results) for line in out.splitlines()]
+
+
+def by_rank(lines):
+    """ "[rank] " -> its lines in order; a job of a single rank, and a command of ours, mark no line."""
+    ranks = {}
+    for line in lines:
+        ranks.setdefault(re.match(r"(\[\d+] )?", line).group(), []).append(line)
+    return ranks
+
+
+def first_not_printed(shown, printed):
+    """The first line of a page that a job did not print, or not in this order on its rank; None if there is none."""
+    printed = by_rank(printed)
+    for rank, lines in by_rank(shown).items():
+        rest = iter(printed.get(rank, []))
+        for line in lines:
+            if not any(is_like(line, candidate) for candidate in rest):
+                return line
+    return None
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_command_prints_what_the_page_shows(measured, early, name):
+    example = EXAMPLES[name]
+    if example.session is not None:
+        done = measured("chapter", name)
+        assert (done.stdout, done.returncode, done.stderr) == (example.shown, 0, "")
+        return
+    if example.recipe is not None:
+        printed = lines_of(measured("chapter", name))
+    else:
+        job = early["chapter", name].wait(LONG)
+        assert job.code == (1 if " verify " in example.command else 0), job.err
+        printed = re.sub(r"(↓ .*)\n {4}(?=[^ ↓])", r"\1 ", job.out).splitlines()  # show breaks long lines
+    line = first_not_printed(example.shown.splitlines(), printed)
+    assert line is None, f"{example.command} does not print {line!r}, but:\n" + "\n".join(printed)
+
+
+CODE = [
+    (section.recipe, block)
+    for page in CHAPTERS
+    for section in sections(page)
+    for block in re.findall(r"```python\n(.*?)```", section.text, flags=re.DOTALL)
+]
+
+
+@pytest.mark.parametrize("recipe, block", CODE, ids=[recipe for recipe, _ in CODE])
+def test_code_is_that_of_the_recipe(recipe, block):
+    stripped = [line.strip() for line in RECIPES[recipe].read_text().splitlines()]
+    rest = iter(stripped)
+    for line in block.splitlines():
+        assert line in rest, f"{recipe}.py has no line {line!r}, or not in this order"
+
+
+EQUATION = re.compile(r"((?:\d[\d.,]*|[×/+ ()-])+) = (\d[\d.,]*)")
+NUMBERS = re.compile(r"[GMTk]?B\b|\b(?:billion|bytes?|bits?|parameters?|layers?|tokens|numbers|MB)\b|%")
+
+
+def equations(page):
+    """The equations of a page whose left side is made of numbers: [(as it stands, left value, right as text)]."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).replace("\n", " ")
+    for left, right in EQUATION.findall(re.sub(r" +", " ", NUMBERS.sub("", text))):
+        python = left.replace("×", "*").replace(",", "").strip(" ")
+        if re.match(r"[\d(].*[*/+-]", python) and python.count("(") == python.count(")"):  # no part of a formula
+            yield f"{left} = {right}", eval(python), right.rstrip(".,")
+
+
+@pytest.mark.parametrize("page", (*CHAPTERS, COSTS), ids=lambda page: page.parent.name)
+def test_equations_are_right(page):
+    """Within the digits that are shown; a factor of 1,000 is a different unit."""
+    for words, value, right in equations(page):
+        shown, digits = float(right.replace(",", "")), len(right.partition(".")[2])
+        scale = min((1, 1e-3, 1e-6, 1e-9, 1e3), key=lambda factor: abs(value * factor - shown))
+        assert abs(value * scale - shown) <= 0.51 * 10**-digits, words
