@@ -1,13 +1,10 @@
 """What the tests of the memory chapter call on the ranks of a pool."""
 
-import oneflow as flow
 from oneflow.nn.graph.graph_config import GraphConfig
 
 from oneflow_cookbook.measure.calls import replaced, watching
 from oneflow_cookbook.measure.entry import call_entry
 from oneflow_cookbook.measure.graph import boxings_of
-from oneflow_cookbook.measure.rank_memory import WATCHED, Held, local_bytes
-from oneflow_cookbook.measure.recorder import Recorder
 from oneflow_cookbook.measure.sbp import label_of_proto
 from oneflow_cookbook.measure.sent import wait_for
 from oneflow_cookbook.start import recipe
@@ -42,21 +39,3 @@ def compiled(path, stage=None, **arguments):
         ops[op.name] = (op.user_conf.op_type_name if kind == "user_conf" else kind, sbps)
     boxings = [boxing for boxing in boxings_of(graph) if boxing["shape"] != (1,)]
     return {"ops": ops, "boxings": sorted((b["old"][0], b["new"][0], b["shape"]) for b in boxings)}
-
-
-def kept(path, **arguments):
-    """The bytes that this rank holds in a step of the training recipe at `path`, with Adam in place of SGD. Collective.
-
-    {"weights", "gradients": as backward computes them, in a graph too, "state", "whole": of the whole weights}.
-    """
-
-    def adam(parameters, lr, momentum=0.0):
-        return flow.optim.Adam(parameters, lr=lr)
-
-    held, recorder = Held(), Recorder()
-    with replaced({(flow.optim, "SGD"): adam}), recorder.recording(), watching(held.see, WATCHED):
-        results = call_entry(recipe.load(path), {"steps": 1, **arguments})  # keeps the modules alive
-        whole = sum(parameter.numel() * parameter.element_size() for parameter in held.parameters())
-    del results
-    gradients = sum(map(local_bytes, recorder.gradients.values())) or held.most["gradients"]
-    return {**held.most, "gradients": gradients, "whole": whole}

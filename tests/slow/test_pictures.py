@@ -1,31 +1,27 @@
-"""The pictures of the docs: each colour has a dark one, no text is cut off, and the numbers are those of a run.
+"""The pictures of the docs: each colour has a dark one, no text is cut off, and the numbers are those of a case.
 
-What a picture claims of a run is JSON in its <metadata>: layouts, moves, what each rank sends and holds in units of the
-tensor. Where a run differs, change the picture and its claim by hand.
+What a picture claims of a recipe is JSON in its <metadata>: layouts, moves, what each rank sends and holds in units of
+the tensor. Where a case differs, change the picture and its claim by hand.
 The times in pipeline_schedules.svg are a record, which no test repeats.
 """
 
 import json
 import re
 import xml.etree.ElementTree as ElementTree
-from functools import partial
 
 import numpy as np
 import pytest
 
-from oneflow_cookbook.measure.events import layout
-from oneflow_cookbook.measure.steps import bytes_of
-from oneflow_cookbook.start import recipe
+from oneflow_cookbook.measure.sbp import Layout, parse
+from oneflow_cookbook.measure.theory import product_on_axis
 from tests import atlas
-from tests.cases import ROOT, reference_transformer
+from tests.cases import CASES, ROOT, gpt_meshes, reference_transformer
 from tests.cases.ladder import Checks
-from tests.cases.measuring import MEASURE_SCRIPT, with_mode
 
 PICTURES = ROOT / "docs" / "pictures"
 NAMES = sorted(path.stem for path in PICTURES.glob("*.svg"))
-ROUNDED = 0.011  # of a tensor: two decimals, and OneFlow's own messages
+ROUNDED = 0.006  # of a tensor: two decimals
 SVG = "{http://www.w3.org/2000/svg}"
-HELD = f"{ROOT / 'tests' / 'on_rank_memory.py'}:kept"
 
 
 def picture(name):
@@ -38,10 +34,12 @@ def claim(name):
 
 CLAIMS = {name: claim(name) for name in NAMES}
 EQUATIONS = [name for name in NAMES if "matmuls" in CLAIMS[name]]
-STRATEGIES = {  # what a rank holds: name -> {"recipe", "options", "ranks", "kept"}
-    **{name: CLAIMS[name] for name in NAMES if "kept" in CLAIMS[name]},
-    **{row["strategy"]: {**row, "ranks": CLAIMS["memory"]["ranks"]} for row in CLAIMS["memory"]["strategies"]},
-}
+TRAINED = [claimed for claimed in CLAIMS.values() if "kept" in claimed]
+HELD = [  # on 2 ranks
+    *TRAINED,
+    *({**claimed["beside"], "kept": claimed["kept beside"]} for claimed in TRAINED),
+    *CLAIMS["memory"]["strategies"],
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,72 +95,53 @@ def test_partial_sums_add_up_to_the_product():
         assert [int(text.text) for text in group.iter(f"{SVG}text")] == held.ravel().tolist()
 
 
-def background_calls(item):
-    """What a test needs: see pools.py."""
-    test = item.originalname
-    if test == "test_conversions_send_what_is_claimed":
-        return {("atlas", 2): (2, atlas.measured_on)}
-    if test == "test_equations_are_those_of_a_run":
-        name = item.callspec.params["name"]
-        return {("claim", name, size): script_call(CLAIMS[name], size) for size in ("options", "large")}
-    if test == "test_ranks_hold_what_is_claimed":
-        strategy = item.callspec.params["strategy"]
-        claimed = STRATEGIES[strategy]
-        run = partial(call, HELD, path=str(recipe.path_of(claimed["recipe"])), **claimed["options"])
-        return {("held", strategy): (claimed["ranks"], run)}
-    return {}
+def case_of(claimed):
+    """The case of a claim's recipe, in eager mode."""
+    options = {name: option for name, option in claimed["options"].items() if name not in ("graph", "ranks")}
+    if claimed["recipe"] == "gpt":
+        mesh, steps = [options.pop(axis) for axis in ("data", "tensor")] + [1], options.pop("steps")
+        return gpt_meshes.case_of(mesh, gpt_meshes.known(steps=steps, sums=0, **options), options, {"steps": steps})
+    ranks = claimed["options"].get("ranks", range(claimed.get("ranks", 2)))
+    return CASES[claimed["recipe"]](len(ranks), **options)
 
 
-def script_call(claimed, size):
-    path = recipe.path_of(claimed["recipe"])
-    keywords = with_mode(claimed[size], "eager" if "graph" in recipe.entry_options(path) else "only")
-    return claimed["ranks"], partial(call, MEASURE_SCRIPT, path=str(path), keywords=keywords)
+def layouts_of(case):
+    """{name of a tensor, without that of its module: (shape, SBP, ranks)}."""
+    shapes = {name: list(case.values[name].exact.shape) for name in case.layout}
+    return {name.split(".")[-1]: (shapes[name], *place) for name, place in case.layout.items()}
 
 
-def call(function, pool, **arguments):
-    return pool.call(function, **arguments)
+def layout_of(tensor):
+    return tensor["shape"], tensor["sbp"], tensor["ranks"]
 
 
-def is_as_claimed(tensor, claimed):
-    """Whether shape, SBP and ranks are those of the claim; a first dimension "s" has any size."""
-    first = ["s"] if claimed["shape"][0] == "s" else list(tensor["shape"][:1])
-    layout_of_run = [*first, *tensor["shape"][1:]], tensor["sbp"], tensor["ranks"]
-    return layout_of_run == (claimed["shape"], claimed["sbp"], claimed["ranks"])
-
-
-def steps_of(result):
-    """The events of a run; without flow.tensor, which is one at large sizes only."""
-    return [event for event in result["events"] if event.kind != "create"]
-
-
-def place_of(claimed, candidates, begin):
-    """The first event of `candidates`, {number: tensors}, from `begin` on, whose tensors have the claimed layouts."""
-    for number, tensors in candidates.items():
-        if number >= begin and all(map(is_as_claimed, tensors, claimed)):
-            return number
-    raise AssertionError(f"no such step in a run: {claimed}")
+def sent_by(n, shape, old, new):
+    """What each of n ranks sends for a move in eager mode, in units of the tensor. old, new: (SBP, ranks)."""
+    senders = Layout(*old).members
+    total = atlas.expected("eager", shape, old, new) / np.prod(shape)
+    return pytest.approx([total / len(senders) if rank in senders else 0 for rank in range(n)], abs=ROUNDED)
 
 
 @pytest.mark.parametrize("name", EQUATIONS)
-def test_equations_are_those_of_a_run(measured, name):
-    """Matmuls and moves in order, with the layout of each tensor, and what each rank sends for a move."""
-    claimed, small, large = CLAIMS[name], measured("claim", name, "options"), measured("claim", name, "large")
-    events = steps_of(small[0])
-    matmuls = {k: [*e.inputs[:2], *e.outputs] for k, e in enumerate(events) if e.kind == "matmul"}
-    moves = {
-        k: [*e.inputs[:1], *e.outputs]
-        for k, e in enumerate(events)
-        if e.kind == "to_global" and layout(e.inputs[0]) != layout(e.outputs[0])
-    }
-    place = 0
-    for tensors in claimed["matmuls"]:
-        place = place_of(tensors, matmuls, place) + 1
-    place = 0
-    for move in claimed["moves"]:
-        place = place_of([move["old"], move["new"]], moves, place) + 1
-        for rank, sent in enumerate(move["sent"]):
-            event = steps_of(large[rank])[place - 1]
-            Checks.sent(event.sent / bytes_of(event.inputs[0]), sent, ROUNDED, move, "rank", rank)
+def test_equations_are_those_of_the_case(name):
+    """Each tensor has the layout of the case, each product that of its factors; a move sends what the atlas says."""
+    claimed, layouts = CLAIMS[name], layouts_of(case_of(CLAIMS[name]))
+    moves = [(move["old"], move["new"]) for move in claimed["moves"]]
+    for tensor in sum([*claimed["matmuls"], *map(list, moves)], []):
+        Checks.equal(layout_of(tensor), layouts.get(tensor["name"], layout_of(tensor)), name, tensor["name"])
+    for x, w, out in claimed["matmuls"]:
+        dims = len(x["shape"]), len(w["shape"])
+        axes = zip(parse(x["sbp"]), parse(w["sbp"]))
+        product = ", ".join(str(product_on_axis(*axis, *dims, (False, False))) for axis in axes)
+        shape = [*x["shape"][:-1], w["shape"][-1]]
+        Checks.equal(layout_of(out), (shape, product, w["ranks"]), name, out["name"])
+        assert x["ranks"] == w["ranks"] and x["shape"][-1] == w["shape"][0], name
+    known = [*layouts.values(), *map(layout_of, sum(claimed["matmuls"], []))]
+    for move, tensors in zip(claimed["moves"], moves):
+        (shape, *old), (new_shape, *new) = map(layout_of, tensors)
+        assert (shape, *old) in known and (shape, *new) in known and new_shape == shape, move
+        sizes = [480 if size == "s" else 240 * size for size in shape]
+        assert move["sent"] == sent_by(claimed["ranks"], sizes, old, new), move
 
 
 def test_slots_are_those_that_tokens_take():
@@ -178,18 +157,27 @@ def test_slots_are_those_that_tokens_take():
             assert [text.text for text in group.iter(f"{SVG}text")] == [str(rank)] * taken[rank, expert]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_hold_what_is_claimed(measured, strategy):
-    results = measured("held", strategy)
-    for kind, by_rank in STRATEGIES[strategy]["kept"].items():
-        held = [result[kind] / result["whole"] for result in results]
-        assert held[: len(by_rank)] == by_rank, kind
+def held_by(case, kind):
+    """What each rank holds of the weights, of their gradients or of Adam's two moments, in units of all weights."""
+    weights = [name for name in case.layout if f"new {name}" in case.layout]
+    moment = next(name.split()[1] for name in case.layout if name.endswith((" exp_avg", " momentum_buf")))
+    name, count = {"weights": ("new {}", 1), "gradients": ("{} grad", 1), "state": (f"{{}} {moment}", 2)}[kind]
+    shapes = [case.values[weight].exact.shape for weight in weights]
+    layouts = [Layout(*case.layout[name.format(weight)]) for weight in weights]
+    ranks = sorted({rank for layout in layouts for rank in layout.members})
+    sizes = [sum(layout.size(shape, rank) for layout, shape in zip(layouts, shapes)) for rank in ranks]
+    return [count * size / sum(map(np.prod, shapes)) for size in sizes]
 
 
-def test_conversions_send_what_is_claimed(measured):
-    table = measured("atlas", 2)["conversions", (0, 1), (0, 1), "eager"]
+@pytest.mark.parametrize("claimed", HELD, ids=lambda claimed: claimed.get("strategy", claimed["recipe"]))
+def test_ranks_hold_what_is_claimed(claimed):
+    case = case_of(claimed)
+    for kind, by_rank in claimed["kept"].items():
+        Checks.equal(held_by(case, kind), by_rank, kind)
+
+
+def test_conversions_send_what_is_claimed():
     claimed = CLAIMS["sbp_conversions"]["sent"]
-    assert set(claimed) == {" -> ".join(pair) for pair in table}
-    for pair, by_rank in table.items():
-        for rank, (sent, wanted) in enumerate(zip(by_rank, claimed[" -> ".join(pair)])):
-            Checks.sent(sent, wanted, ROUNDED, pair, "rank", rank)
+    assert set(claimed) == {" -> ".join(pair) for pair in atlas.PAIRS}
+    for old, new in atlas.PAIRS:
+        assert claimed[f"{old} -> {new}"] == sent_by(2, atlas.SHAPE, (old, [0, 1]), (new, [0, 1])), (old, new)

@@ -1,4 +1,4 @@
-"""Run a script on this rank and record what it did, for `launch.sh show`, `bytes` and the tests of the pictures."""
+"""Run a script on this rank and record what it did, for `launch.sh show` and `bytes`."""
 
 import argparse
 import importlib
