@@ -109,14 +109,14 @@ WAITING = ("test_faults", "test_launcher", "test_nodes", "test_shell_jobs")  # w
 
 
 def pytest_collection_modifyitems(config, items):
-    """First whole jobs, which mostly wait; then tests on pools; then those of measurements; last the page of errors.
+    """First whole jobs, which mostly wait; then tests on pools; then those of measurements; last the blocks of pages.
 
     With all tests, those that others contain are left out: test_mains.py and test_verify_programs.py have them.
     """
 
     def turn(item):
         name = item.module.__name__.rpartition(".")[2]
-        return name == "test_diagnosing", bool(calls_of(item)), "pools" in item.fixturenames, name not in WAITING
+        return name == "test_pages", bool(calls_of(item)), "pools" in item.fixturenames, name not in WAITING
 
     items.sort(key=turn)
     modules = {item.module.__name__ for item in items}

@@ -1,15 +1,11 @@
-"""`on_ranks`, for tests of users: the example of docs/testing.md, right and with an error; failures, marks, names."""
+"""`on_ranks`, for tests of users: failures, marks, names. The example of docs/testing.md runs in test_pages.py."""
 
 import re
 
 import pytest
 
 from tests.cases import ROOT
-from tests.jobs import LAUNCH, QUOTED, Run
-from tests.markdown import blocks
-
-PAGE = ROOT / "docs" / "testing.md"
-
+from tests.jobs import LAUNCH, Run
 
 FAILS = """
 import oneflow as flow
@@ -47,7 +43,7 @@ def tensor(sbp):
     return flow.ones(4, 4, placement=flow.placement.all("cpu"), sbp=sbp)
 
 @pytest.mark.parametrize("layer, factor", [(Double, 2), pytest.param(flow.nn.ReLU, 1, id="relu")])
-@on_ranks(1, 2)
+@on_ranks(1, 4)
 @pytest.mark.parametrize("sbp", [S, B], ids=["split", "broadcast"])
 def test_parameters(layer, factor, sbp, tmp_path, world_size):
     assert flow.env.get_world_size() == world_size and tmp_path.is_dir()
@@ -135,35 +131,17 @@ def test_returns_a_number():
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """The command of the page, with its example, the same without its split, and the programs above."""
-    folder, [example] = tmp_path_factory.mktemp("mine"), blocks(PAGE, "python")
-    forgotten = ".to_global(sbp=S(0))"
-    assert f"`{forgotten}`" in PAGE.read_text() and forgotten in example
-    programs = {"mine": example, "forgets": example.replace(forgotten, ""), "marks": PARAMETERS, "fails": FAILS}
-    programs["outcomes"] = OUTCOMES
+    """The programs above in one command."""
+    folder, programs = tmp_path_factory.mktemp("mine"), {"marks": PARAMETERS, "fails": FAILS, "outcomes": OUTCOMES}
     for name, program in programs.items():
         (folder / f"test_{name}.py").write_text(program)
     (folder / "beside.py").write_text("import oneflow as flow\n\ndef layer(x, w):\n    return flow.matmul(x, w)\n")
-    [command] = [block.strip() for block in blocks(PAGE, "bash")]
-    more = [f"test_{name}.py" for name in programs if name != "mine"]
-    return Run("bash", "-c", " ".join([command.replace("./launch.sh", QUOTED), *more, "-rsxf"]), cwd=folder).wait()
-
-
-@pytest.mark.slow
-def test_example_passes_on_two_three_and_four_ranks(job):
-    assert " ...FFF" in job.out, job.out  # the first three; then those without the split
-
-
-@pytest.mark.slow
-def test_example_without_its_split_names_tensor_rank_expected_and_found(job):
-    [shown] = blocks(PAGE, "text")
-    assert job.code == 1 and " ...FFF" in job.out, job.out
-    assert all(line in job.out for line in shown.splitlines()), job.out
+    return Run(LAUNCH, "test", *(f"test_{name}.py" for name in programs), "-rsxf", cwd=folder).wait()
 
 
 @pytest.mark.slow
 def test_parameters_and_marks_of_pytest(job):
-    assert "11 failed, 14 passed, 4 skipped, 2 xfailed" in job.out, job.out
+    assert "8 failed, 11 passed, 4 skipped, 2 xfailed" in job.out, job.out
     assert "test_value[2] - Failed: Not equal to tolerance" in job.out, job.out
     assert "on_ranks: function cannot be copied to the ranks: Can't pickle <function <lambda>" in job.out, job.out
 

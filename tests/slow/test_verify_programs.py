@@ -20,9 +20,7 @@ from tests.cases import ROOT
 from tests.cases.ladder import Checks
 from tests.cases.verifying import MISTAKES, PROGRAMS, RANKS, check_right, check_wrong, refusal, verified
 from tests.jobs import LAUNCH, Run, wait_until
-from tests.markdown import blocks_of
 
-PAGE = ROOT / "docs" / "verify.md"
 # Recipe -> why it cannot be compared
 CANNOT = {
     "ring_all_reduce": "on one rank the script does something else",
@@ -96,16 +94,6 @@ def test_causes_that_no_program_has():
 def test_every_program_is_tried():
     names = re.findall(r"^def (\w+)\(wrong", Path(PROGRAMS).read_text(), re.M)
     Checks.equal(set(names), set(MISTAKES), "the programs")
-
-
-def test_page(tmp_path):
-    """The outputs that the page shows are those of its script, with the mistake and without."""
-    [script], (wrong, right) = (blocks_of(PAGE.read_text(), language) for language in ("python", "text"))
-    for code, source, shown in ((1, script, wrong), (0, script.replace(" / flow.env.get_world_size()", ""), right)):
-        (tmp_path / "mistake.py").write_text(source)
-        done = launched("-n", 2, tmp_path / "mistake.py")
-        Checks.equal((done.returncode, done.stdout, done.stderr), (code, shown, ""), "exit code and output")
-    Checks.equal([path.name for path in tmp_path.iterdir()], ["mistake.py"], "the folder of the script")
 
 
 SINGLE = """
@@ -511,3 +499,4 @@ def test_a_script_that_fails_on_all_ranks(tmp_path):
     done = launched("-n", 2, script)
     Checks.equal(done.returncode, 2, "exit code")
     Checks.that("ValueError: mine" in done.stderr and "line 2" in done.stderr, done.stderr)
+    Checks.equal(list(tmp_path.iterdir()), [script], "the folder of the script")
