@@ -10,8 +10,9 @@ from oneflow_cookbook.measure import theory
 from oneflow_cookbook.measure.sbp import NAMES, Layout
 from oneflow_cookbook.start.recipe import MODULES, RECIPES, path_of, world_sizes
 from tests import atlas
-from tests.cases import CASES, ROOT, TRANSFORMERS, WITHOUT_CASE, modes
+from tests.cases import CASES, ROOT, WITHOUT_CASE, modes
 from tests.cases.forward import SIGNATURES
+from tests.cases.layouts import docstring, table
 from tests.cases.measuring import MODES
 from tests.cases.pipelines import in_turns, rows_of_chunks, rows_of_schedule
 
@@ -21,23 +22,6 @@ RECIPE_NAMES = [*CASES, *WITHOUT_CASE]
 def source(name):
     path = path_of(name) if name not in MODULES else RECIPES / "your_model" / f"{name}.py"
     return path.read_text()
-
-
-def docstring(name):
-    return ast.get_docstring(ast.parse(source(name)))
-
-
-def drawing(name):
-    """The rows of the table in a docstring: (tensor, shape, one cell for each rank and the SBP)."""
-    for line in docstring(name).splitlines():
-        row = re.match(r" +(\S.*?) +\((\d+)(?:, (\d+))?(?:, (\d+))?(?:, (\d+))?\) +(\S.*)", line)
-        if row:
-            cells = re.split(r"  +", row.group(6).strip())
-            yield (
-                row.group(1).split(" ")[0] if " = " in line else row.group(1),
-                tuple(int(size) for size in row.groups()[1:5] if size),
-                cells,
-            )
 
 
 def block(shape, sbp, ranks, rank):
@@ -65,34 +49,24 @@ def in_words_of_block(cell, sbp):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_drawing_in_the_docstring_is_the_layout(name):
+def test_table_in_the_docstring_says_what_each_rank_holds(name):
+    """Shapes are those of the case, cells what the SBP and ranks mean. A run proves the SBPs: see layouts.py."""
     n = world_sizes(path_of(name))[0]
     case = CASES[name](n)
-    rows = list(drawing(name))
-    drawn = [tensor for tensor, _, _ in rows]
-    in_order = [tensor for tensor in case.layout if tensor in drawn]
-    in_part = name in TRANSFORMERS  # in the order of forward, without norms and masks
-    assert sorted(drawn) == sorted(in_order) if in_part else drawn == in_order
-    if not in_part:
-        shown = [case.layout[tensor] for tensor in drawn]
-        others = [tensor for tensor in case.layout if tensor != "losses" and not re.search(" grad$| -> ", tensor)]
-        assert all(case.layout[tensor] in shown or case.layout[tensor][0] == "local" for tensor in others)
-    for tensor, shape, cells in rows:
+    for tensor, row in table(name).items():
         sbp, ranks = case.layout[tensor]
-        assert shape == case.values[tensor].exact.shape
-        if sbp != "local":
-            assert cells.pop() == sbp
+        assert (row.shape, row.sbp) == (case.values[tensor].exact.shape, sbp), tensor
         if sbp == "P":  # what a term is, is said in words
-            wanted = ["nothing" if rank not in ranks else cell for rank, cell in enumerate(cells)]
-            if "@" in cells[0]:  # or as an expression
+            wanted = ["nothing" if rank not in ranks else cell for rank, cell in enumerate(row.cells)]
+            if "@" in row.cells[0]:  # or as an expression
                 factors = {name: value.exact for name, value in case.values.items()}
-                for cell, part in zip(cells, case.parts[tensor]):
+                for cell, part in zip(row.cells, case.parts[tensor]):
                     np.testing.assert_allclose(eval(cell, factors), part.exact)
         else:
-            wanted = [block(shape, sbp, ranks, rank) for rank in range(n)]
+            wanted = [block(row.shape, sbp, ranks, rank) for rank in range(n)]
         where = f"{name}.py, the row of {tensor}, on {n} ranks, the first of WORLD_SIZES"
-        assert [in_words_of_block(cell, sbp) for cell in cells] == wanted, f"{where}: it must say {wanted}"
-        assert len(cells) == n, f"{where}: a cell for each rank"
+        assert [in_words_of_block(cell, sbp) for cell in row.cells] == wanted, f"{where}: it must say {wanted}"
+        assert len(row.cells) == n, f"{where}: a cell for each rank"
 
 
 def lookup(name):

@@ -9,6 +9,7 @@ import pytest
 from oneflow_cookbook.start.recipe import entry_options, path_of
 from tests.cases import CASES
 from tests.cases import gpt_meshes as gpt
+from tests.cases.layouts import docstring
 
 # Recipe -> what its docstring multiplies by, and the numbers of it on n ranks
 FACTORS = {
@@ -25,14 +26,10 @@ FACTORS = {
 FORMULA = r"(each )?(m x )?(\d+ )?\(n-1\)/n(\^2)? x {}(?: from|\.)"
 
 
-def docstring(name):
-    return " ".join(ast.get_docstring(ast.parse(path_of(name).read_text())).split())
-
-
 def stated(name, n, graph):
     """The numbers that each rank sends in a step, by the docstring: in eager mode its first formula, else its last."""
     what, size = FACTORS[name]
-    moves = docstring(name).partition("Moves: ")[2].partition(" Run: ")[0]
+    moves = " ".join(docstring(name).split()).partition("Moves: ")[2].partition(" Run: ")[0]
     found = list(re.finditer(FORMULA.format(re.escape(what)), moves))
     each, micro_batches, times, squared = found[-1 if graph else 0].groups()
     times = int(times or 1) * (2 if each else 1)  # "an all-gather ..., a reduce-scatter ...: each"
@@ -75,8 +72,7 @@ def test_table_in_the_docstring_of_gpt_is_its_layout():
     source = path_of("gpt").read_text()
     plain, context_parallel, sharded = tables(source)
     rows = {}
-    docstring = ast.get_docstring(ast.parse(source))
-    for line in docstring.splitlines():
+    for line in docstring("gpt").splitlines():
         row = re.fullmatch(r" +(\S.*?) +\(.*?\)(?:, \(.*\))? +(\S+) +(\S+?)(?: +--([\w-]+): (\S+), (\S+))?", line)
         if row and row.group(1) != "kind of tensor":
             rows[row.group(1)] = row.groups()[1:]
@@ -87,7 +83,7 @@ def test_table_in_the_docstring_of_gpt_is_its_layout():
         if option:
             in_words[option].update(dict.fromkeys(KINDS[row], tuple(changed)))
     assert in_words == {"context-parallel": context_parallel, "shard-weights": sharded}
-    [along_tensor] = re.findall(r"--sequence-parallel: the residual is (\S+) along tensor\.", docstring)
+    [along_tensor] = re.findall(r"--sequence-parallel: the residual is (\S+) along tensor\.", docstring("gpt"))
     for layout, split in ((plain, False), (context_parallel, True)):
         sbps = gpt.activations({"context_parallel": split, "sequence_parallel": True})
         assert sbps["whole"] == ", ".join(layout["activation"])

@@ -3,6 +3,7 @@
 import numpy as np
 
 from tests.cases import reference
+from tests.cases.layouts import LOCAL
 from tests.cases.recipe_case import Case, Main, case_of_recipe, weights_of
 from tests.cases.reference import Value, mlp, mse, total
 from tests.cases.train import UNEVEN
@@ -25,10 +26,8 @@ def ring_all_reduce(n, graph=False, seed=0, in_features=8, out_features=4):
     chunks = [in_features * (i + 1) // n - in_features * i // n for i in ranks]  # rows of each
     # in the first half of the ring a rank sends all chunks but one, in the second all but another
     not_sent = [chunks[(rank + 1) % n] + chunks[(rank + 2) % n] for rank in ranks]
-    layout = {"own": ("local", []), "summed": ("local", []), "partial": ("P", ranks), "reduced": ("B", ranks)}
     return Case(
-        layout,
-        {**dict.fromkeys(layout, total(own)), "own": own[0]},
+        {"own": own[0], **dict.fromkeys(("summed", "partial", "reduced"), total(own))},
         parts={"partial": own, "own": own},
         sends=[(2 * in_features - rows) * out_features for rows in not_sent],
     )
@@ -40,9 +39,9 @@ def worker_rows(values, n):
     return {f"{name}{k}": values[name][part] for k, part in enumerate(rows) for name in "xy"}
 
 
-def on_server(values):
-    """The layout: worker k has xk and yk, rank 0 has all else."""
-    return {name: ("B", [int(name[1:]) if name[0] in "xy" else 0]) for name in values}
+def of_workers(n):
+    """The layout of xk and yk, which worker k has."""
+    return {f"{name}{k}": ("B", [k]) for name in "xy" for k in range(n)}
 
 
 def on_workers(values, n):
@@ -65,9 +64,9 @@ def parameter_server(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     values = {**worker_rows(values, n), **{name: value for name, value in values.items() if name not in "xy"}}
     weights = weights_of(values)
     return Case(
-        on_server(values),
         values,
         on_workers(values, n),
+        of_workers(n),
         sends=[(n - 1) * weights] + [weights] * (n - 1),
     )
 
@@ -110,9 +109,8 @@ def async_update(n, graph=False, steps=4, sync_every=2, matmul_scale=1.0, **size
     values = with_a_slow_worker(n, steps, sync_every, matmul_scale, **sizes)
     weights = values["w0"].exact.size + values["w1"].exact.size
     return Case(
-        on_server(values),
         values,
         on_workers(values, n),
-        numbers=("staleness",),
+        {**of_workers(n), "staleness": LOCAL},
         sends=[(n - 2 + 1 / sync_every) * weights] + [weights] * (n - 1),
     )

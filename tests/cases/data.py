@@ -5,7 +5,8 @@ from itertools import combinations
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.recipe_case import Case, Main, case_of_recipe, placed, reduced, shares
+from tests.cases.layouts import LOCAL
+from tests.cases.recipe_case import Case, Main, case_of_recipe, reduced, shares
 from tests.cases.reference import Value, drawn, mse, rows_of, unknown
 
 UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}
@@ -30,7 +31,7 @@ UNEVEN_SAMPLES = {"samples": 25, "features": 9, "seed": 1}
     ),
 )
 def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
-    ranks, per_rank = list(range(n)), -(-samples // n)
+    per_rank = -(-samples // n)
     batches = -(-per_rank // batch)
     begin = (batches - 1) * batch  # of the last batch, among those that a rank loads
     rows = n * (per_rank - begin)
@@ -54,12 +55,8 @@ def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
             "another epoch has another order": (orders[0] != orders[1]).any(),
         }
 
-    local, global_ = ("local", []), ("S(0)", ranks)
-    return Case(
-        {"data": local, "numbers": global_, "x": global_},
-        {"data": data, "numbers": unknown(rows, 1), "x": unknown(rows, features)},
-        claims=claims,
-    )
+    values = {"data": data, "numbers": unknown(rows, 1), "x": unknown(rows, features)}
+    return Case(values, layout={"data": LOCAL}, claims=claims)
 
 
 @case_of_recipe(
@@ -75,7 +72,7 @@ def data_loading(n, graph=False, seed=0, samples=24, batch=4, features=5):
     ),
 )
 def metrics(n, graph=False, seed=0, batch=25, in_features=5, classes=3, matmul_scale=1.0):
-    ranks, rng = list(range(n)), np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     x, w = drawn(rng, batch, in_features), drawn(rng, in_features, classes)
     y = Value(np.eye(classes)[rng.integers(classes, size=batch)])
     out = matmul_scale * (x @ w)
@@ -83,12 +80,11 @@ def metrics(n, graph=False, seed=0, batch=25, in_features=5, classes=3, matmul_s
     assert (best[:, -1] - best[:, -2] > 1e-4).all(), "rounding must not choose the class"
     correct = out.exact.argmax(axis=1) == y.exact.argmax(axis=1)
     samples = Value(np.column_stack([((out - y).exact ** 2).sum(axis=1), correct]), rounded=True)
-    sbps = {"x": "S(0)", "y": "S(0)", "w": "B", "out": "S(0)", "samples": "S(0)", "sums": "P", "means": "B"}
     sums, means = samples.sum(0), samples.mean(0)
     return Case(
-        {**placed(sbps, ranks, **sbps), "by_hand": ("local", [])},
         {"x": x, "y": y, "w": w, "out": out, "samples": samples, "sums": sums, "means": means, "by_hand": means[0]},
         shares(n, batch, 2 * w.exact.size),
+        {"by_hand": LOCAL},
         parts={"sums": [samples[rows].sum(0) for rows in rows_of(batch, n)]},
     )
 
@@ -112,7 +108,7 @@ UNEVEN_COLUMNS = {"batch": 9, "in_features": 3, "out_features": 5, "steps": 1, "
     ),
 )
 def batch_norm(n, graph=False, seed=0, steps=3, batch=8, in_features=4, out_features=8, matmul_scale=1.0):
-    ranks, rng = list(range(n)), np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     x, y, w = drawn(rng, batch, in_features), drawn(rng, batch, out_features), drawn(rng, in_features, out_features)
 
     def forward(weights, _):
@@ -121,9 +117,7 @@ def batch_norm(n, graph=False, seed=0, steps=3, batch=8, in_features=4, out_feat
 
     trained, _ = reference.descend({"w": w}, forward, steps)
     values = {"x": x, "y": y, "w": w, **trained}
-    rows = ("S(0)", ranks)
     return Case(
-        placed(values, ranks, x=rows, y=rows, out=rows, grad="P" if graph else "B"),
         values,
         shares(n, batch, 2 * w.exact.size),
         sends=[reduced(n, w.exact.size + 4 * out_features)] * n,
@@ -155,9 +149,8 @@ COLUMNS = {"columns": {"dim": 1}, "uneven columns": {**UNEVEN_NUMBERS, "dim": 1}
     ),
 )
 def random_numbers(n, graph=False, seed=0, batch=16, features=8, dim=0):
-    ranks, keep = list(range(n)), 0.5
-    x = drawn(np.random.default_rng(seed), batch, features)
-    split, values = (f"S({dim})", ranks), {"x": x, "weight": unknown(features, features)}
+    keep, x = 0.5, drawn(np.random.default_rng(seed), batch, features)
+    values = {"x": x, "weight": unknown(features, features)}
     values.update(dict.fromkeys(("repeated", "mask", "out"), unknown(batch, features)))
 
     def is_scaled_x(tensor):
@@ -178,8 +171,8 @@ def random_numbers(n, graph=False, seed=0, batch=16, features=8, dim=0):
             "the mask is 1 where out is kept": all((mask == (seen[0]["out"]["value"] != 0)).all() for mask in masks),
         }
 
-    layout = placed(values, ranks, split, weight="B")
-    return Case(layout, values, claims=claims, sends=[0] * n)
+    layout = dict.fromkeys(("x", "repeated", "mask", "out"), f"S({dim})")
+    return Case(values, layout=layout, claims=claims, sends=[0] * n)
 
 
 def beginnings(blocks):

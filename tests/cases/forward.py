@@ -4,12 +4,12 @@ import numpy as np
 
 from oneflow_cookbook.measure.sbp import NAMES as SBPS
 from tests.cases import reference
+from tests.cases.layouts import LOCAL
 from tests.cases.recipe_case import (
     NOT_SQUARE,
     Case,
     Main,
     case_of_recipe,
-    placed,
     shares,
 )
 from tests.cases.reference import Value
@@ -35,7 +35,7 @@ def work_of(values):
 )
 def single_device(n, graph=False, **sizes):
     values = reference.one_layer(**sizes)
-    return Case(placed(values, [], "local"), values, [work_of(values)], sends=[0])
+    return Case(values, [work_of(values)], sends=[0])
 
 
 @case_of_recipe(
@@ -44,11 +44,9 @@ def single_device(n, graph=False, **sizes):
     )
 )
 def data_parallel(n, graph=False, **sizes):
-    layout, values = {"x": "S(0)", "w": "B", "out": "S(0)"}, reference.one_layer(**sizes)
+    values = reference.one_layer(**sizes)
     batch = len(values["x"].exact)
-    return Case(
-        placed(layout, list(range(n)), **layout), values, shares(n, batch, work_of(values) / batch), sends=[0] * n
-    )
+    return Case(values, shares(n, batch, work_of(values) / batch), sends=[0] * n)
 
 
 @case_of_recipe(
@@ -57,11 +55,9 @@ def data_parallel(n, graph=False, **sizes):
     )
 )
 def model_parallel(n, graph=False, **sizes):
-    layout, values = {"x": "B", "w": "S(1)", "out": "S(1)"}, reference.one_layer(**sizes)
+    values = reference.one_layer(**sizes)
     columns = values["w"].exact.shape[1]
-    return Case(
-        placed(layout, list(range(n)), **layout), values, shares(n, columns, work_of(values) / columns), sends=[0] * n
-    )
+    return Case(values, shares(n, columns, work_of(values) / columns), sends=[0] * n)
 
 
 @case_of_recipe(
@@ -70,12 +66,9 @@ def model_parallel(n, graph=False, **sizes):
     )
 )
 def row_parallel(n, graph=False, matmul_scale=1.0, **sizes):
-    ranks = list(range(n))
-    layout = {"x": ("S(1)", ranks), "w": ("S(0)", ranks), "partial": ("P", ranks), "out": ("B", ranks)}
     values = reference.one_layer(matmul_scale=matmul_scale, **sizes)
     x, w, out = values.values()
     return Case(
-        layout,
         {**values, "partial": out},
         shares(n, len(w.exact), work_of(values) / len(w.exact)),
         parts={"partial": [matmul_scale * (x[:, part] @ w[part]) for part in reference.rows_of(len(w.exact), n)]},
@@ -89,12 +82,11 @@ def row_parallel(n, graph=False, matmul_scale=1.0, **sizes):
     ),
 )
 def pipeline_parallel(n, graph=False, **sizes):
-    layers = reference.layers(n, **sizes)
-    layout = {"x": ("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)}, "out": ("B", [n - 1])}
+    layers, weights = reference.layers(n, **sizes), [f"w{k}" for k in range(n)]
     return Case(
-        layout,
-        {**layers, "x": layers["x0"], "out": layers[f"out{n - 1}"]},
-        [2 * len(layers["x0"].exact) * layers[f"w{k}"].exact.size for k in range(n)],
+        {**{w: layers[w] for w in weights}, "x": layers["x0"], "out": layers[f"out{n - 1}"]},
+        [2 * len(layers["x0"].exact) * layers[w].exact.size for w in weights],
+        {**{w: ("B", [k]) for k, w in enumerate(weights)}, "out": ("B", [n - 1])},
         stages=[(k, [k]) for k in range(n)],
     )
 
@@ -106,17 +98,12 @@ def pipeline_parallel(n, graph=False, **sizes):
     ),
 )
 def hybrid_parallel(n, graph=False, **sizes):
-    first, second, values = ("S(0)", [0, 1]), ("B", [2, 3]), reference.layers(2, **sizes)
-    out0 = ("S(0)", [2, 3]) if graph else first  # set_stage moves it before the second stage sees it
-    layout = {
-        **{"x0": first, "w0": ("B", [0, 1]), "out0": out0},
-        **{"x1": second, "w1": ("S(1)", [2, 3]), "out1": ("S(1)", [2, 3])},
-    }
+    values = reference.layers(2, **sizes)
     batch, (hidden, columns) = len(values["x0"].exact), values["w1"].exact.shape
     return Case(
-        layout,
         values,
         shares(2, batch, 2 * values["w0"].exact.size) + shares(2, columns, 2 * batch * hidden),
+        {"out0": ("S(0)", [2, 3])} if graph else {},  # set_stage moves it before the second stage sees it
         stages=[(0, [0, 1]), (1, [2, 3])],
     )
 
@@ -173,7 +160,7 @@ def cross_placement(n, graph=False, source=(), target=(), **sizes):
     pairs = [(old, new) for old in SBPS for new in SBPS]
     layout = {sbp: (sbp, source) for sbp in SBPS}
     layout.update({f"{old} -> {new}": (new, target) for old, new in pairs})
-    return Case(layout, dict.fromkeys(layout, x), parts={"P": parts})
+    return Case(dict.fromkeys(layout, x), layout=layout, parts={"P": parts})
 
 
 # The SBP of out: a row for each SBP of x, a column for each of w. It depends on the sizes, as OneFlow moves what is
@@ -206,15 +193,14 @@ def signature_sizes(n):
     ),
 )
 def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_features=4, matmul_scale=1.0):
-    ranks, pairs = list(range(n)), [(x, w) for x in SBPS for w in SBPS]
+    pairs = [(x, w) for x in SBPS for w in SBPS]
     values = reference.one_layer(seed, batch, in_features, out_features, matmul_scale)
     which = "large x" if batch > out_features else "large w" if batch < out_features else "equal"
-    layout = {f"{name} {sbp}": (sbp, ranks) for name in "xw" for sbp in SBPS}
-    signatures = dict(zip(pairs, sum(SIGNATURES[which], [])))
-    layout.update({f"{x} @ {w}": (out, ranks) for (x, w), out in signatures.items()})
+    layout = {f"{name} {sbp}": sbp for name in "xw" for sbp in SBPS}
+    layout.update({f"{x} @ {w}": out for (x, w), out in zip(pairs, sum(SIGNATURES[which], []))})
     return Case(
-        layout,
         {name: values["out" if "@" in name else name[0]] for name in layout},
+        layout=layout,
         parts={f"{name} P": [values[name]] + [Value(0 * values[name].exact)] * (n - 1) for name in "xw"},
     )
 
@@ -231,14 +217,9 @@ def matmul_signatures(n, graph=False, seed=0, batch=4, in_features=4, out_featur
     ),
 )
 def two_d_sbp(n, graph=False, matmul_scale=1.0, **sizes):
-    mesh = [[0, 1], [2, 3]]
     values = reference.one_layer(matmul_scale=matmul_scale, **{"in_features": 4, **sizes})
-    layout = {"x": "S(0), B", "w": "B, S(1)", "out": "S(0), S(1)", "rows": "S(0), B", "columns": "B, S(1)"}
-    return Case(
-        {name: (sbp, mesh) for name, sbp in layout.items()},
-        {**values, "rows": values["out"], "columns": values["out"]},
-        [work_of(values) / 4] * 4,
-    )
+    values.update(dict.fromkeys(("rows", "columns"), values["out"]))
+    return Case(values, [work_of(values) / 4] * 4, ranks=[[0, 1], [2, 3]])
 
 
 @case_of_recipe(
@@ -253,14 +234,11 @@ def two_d_sbp(n, graph=False, matmul_scale=1.0, **sizes):
     ),
 )
 def global_and_local(n, graph=False, batch=4, in_features=3):
-    ranks = list(range(n))
     own = np.arange(n * batch * in_features, dtype=np.float64).reshape(n, batch, in_features)
-    sbps = {"rows": "S(0)", "columns": "S(1)", "total": "P", "first": "B", "sliced": "S(0)"}
-    layout = {"local": ("local", []), **{name: (sbp, ranks) for name, sbp in sbps.items()}}
     values = {"rows": np.concatenate(own), "columns": np.concatenate(own, axis=1), "total": own.sum(axis=0)}
     values.update({"value": values["total"], **dict.fromkeys(("local", "first", "sliced", "block"), own[0])})
     return Case(
-        {**layout, "block": ("local", []), "value": ("local", [])},
         {name: Value(exact) for name, exact in values.items()},
+        layout=dict.fromkeys(("local", "block", "value"), LOCAL),
         parts=dict.fromkeys(("local", "block", "total"), [Value(tensor) for tensor in own]),
     )

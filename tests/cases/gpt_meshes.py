@@ -12,6 +12,7 @@ from oneflow_cookbook.plan.model import Model
 from oneflow_cookbook.start.recipe import path_of
 from tests.cases import ROOT, reference_gpt
 from tests.cases.ladder import Checks, check_operations, check_tensors, shard_of
+from tests.cases.layouts import LOCAL
 from tests.cases.recipe_case import PROOFS, Case, Main, Proof
 from tests.cases.reference import Value
 
@@ -328,9 +329,9 @@ def case_of(mesh, exact, sizes, options):
     forward = forward_moves(mesh, num_layers, options)
     moves = [*forward, *clipping * steps] if graph else [*forward * options["micro_batches"], *clipping] * steps
     return Case(
-        {**layout, "losses": ("B, B", [])},  # an array, which has no layout
         {**values, "losses": losses},
         work_of(mesh, sizes, options),
+        {**layout, "losses": LOCAL},
         passes=1 / options["micro_batches"] if graph else steps,
         moves=[plain_layouts(move, mesh) for move in moves],
         stages=graph_stages(mesh, num_layers),

@@ -6,6 +6,7 @@ import numpy as np
 
 from oneflow_cookbook.measure.sbp import Layout
 from tests.cases import CASES, ROOT, TRAINED, modes, proven_on, sizes_of
+from tests.cases.layouts import LOCAL
 from tests.cases.reference import Value
 
 ON_RANK = ROOT / "tests" / "on_rank_recipe.py"
@@ -107,7 +108,7 @@ def check_tensors(case, seen):
             what = f"rank {rank}: {tensor}:"
             if tensor in result["tensors"]:
                 check_tensor(case, seen, rank, tensor, what)
-            elif tensor in result["arrays"] and is_array(case, tensor):
+            elif tensor in result["arrays"] and case.layout[tensor] == LOCAL:
                 by_rank = case.parts.get(tensor)
                 assert_close(result["arrays"][tensor], by_rank[rank] if by_rank else case.values[tensor], what, "value")
             elif tensor in result["in_graph"]:  # where it has no value
@@ -117,11 +118,6 @@ def check_tensors(case, seen):
                 Checks.that(False, f"rank {rank}: there is no tensor {tensor}")
     for sentence, is_true in case.claims([{**result["arrays"], **result["tensors"]} for result in seen]).items():
         Checks.that(is_true, sentence)
-
-
-def is_array(case, tensor):
-    """Whether a recipe may keep it as a list or an array of numbers."""
-    return case.layout[tensor][0] == "local" or tensor in case.numbers or tensor.endswith("losses")
 
 
 def check_tensor(case, seen, rank, tensor, what):

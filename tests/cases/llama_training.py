@@ -205,10 +205,9 @@ def llama(
 
     head_name = "model.embed_tokens.weight" if tied else "lm_head.weight"
     layout = {"ids": ("B", stages[0])}
-    layout.update(dict.fromkeys(("losses", "targets", "cos", "sin", "hidden", "all_hidden"), ("B", stages[-1])))
+    layout.update(dict.fromkeys(("targets", "cos", "sin", "hidden", "all_hidden"), ("B", stages[-1])))
     for name in shapes:
-        layout.update({key: layout_of(name) for key in (name, f"new {name}", f"{name} momentum_buf")})
-        layout[f"{name} grad"] = gradient_of(name) if graph else layout_of(name)
+        layout.update({name: layout_of(name), f"{name} grad": gradient_of(name) if graph else layout_of(name)})
     head = layout_of(head_name)[0], stages[-1]
 
     def work_of(rank):
@@ -223,8 +222,8 @@ def llama(
 
     tokens, cross_entropy = batch * seq_len, 5 if graph else 8  # numbers for each token that OneFlow reduces in it
     return Case(
-        layout,
         values,
         [work_of(rank) for rank in range(n)],
+        layout,
         sends=[reduced(tensor, tokens * (hidden_size * (2 + 4 * num_hidden_layers) + cross_entropy))] * n,
     )

@@ -1,17 +1,15 @@
 """The chapter of memory: the MLP of training, with less of it on each rank."""
 
 from tests.cases import reference
-from tests.cases.recipe_case import Case, Main, case_of_recipe, placed, reduced, weights_of
+from tests.cases.recipe_case import Case, Main, case_of_recipe, reduced, weights_of
 from tests.cases.train import UNEVEN, by_rows
 
 
 @case_of_recipe({"uneven": UNEVEN})
 def fully_sharded(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
-    ranks = list(range(n))
     adam = reference.Optimizer("adam", graph=graph)
     values, _ = reference.train_mlp(reference.mlp_inputs(**sizes), adam, steps, matmul_scale)
     return Case(
-        placed(values, ranks, "S(0)", losses="B"),
         values,
         by_rows(values, n),  # the weights are gathered first
         sends=[reduced(n, weights_of(values))] * n,
@@ -31,18 +29,18 @@ SMALL_SHARDS = {"in_features": 6, "hidden_size": 12, "out_features": 5, "shard_m
     ),
 )
 def zero_optimizer(n, graph=True, steps=3, shard_min_size=1, matmul_scale=1.0, **sizes):
-    ranks = list(range(n))
     adam = reference.Optimizer("adam", graph=graph)
     values, _ = reference.train_mlp(reference.mlp_inputs(**sizes), adam, steps, matmul_scale)
-    layout = placed(values, ranks, x="S(0)", y="S(0)", grad="P")
+    layout = {}
     for name in ("w0", "w1"):
         rows, columns = values[name].exact.shape
-        if rows // n * columns >= shard_min_size and rows >= n:  # the smallest shard counts
-            layout.update({key: ("S(0)", ranks) for key in (f"{name} exp_avg", f"{name} exp_avg_sq", f"new {name}")})
+        is_split = rows // n * columns >= shard_min_size and rows >= n  # the smallest shard counts
+        tensors = (f"{name} exp_avg", f"{name} exp_avg_sq", f"new {name}")
+        layout.update(dict.fromkeys(tensors, "S(0)" if is_split else "B"))
     return Case(
-        layout,
         values,
         by_rows(values, n),
+        layout,
         sends=[reduced(n, weights_of(values))] * n,
     )
 
@@ -66,12 +64,11 @@ def activation_checkpointing(
     matmul_scale=1.0,
 ):  # fmt: skip
     """block(block(x)), block(x) = relu(x @ w_up) @ w_down: an MLP of four layers, without relu after the second."""
-    ranks, widths = list(range(n)), [in_features, hidden_size, in_features, hidden_size, out_features]
+    widths = [in_features, hidden_size, in_features, hidden_size, out_features]
     x, y, weights = reference.inputs_of_widths(widths, seed, batch, weights_divided_by=4)
     weights = dict(zip(("w_up0", "w_down0", "w_up1", "w_down1"), weights.values()))
     values, _ = reference.train_mlp((x, y, weights), reference.Optimizer("sgd"), steps, matmul_scale, linear=(1,))
     return Case(
-        placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
         by_rows(values, n),
         passes=1 if graph else steps * (2 if checkpointing else 1),  # in a graph OneFlow's compiler adds the second
@@ -98,15 +95,13 @@ def auto_parallel(
     n, graph=True, steps=3, matmul_scale=1.0, batch=8, in_features=256, hidden_size=1024, out_features=256
 ):
     """What OneFlow chooses cannot be derived: these are the two layouts, and the sizes here are not near the border."""
-    ranks = list(range(n))
     sizes = {"batch": batch, "in_features": in_features, "hidden_size": hidden_size, "out_features": out_features}
     values = reference.trained("sgd", steps=steps, matmul_scale=matmul_scale, weights_divided_by=16, **sizes)
     values = {name: value for name, value in values.items() if not name.endswith(" grad")}
     columns, rows = ("S(1)", "S(0)") if batch <= 512 and in_features > 100 else ("B", "B")
-    layout = placed([name for name in values if name.startswith("new ")], ranks, w0=columns, w1=rows)
     return Case(
-        {**placed(values, ranks, x="S(0)", y="S(0)"), **layout},
         values,
         by_rows(values, n),  # as the script says, not as run
+        {"new w0": columns, "new w1": rows},
         sends=[(n - 1) / n * batch * (in_features + 3 * out_features)] * n,
     )

@@ -6,7 +6,7 @@ import numpy as np
 
 from oneflow_cookbook.start.recipe import ROOT
 from tests.cases import reference
-from tests.cases.recipe_case import Case, Main, case_of_recipe, placed, shares
+from tests.cases.recipe_case import Case, Main, case_of_recipe, shares
 from tests.cases.train import MICRO, UNEVEN
 
 
@@ -21,15 +21,12 @@ from tests.cases.train import MICRO, UNEVEN
 )
 def train_pipeline(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
     values = reference.trained(steps=steps, matmul_scale=matmul_scale, layers=n, weights_divided_by=2, **sizes)
-    layout = placed(values, [n - 1], x=("B", [0]), **{f"w{k}": ("B", [k]) for k in range(n)})
-    if graph:
-        layout = {name: place for name, place in layout.items() if not name.endswith(" grad")}
     batch = len(values["x"].exact)
     boundary = batch * values["w0"].exact.shape[1]
     return Case(
-        layout,
         values,
         [2 * batch * values[f"w{k}"].exact.size for k in range(n)],
+        {**{f"w{k}": ("B", [k]) for k in range(n)}, "y": ("B", [n - 1])},
         micro_batches=micro_batches,
         stages=[(k, [k]) for k in range(n)],
         sends=[boundary * ((k < n - 1) + (k > 0)) for k in range(n)],
@@ -41,12 +38,7 @@ def train_data_pipeline(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     momentum = reference.Optimizer("momentum")
     values, parts = reference.train_mlp(reference.mlp_inputs(**sizes), momentum, steps, matmul_scale, parts=2)
     batch, hidden = values["x"].exact.shape[0], values["w0"].exact.shape[1]
-    first, last = [0, 1], [2, 3]
-    layout = placed(values, last, x=("S(0)", first), y="S(0)", w0=("B", first))
-    if graph:
-        layout.update({"w0 grad": ("P", first), "w1 grad": ("P", last)})
     return Case(
-        layout,
         values,
         [work for w in ("w0", "w1") for work in shares(2, batch, 2 * values[w].exact.size)],
         parts=parts if graph else {},
@@ -147,12 +139,11 @@ def scheduled(n, rows, ranks, steps, matmul_scale, sizes, by_hand=True):
     values, parts = micro_batches_of(values, micro_batches)
     del values["x"], values["y"]
     places = {name: ("B", ranks[0 if name.startswith("x") else -1]) for name in values if name[0] in "xy"}
-    layout = placed(values, ranks[-1], **places, **{f"w{k}": ("B", ranks[k]) for k in range(stages)})
     matmuls, moves = in_order(in_turns(rows, stages), values, stages, parts, ranks, by_hand)
     borders = [[*ranks[k], *ranks[k + 1]] for k in range(stages - 1)]
     return Case(
-        layout,
         values,
+        layout={**places, **{f"w{k}": ("B", ranks[k]) for k in range(stages)}},
         matmuls=matmuls * steps,
         moves=moves * steps,
         sends=[boundary * sum(rank in border for border in borders) for rank in range(n)],

@@ -5,6 +5,8 @@ from typing import Callable
 
 import numpy as np
 
+from tests.cases.layouts import laid_out
+
 UNEVEN = {"batch": 7, "in_features": 6, "out_features": 9, "seed": 1}
 CASES, SIZES, GRAPH_ONLY = {}, {}, set()  # by the name of the recipe; filled by `case_of_recipe`
 PROOFS = {}  # name of the recipe -> Proof
@@ -75,12 +77,14 @@ class Proof:
 class Case:
     """What one recipe must do on one world size, in one mode, with given arguments."""
 
-    # name -> (SBP, ranks), in the order in which the recipe returns the tensors
-    layout: dict
     # name -> Value
     values: dict
     # floating-point operations of the matmuls of each rank in a forward pass over the whole batch; None: no claim
     work: list = None
+    # name -> SBP, or (SBP, ranks), of what the table in the docstring does not draw and no rule of layouts.py gives
+    layout: dict = field(default_factory=dict)
+    # where all tensors are, if not on all ranks, and if the table draws no rank with nothing
+    ranks: list = None
     # how often such a pass is recorded; None: in each step in eager mode, and once, for a micro-batch, in a graph
     passes: int = None
     micro_batches: int = 1
@@ -100,9 +104,6 @@ class Case:
     values_of: Callable = None
     # the tensors and arrays of each rank -> what else must be true of them: {sentence: whether it is true}
     claims: Callable = lambda seen: {}
-
-    # names, besides losses, of lists and arrays of numbers: they have a value, but no layout
-    numbers: tuple = ()
 
     def passes_in(self, graph):
         """How many passes over the whole batch are recorded."""
@@ -127,24 +128,18 @@ def case_of_recipe(sizes=None, graph_only=False, **proof):
 
     def register(function):
         name, other = function.__name__, {"uneven": UNEVEN} if sizes is None else sizes
-        CASES[name], PROOFS[name] = function, Proof(**proof)
+
+        def laid_out_case(n, graph=graph_only, **arguments):
+            case = function(n, graph, **arguments)
+            case.layout = laid_out(name, case, n, graph)
+            return case
+
+        CASES[name], PROOFS[name] = laid_out_case, Proof(**proof)
         SIZES[name] = lambda n: {"even": {}, **(other(n) if callable(other) else other)}
         GRAPH_ONLY.update([name] * graph_only)
         return function
 
     return register
-
-
-def placed(names, ranks, otherwise="B", **sbps):
-    """name -> (SBP, ranks). sbps: SBP, or (SBP, ranks), by a word of names: that of w0 is also for "new w0".
-
-    otherwise: the SBP of names of which no word is in `sbps`.
-    """
-    layout = {}
-    for name in names:
-        sbp = next((sbps[word] for word in name.split() if word in sbps), otherwise)
-        layout[name] = (sbp, ranks) if isinstance(sbp, str) else sbp
-    return layout
 
 
 def shares(n, size, work=1):

@@ -5,7 +5,7 @@ import ipaddress
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.recipe_case import UNEVEN, Case, Main, case_of_recipe, placed, reduced, shares
+from tests.cases.recipe_case import UNEVEN, Case, Main, case_of_recipe, reduced, shares
 from tests.cases.reference import Value
 
 
@@ -26,10 +26,7 @@ def hello_ranks(n, graph=False, nodes=1):
     ranks, each = list(range(n)), n // nodes
     first = ipaddress.ip_address("127.0.0.1" if nodes == 1 else "10.0.0.1")  # as tests/hosts.py gives them
     rows = Value([[rank, rank % each, int(first + rank // each)] for rank in ranks], dtype="int64")
-    return Case(
-        {"mine": ("S(0)", ranks), "everyone": ("B", ranks)},
-        {"mine": rows, "everyone": rows},
-    )
+    return Case({"mine": rows, "everyone": rows})
 
 
 @case_of_recipe(
@@ -52,7 +49,6 @@ def rendezvous(n, graph=False):
     ranks = list(range(n))
     numbers, total = Value([[rank] for rank in ranks]), Value([[sum(ranks)]])
     return Case(
-        {"number": ("S(0)", ranks), "partial": ("P", ranks), "total": ("B", ranks)},
         {"number": numbers, "partial": total, "total": total},
         parts={"partial": [Value([[rank]]) for rank in ranks]},
     )
@@ -83,7 +79,7 @@ def rendezvous(n, graph=False):
 def spawn(n, graph=False, ranks=2, **sizes):
     """The arrays of the program that starts the ranks; tests/test_spawn.py checks what the ranks do."""
     values = reference.one_layer(**sizes)
-    return Case(placed(values, [], "local"), values, passes=0, sends=[0])
+    return Case(values, passes=0, sends=[0])
 
 
 @case_of_recipe(
@@ -123,8 +119,8 @@ def elastic_training(n, graph=False, seed=0, steps=4, batch=8, features=64, matm
     values = {"x": x, "y": y, "w": w, "w grad": last["w"], **optimizer.state, "new w": weights["w"]}
     values["losses"] = Value(losses, rounded=True)
     return Case(
-        placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
         [*shares(len(ranks), batch, 2 * w.exact.size), *[0] * (n - len(ranks))],
+        ranks=ranks,
         sends=[reduced(n, w.exact.size)] * n,
     )

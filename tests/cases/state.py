@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.cases import reference
-from tests.cases.recipe_case import Case, Main, case_of_recipe, placed, reduced, shares, weights_of
+from tests.cases.recipe_case import Case, Main, case_of_recipe, reduced, shares, weights_of
 from tests.cases.reference import Value, drawn, mse
 from tests.cases.train import UNEVEN, by_rows
 
@@ -53,11 +53,11 @@ def checkpoint(
     }
     if not before:
         values["w"] = end["w0"]  # as drawn, which float32 holds exactly
-    layout = placed(values, ranks, sbp, x="S(0)", y="S(0)", losses=("local", []), grad="P" if graph else sbp)
     return Case(
-        layout,
         values,
         [*shares(len(ranks), size, 2 * size**2), *[0] * (n - len(ranks))],
+        {"w": sbp, "w grad": "P" if graph else sbp},
+        ranks,
         passes=1 if graph else steps - done,
         sends=[reduced(n, size * size)] * n,
     )
@@ -81,15 +81,12 @@ def losses_of(n):
 def loss_placement(n, graph=False, steps=3, loss="first", matmul_scale=1.0, **sizes):
     """The loss on all ranks, on rank 0, or on the last rank, which then is no worker."""
     ranks = list(range(n - (loss == "other")))
-    rows = ("S(0)", ranks)
-    of_loss = {"each": rows, "first": ("B", [0]), "other": ("B", [n - 1])}[loss]
+    of_loss = {"each": ("S(0)", ranks), "first": ("B", [0]), "other": ("B", [n - 1])}[loss]
     values, before_last = (
         reference.trained("sgd", steps=k, matmul_scale=matmul_scale, **sizes) for k in (steps, steps - 1)
     )
     last_weights = {name: before_last[f"new {name}"] for name in ("w0", "w1")}
     out = values["out"] = values["moved"] = reference.mlp(values["x"], last_weights, matmul_scale)
-    names = ("x", "y", "w0", "w1", "out", "moved", "w0 grad", "w1 grad", "new w0", "new w1", "losses")
-    layout = placed(names, ranks, x=rows, y=of_loss, out=rows, moved=of_loss, grad="P" if graph else "B")
     share, gathered = out.exact.size / len(ranks), (n - 1) / n * out.exact.size
     outputs = {  # outputs and their gradients that each rank sends
         "each": [0] * n,
@@ -98,9 +95,10 @@ def loss_placement(n, graph=False, steps=3, loss="first", matmul_scale=1.0, **si
     }[loss]
     weights = reduced(len(ranks), weights_of(values))
     return Case(
-        layout,
         values,
         [*by_rows(values, len(ranks)), *[0] * (n - len(ranks))],
+        {**dict.fromkeys(("w0", "w1"), "B"), **dict.fromkeys(("y", "moved"), of_loss)},
+        ranks,
         sends=[sent + weights * (rank in ranks) for rank, sent in enumerate(outputs)],
     )
 
@@ -138,22 +136,17 @@ UNEVEN_TEXT = {"batch": 7, "hidden_size": 5, "steps": 1, "seed": 1}
 )
 def replicate_scatter_gather(n, graph=False, steps=3, home="first", seed=0, batch=8, hidden_size=4, matmul_scale=1.0):
     """Weights, inputs and loss on rank 0, from where each step sends them; or where they are used (home="all")."""
-    ranks, values = list(range(n)), next_characters(steps, seed, batch, hidden_size, matmul_scale)
-    split, replicated, rank_0 = ("S(0)", ranks), ("B", ranks), ("B", [0])
-    inputs, weights = (rank_0, rank_0) if home == "first" else (split, replicated)
-    gradient = ("P", weights[1]) if graph else weights
-    layout = {
-        **{"x": inputs, "y": inputs, "embedding": weights, "head": weights},
-        **{"scattered": split, "table": replicated, "out": split, "gathered": inputs},
-        **{"embedding grad": gradient, "head grad": gradient, "new embedding": weights, "new head": weights},
-        "losses": weights,
-    }
+    values = next_characters(steps, seed, batch, hidden_size, matmul_scale)
+    inputs, weights = (("B", [0]), ("B", [0])) if home == "first" else ("S(0)", "B")
+    layout = {**dict.fromkeys(("x", "y", "gathered"), inputs), **dict.fromkeys(("embedding", "head"), weights)}
+    if graph:
+        layout.update({f"{name} grad": ("P", [0]) if home == "first" else "P" for name in ("embedding", "head")})
     size, outputs = weights_of(values), values["y"].exact.size
     sends = sends_with_rank_0(n, graph, batch, size, outputs) if home == "first" else [reduced(n, size)] * n
     return Case(
-        layout,
-        {name: values[name] for name in layout},
+        values,
         shares(n, batch, 2 * hidden_size * 27),
+        {**layout, "scattered": "S(0)"},
         sends=sends,
     )
 

@@ -3,12 +3,12 @@
 import numpy as np
 
 from tests.cases import reference
+from tests.cases.layouts import LOCAL
 from tests.cases.recipe_case import (
     NOT_SQUARE,
     Case,
     Main,
     case_of_recipe,
-    placed,
     reduced,
     shares,
     weights_of,
@@ -28,11 +28,9 @@ def by_rows(values, n):
     {"uneven": UNEVEN, **{name: {"optimizer": name} for name in ("adamw", "momentum", "sgd")}},
 )
 def train_data_parallel(n, graph=False, steps=3, optimizer="adam", matmul_scale=1.0, **sizes):
-    ranks = list(range(n))
     optimizer = reference.Optimizer(optimizer, graph=graph)
     values, parts = reference.train_mlp(reference.mlp_inputs(**sizes), optimizer, steps, matmul_scale, parts=n)
     return Case(
-        placed(values, ranks, x="S(0)", y="S(0)", grad="P" if graph else "B"),
         values,
         by_rows(values, n),
         parts=parts if graph else {},
@@ -42,11 +40,9 @@ def train_data_parallel(n, graph=False, steps=3, optimizer="adam", matmul_scale=
 
 @case_of_recipe({"uneven": UNEVEN})
 def train_tensor_parallel(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
-    ranks = list(range(n))
     values = reference.trained(steps=steps, matmul_scale=matmul_scale, **sizes)
     batch, (inputs, hidden), (_, outputs) = (len(values["x"].exact), *(values[w].exact.shape for w in ("w0", "w1")))
     return Case(
-        placed(values, ranks, w0="S(1)", w1="S(0)"),
         values,
         shares(n, hidden, 2 * batch * (inputs + outputs)),  # by its columns of w0, which are its rows of w1
         sends=[reduced(n, batch * outputs)] * n,
@@ -66,7 +62,7 @@ def train_tensor_parallel(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     ),
 )
 def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale=1.0, **sizes):
-    ranks, sizes = list(range(n)), {"batch": 16, "matmul_scale": matmul_scale, **sizes}
+    sizes = {"batch": 16, "matmul_scale": matmul_scale, **sizes}
     values, before = (reference.trained(steps=k, **sizes) for k in (steps, steps - 1))
     weights = {name: before[f"new {name}"] for name in ("w0", "w1")}
     micro_losses = []  # of the last step; the i-th micro-batch has the i-th part of the rows of each rank
@@ -74,11 +70,7 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
         out = reference.mlp(values["x"][rows], weights, matmul_scale)
         micro_losses.append(reference.mse(out, values["y"][rows]).exact.item())
     values.update({"micro_losses": Value(micro_losses, rounded=True), "losses": values.pop("losses")})
-    layout = placed(values, ranks, x="S(0)", y="S(0)")
-    if graph:
-        del layout["w0 grad"], layout["w1 grad"]
     return Case(
-        layout,
         values,
         by_rows(values, n),
         micro_batches=micro_batches,
@@ -100,14 +92,10 @@ def gradient_accumulation(n, graph=False, steps=3, micro_batches=2, matmul_scale
 def train_data_tensor(n, graph=False, steps=3, matmul_scale=1.0, **sizes):
     momentum = reference.Optimizer("momentum")
     values, parts = reference.train_mlp(reference.mlp_inputs(**sizes), momentum, steps, matmul_scale, parts=2)
-    mesh, shape, rows = [[0, 1], [2, 3]], values["y"].exact.shape, "S(0), B"
-    layout = placed(values, mesh, "B, B", x=rows, y=rows, w0="B, S(1)", w1="B, S(0)")
-    if graph:
-        layout.update({"w0 grad": ("P, S(1)", mesh), "w1 grad": ("P, S(0)", mesh)})
     return Case(
-        layout,
         values,
-        [2 * shape[0] * weights_of(values) / 4] * 4,  # half of the rows, times half of each weight
+        [2 * len(values["y"].exact) * weights_of(values) / 4] * 4,  # half of the rows, times half of each weight
+        ranks=[[0, 1], [2, 3]],
         parts=parts if graph else {},
         sends=[weights_of(values) / 2 + values["y"].exact.size / 2] * 4,
     )
@@ -139,9 +127,9 @@ def ddp(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0, **sizes):
     of_rank_0 = {name: by_rank[0] for name, by_rank in parts.items()}
     values = {"x": of_rank_0["x"], "y": of_rank_0["y"], **own[0], **trained, **of_rank_0}
     return Case(
-        dict.fromkeys(values, ("local", [])),
         values,
         shares(n, batch, 2 * weights_of(values)),
+        dict.fromkeys(("own_w0", "own_w1"), LOCAL),
         parts=parts,
         sends=[reduced(n, weights_of(values))] * n,
     )

@@ -6,10 +6,12 @@ import re
 import numpy as np
 
 from tests.cases import reference_transformer as reference
-from tests.cases.recipe_case import Case, Main, case_of_recipe, placed, reduced, shares
+from tests.cases.layouts import LOCAL
+from tests.cases.recipe_case import Case, Main, case_of_recipe, reduced, shares
 from tests.cases.reference import Value, rows_of
 
 IN_BLOCK = ("attention_in", "scores", "probs", "context", "residual", "mlp_in", "hidden")  # tensors, by any name
+NORMS = [f"{norm}.{name}" for norm in ("attention_norm", "mlp_norm") for name in ("weight", "bias")]
 
 
 def of_block(batch, seq_len, hidden_size):
@@ -39,18 +41,13 @@ def transformer_block(
     data = n // tensor
     mesh, tokens, hidden_size = np.arange(n).reshape(data, tensor).tolist(), batch * seq_len, num_heads * head_size
     values, parts = reference.trained_block(seed, steps, batch, seq_len, num_heads, head_size, data, matmul_scale)
-    sbps = {"w_qkv": "B, S(1)", "w_up": "B, S(1)", "w_out": "B, S(0)", "w_down": "B, S(0)"}
-    sbps.update(dict.fromkeys(("x", "y", "attention_in", "residual", "mlp_in", "out"), "S(0), B"))
-    sbps.update(dict.fromkeys(("qkv", "scores", "probs", "context", "hidden"), "S(0), S(1)"))
-    layout = placed(values, mesh, "B, B", **sbps)
-    if graph:
-        layout.update({name: (f"P, {layout[name][0].split(', ')[1]}", mesh) for name in parts})
-    weights = sum(values[name].exact.size for name in sbps if name.startswith("w_"))
+    weights = sum(value.exact.size for name, value in values.items() if re.fullmatch(r"w_\w+", name))
     activations = reduced(tensor, tokens * hidden_size / data)  # in g forward and in f backward, of two parts
     return Case(
-        {name: place for name, place in layout.items() if name not in IN_BLOCK},
-        values,
+        {name: value for name, value in values.items() if name not in IN_BLOCK},
         [of_block(batch, seq_len, hidden_size) / n] * n,
+        {**dict.fromkeys(("mask", *NORMS), "B, B"), "y": "S(0), B"},
+        mesh,
         parts=parts if graph else {},
         sends=[4 * activations + reduced(data, weights / tensor + 4 * hidden_size)] * n,
     )
@@ -64,26 +61,15 @@ def transformer_block(
     ),
 )
 def sequence_parallel(n, graph=False, steps=3, batch=2, seq_len=4, num_heads=4, head_size=4, matmul_scale=1.0, seed=0):
-    ranks = list(range(n))
     tokens, hidden_size = batch * seq_len, num_heads * head_size
     sizes = (batch, seq_len, num_heads, head_size)
     values, parts = reference.trained_block(seed, steps, *sizes, matmul_scale=matmul_scale, sequence_first=True)
-    sbps = {"w_qkv": "S(1)", "w_up": "S(1)", "w_out": "S(0)", "w_down": "S(0)"}
-    sbps.update(dict.fromkeys(("qkv", "scores", "probs", "context", "hidden"), "S(1)"))
-    sbps.update(dict.fromkeys(("x", "y", "residual", "out"), "S(0)"))
-    layout = placed(values, ranks, **sbps)
-    norms = [f"{norm}.{name}" for norm in ("attention_norm", "mlp_norm") for name in ("weight", "bias")]
-    if graph:
-        layout.update({f"{name} grad": ("P", ranks) for name in norms})
+    not_seen = set(IN_BLOCK) - {"attention_in", "residual", "mlp_in"}
     return Case(
-        {
-            name: place
-            for name, place in layout.items()
-            if name not in set(IN_BLOCK) - {"attention_in", "residual", "mlp_in"}
-        },
-        values,
+        {name: value for name, value in values.items() if name not in not_seen},
         [of_block(batch, seq_len, hidden_size) / n] * n,
-        sends=[(n - 1) / n * (8 * tokens * hidden_size + 2 * len(norms) * hidden_size)] * n,
+        {**dict.fromkeys(("mask", *NORMS), "B"), "y": "S(0)", "qkv": "S(1)"},
+        sends=[(n - 1) / n * (8 * tokens * hidden_size + 2 * len(NORMS) * hidden_size)] * n,
     )
 
 
@@ -102,17 +88,13 @@ def vocab_parallel(n, graph=False, steps=3, tensor=2, tokens=8, vocab_size=61, h
     data, padded = n // tensor, -(-vocab_size // tensor) * tensor
     mesh = np.arange(n).reshape(data, tensor).tolist()
     values, parts = reference.vocab_parallel(seed, steps, tokens, vocab_size, padded, hidden_size, data, matmul_scale)
-    sbps = {"table": "B, S(0)", "unused": "B, S(0)", "head": "B, S(1)", "logits": "S(0), S(1)", "losses": "B, B"}
-    sbps.update(dict.fromkeys(("ids", "targets", "x"), "S(0), B"))
-    layout = placed(values, mesh, **sbps)
-    if graph:
-        layout.update({"table grad": ("P, S(0)", mesh), "head grad": ("P, S(1)", mesh)})
     cross_entropy = 5 if graph else 8  # numbers for each token that OneFlow reduces in it, measured
     activations = reduced(tensor, (2 * hidden_size + cross_entropy) * tokens / data)
     return Case(
-        layout,
         values,
         [2 * tokens * hidden_size * padded / n] * n,
+        {**dict.fromkeys(("ids", "targets"), "S(0), B"), "unused": "B, S(0)"},
+        mesh,
         parts=parts if graph else {},
         sends=[activations + reduced(data, 2 * padded * hidden_size / tensor)] * n,
     )
@@ -131,12 +113,11 @@ MEASURED_ATTENTION = {"seq_len": 120, "num_heads": 12, "head_size": 256}
 )
 def all_gather_kv(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, matmul_scale=1.0, seed=0):
     values = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
-    ranks, size = list(range(n)), values["q"].exact.size
-    layout = {name: ("S(0)", ranks) for name in values}
+    size = values["q"].exact.size
     return Case(
-        layout,
         values,
         shares(n, seq_len, 4 * size),  # of its queries, with all keys and values
+        {"y": "S(0)"},
         sends=[4 * (n - 1) / n * size] * n,
     )
 
@@ -151,13 +132,11 @@ def all_gather_kv(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4, 
 )
 def ulysses(n, graph=False, steps=3, seq_len=8, num_heads=8, head_size=4, matmul_scale=1.0, seed=0):
     values = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
-    ranks, size = list(range(n)), values["q"].exact.size
-    layout = {**{name: ("S(0)", ranks) for name in values}, "mask": ("B", ranks)}
     return Case(
-        layout,
         values,
         shares(n, num_heads, 4 * seq_len**2 * head_size),
-        sends=[8 * (n - 1) / n**2 * size] * n,
+        {"y": "S(0)"},
+        sends=[8 * (n - 1) / n**2 * values["q"].exact.size] * n,
     )
 
 
@@ -177,7 +156,7 @@ def ring_attention(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4,
     """q0, k0, ... are the rows of rank 0; the reference has the whole tensors."""
     whole = reference.context_parallel(seed, steps, seq_len, num_heads, head_size, matmul_scale)
     rows = rows_of(seq_len, n)
-    values, layout = {"losses": whole["losses"]}, {"losses": ("B", [0])}
+    values, layout = {"losses": whole["losses"]}, {}
     per_rank = ["q", "k", "v", "y", "q grad", "k grad", "v grad", "new q", "new k", "new v", *["out"] * (not graph)]
     for name, rank in itertools.product(per_rank, range(n)):
         own = re.sub(r"\b(q|k|v|y|out)\b", rf"\g<1>{rank}", name)
@@ -190,9 +169,9 @@ def ring_attention(n, graph=False, steps=3, seq_len=8, num_heads=2, head_size=4,
     # rank, and gradients to the one before; a graph sends blocks from their owner to all later ranks, gradients back.
     pairs = [n - 1 if graph else (rank < n - 1) * (rank + 1) + rank for rank in range(n)]
     return Case(
-        layout,
         values,
         [4 * num_heads * head_size * block for block in blocks],
+        layout,
         sends=[2 * whole["q"].exact.size / n * pair for pair in pairs],
     )
 
@@ -246,20 +225,15 @@ def mixture_of_experts(
     gap = values.pop("gap")
     values["router grad"].bound *= 1.25  # after 20 steps; on an Intel Xeon it was off by 1.001 times the usual bound
     values["slots"] = Value(np.arange(1, capacity + 1))
-    ranks, split = list(range(n)), ("x", "y", "tokens", "sent", "out", "w_up", "hidden", "w_down")
-    layout = placed(values, ranks, arrived="S(1)", **dict.fromkeys(split, "S(0)"))
-    if graph:
-        layout.update({f"{name} grad": ("P", ranks) for name in ("router", "norm.weight", "norm.bias")})
 
     slots = experts * capacity
     of_batch = shares(n, batch, 2 * seq_len * hidden_size * (experts + 2 * slots))  # router, into slots and out of them
     of_experts = shares(n, experts, 4 * batch * capacity * hidden_size * ffn_size)
     all_to_all = (n - 1) / n**2 * batch * slots * hidden_size  # elements that each rank sends
     return Case(
-        {name: place for name, place in layout.items() if name not in ("tokens", "hidden")},
-        values,
+        {name: value for name, value in values.items() if name not in ("tokens", "hidden")},
         [sum(both) for both in zip(of_batch, of_experts)],
-        numbers=("balance_losses", "loads", "dropped"),
+        {"y": "S(0)", **dict.fromkeys(("norm.weight", "norm.bias", "slots"), "B"), "loads": LOCAL, "dropped": LOCAL},
         claims=lambda seen: {f"rounding chooses no expert, with {gap} between two probabilities": gap > 1e-5},
         sends=[4 * all_to_all + reduced(n, (experts + 2) * hidden_size)] * n,
     )

@@ -6,6 +6,7 @@ import numpy as np
 
 from tests.cases import ROOT, reference_run
 from tests.cases.ladder import check_operations, check_tensors
+from tests.cases.layouts import LOCAL
 from tests.cases.recipe_case import PROOFS, Case, Main, Proof
 from tests.cases.reference import Value
 from tests.cases.reference_run import SMALL
@@ -92,18 +93,17 @@ def case_of(mesh, graph, steps, more):
         values.update(tensors)
         layout.update(dict.fromkeys(tensors, (KINDS.get(name.split(".")[-1], "B, B"), mesh)))
     for name in ("losses", "held_out"):
-        values[name], layout[name] = Value(exact[name]), ("B, B", [])
+        values[name], layout[name] = Value(exact[name]), LOCAL
         values[name].bound = 5e-6
     passes = [sizes["micro_batches"], -(-sizes["test_samples"] // rows_of(sizes))]  # in a step, in an evaluation
     evaluations = steps // sizes["eval_every"]
     return Case(
-        layout,
         values,
         work_of(mesh, sizes),
+        layout,
         passes=1 + (evaluations > 0) if graph else steps * passes[0] + evaluations * passes[1],
         moves=layouts_of_parameters(exact["initial"], mesh)
         + operations(graph, steps, sizes, passes, forward_moves(mesh, sizes), loading(mesh), reducing(layout, mesh)),
-        numbers=("held_out",),
     )
 
 

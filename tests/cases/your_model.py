@@ -6,6 +6,7 @@ import numpy as np
 
 from oneflow_cookbook.start.recipe import ROOT
 from tests.cases import reference_module
+from tests.cases.layouts import LOCAL
 from tests.cases.recipe_case import Case, Main, case_of_recipe, reduced, shares
 from tests.cases.reference import unknown
 from tests.cases.reference_module import NUM_CLASSES, SEQ_LEN
@@ -16,7 +17,6 @@ REPLACED = {  # mutations without effect
 }
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buf",)}
 TENSOR_PARALLEL = {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}  # the other parameters are B
-LOCAL = ("local", [])
 LAYERS = 2
 PYTORCH = str(ROOT / "tests" / "data" / "pytorch_float32.safetensors")  # weights
 RESHARD = {"reshard_after_forward": True}
@@ -55,38 +55,31 @@ def damaged(folder):
     (Path(folder) / "link").symlink_to("nowhere")
 
 
-def layouts(shapes, optimizer, of_parameter, ids, targets, of_gradient=None):
-    """{name: (SBP, ranks)} of all tensors. of_parameter, of_gradient: functions of the name of a parameter."""
-    layout = {"ids": ids, "targets": targets}
-    for name in shapes:
-        layout.update({name: of_parameter(name), f"new {name}": of_parameter(name)})
-        layout.update({f"{name} {moment}": of_parameter(name) for moment in MOMENTS[optimizer]})
-        layout[f"{name} grad"] = (of_gradient or of_parameter)(name)
-    return {**layout, "losses": targets}
-
-
 def tensor_parallel_sbp(name):
     return next((sbp for end, sbp in TENSOR_PARALLEL.items() if name.endswith(end)), "B")
 
 
-def case_of(layout, shapes, training, parts=0, **facts):
+def case_of(shapes, training, layout, parts=0, **facts):
     """The Case of a training whose initial weights OneFlow draws: its values are known when those are.
 
-    training: arguments of `reference_module.trained`; parts: how many parts of the rows have gradients that are added.
+    training: arguments of `reference_module.trained`; layout: of each parameter, too; parts: how many parts of the rows
+    have gradients that are added.
     """
-    batch, steps = training["batch"], training["steps"]
-    sizes = {"ids": (batch, SEQ_LEN), "targets": (batch,), "losses": (steps,), "logits": (batch, NUM_CLASSES)}
+    batch = training["batch"]
+    sizes = {"ids": (batch, SEQ_LEN), "targets": (batch,), "losses": (training["steps"],)}
+    if "logits" in layout:
+        sizes["logits"] = (batch, NUM_CLASSES)
+    for name, shape in shapes.items():
+        further = (f"{name} {kind}" for kind in (*MOMENTS[training["optimizer"]], "grad"))
+        sizes.update(dict.fromkeys((name, f"new {name}", *further), shape))
 
     def values_of(arrays):
         drawn = {name: arrays[name] for name in shapes}
         values, added = reference_module.trained(drawn, parts=parts, **training)
         return values, added if parts else {}
 
-    def shape_of(name):
-        return shapes.get(name.replace("new ", "").split(" ")[0]) or sizes[name]
-
-    values = {name: unknown(*shape_of(name)) for name in layout}
-    return Case(layout, values, values_of=values_of, **facts)
+    values = {name: unknown(*shape) for name, shape in sizes.items()}
+    return Case(values, layout=layout, values_of=values_of, **facts)
 
 
 def work_of(rows, hidden_size, columns=None, layers=LAYERS):
@@ -132,22 +125,13 @@ def tensor_parallel_module(
     tensor = n // data
     mesh = np.arange(n).reshape(data, tensor).tolist()
     shapes = reference_module.shapes(hidden_size, LAYERS)
-    x = ("S(0), B", mesh)
-    along_data = "P" if graph else "B"  # of gradients
-    layout = layouts(
-        shapes,
-        optimizer,
-        of_parameter=lambda name: (f"B, {tensor_parallel_sbp(name)}", mesh),
-        of_gradient=lambda name: (f"{along_data}, {tensor_parallel_sbp(name)}", mesh),
-        ids=x,
-        targets=x,
-    )
     split_elements = elements_of(shapes, *TENSOR_PARALLEL)
     per_rank = elements_of(shapes) - split_elements + split_elements / tensor
     return case_of(
-        layout,
         shapes,
         dict(optimizer=optimizer, graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
+        {"targets": "S(0), B", **{name: f"B, {tensor_parallel_sbp(name)}" for name in shapes}},
+        ranks=mesh,
         parts=data if graph else 0,
         work=[
             work_of(rows, hidden_size, columns)
@@ -187,12 +171,9 @@ def pipeline_module(
     stage_of = {name: k * n // len(names) for k, name in enumerate(names)}
     stages = list(stage_of.values())
 
-    def layout_of(parameter):
-        return ("B", [next(stage for name, stage in stage_of.items() if parameter.startswith(f"{name}."))])
-
-    layout = layouts(shapes, optimizer, layout_of, ids=("B", [0]), targets=("B", [n - 1]))
-    if graph:
-        layout = {name: where for name, where in layout.items() if not name.endswith(" grad")}
+    layout = {"ids": ("B", [0]), "targets": ("B", [n - 1])}
+    for name, stage in stage_of.items():
+        layout.update({parameter: ("B", [stage]) for parameter in shapes if parameter.startswith(f"{name}.")})
     work = [0] * n
     for name in names[1:]:
         block, head = work_of(batch, hidden_size, layers=1), work_of(batch, hidden_size, layers=0)
@@ -205,9 +186,9 @@ def pipeline_module(
             sends[before] += elements
             sends[after] += elements
     return case_of(
-        layout,
         shapes,
         dict(optimizer=optimizer, graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
+        layout,
         work=work,
         micro_batches=micro_batches,
         stages=[(k, [k]) for k in stages],
@@ -250,15 +231,14 @@ def fully_sharded_module(
     num_layers=2,
     matmul_scale=1.0,
 ):
-    ranks = list(range(n))
     shapes = reference_module.shapes(hidden_size, num_layers)
-    rows, replicated = ("S(0)", ranks), ("B", ranks)
-    sharded = {name: rows if shape[0] >= n else replicated for name, shape in shapes.items()}
-    layout = layouts(shapes, optimizer, sharded.get, ids=rows, targets=rows)
+    layout = {"targets": "S(0)"}
+    for name, shape in shapes.items():  # a gradient that is not split is summed in the graph, as others are
+        layout.update(dict.fromkeys((name, f"{name} grad"), "S(0)" if shape[0] >= n else "B"))
     return case_of(
-        layout,
         shapes,
         dict(optimizer=optimizer, graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
+        layout,
         work=[work_of(own, hidden_size, layers=num_layers) for own in shares(n, batch)],
         sends=[reduced(n, elements_of(shapes)) * (1.5 if reshard_after_forward else 1)] * n,
     )
@@ -285,20 +265,13 @@ def fully_sharded_module(
     ),
 )
 def pytorch_weights(n, graph=False, seed=0, steps=3, batch=8, matmul_scale=1.0):
-    ranks, hidden_size = list(range(n)), 8
+    hidden_size = 8
     shapes = reference_module.shapes(hidden_size, LAYERS)
-
-    def layout_of(parameter):
-        return tensor_parallel_sbp(parameter), ranks
-
-    replicated = ("B", ranks)
-    layout = {**layouts(shapes, "momentum", layout_of, ids=replicated, targets=replicated), "logits": LOCAL}
     return case_of(
-        layout,
         shapes,
         dict(optimizer="momentum", graph=graph, seed=seed, steps=steps, batch=batch, matmul_scale=matmul_scale),
+        {"ids": "B", "targets": "B", "logits": LOCAL, **{name: tensor_parallel_sbp(name) for name in shapes}},
         work=[work_of(batch, hidden_size, columns) for columns in shares(n, 4 * hidden_size)],
         passes=1 + (1 if graph else steps),  # first that of the logits, in eager mode
-        numbers=("logits",),
         sends=[2 * LAYERS * reduced(n, batch * SEQ_LEN * hidden_size)] * n,
     )
