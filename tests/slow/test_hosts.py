@@ -4,14 +4,14 @@ from functools import partial
 
 import pytest
 
+from oneflow_cookbook.measure.sbp import sbp_of
 from oneflow_cookbook.pool import pool_cache
 from oneflow_cookbook.start.recipe import path_of
-from tests.cases import ROOT, modes, sizes_of
+from tests.cases import modes, sizes_of
 from tests.cases.ladder import Checks, check_recipe
 from tests.hosts import NO_HOSTS
 from tests.pools import RecipePool
 
-HERE = str(ROOT / "tests" / "on_rank_hosts.py")
 SIZE = 1024  # rows and columns of what is moved between hosts: 4 MB
 CONTROL = 0.02  # of the tensor: OneFlow's own messages
 RECIPES = [  # at least one for each way to send: collectives, stages, meshes, `comm`, files, meeting
@@ -61,12 +61,36 @@ def crossings():
             yield list(source), list(target), old, new, True, graph
 
 
+def between_hosts(source, target, old, new, rows, columns, graph):
+    """The bytes that this rank sends to other hosts for one to_global of a tensor in float32. Collective."""
+    import oneflow as flow
+
+    from oneflow_cookbook.measure.graph import FunctionGraph
+    from oneflow_cookbook.measure.sent import growth, quiet, wait_for
+
+    x = flow.ones(rows, columns, placement=flow.placement("cpu", source), sbp=sbp_of(old))
+    there = flow.placement("cpu", target)
+
+    def function(x):
+        return x.to_global(placement=there, sbp=sbp_of(new))
+
+    if graph:
+        function = FunctionGraph(function)
+        function._compile(x)
+    wait_for(function(x))  # once beforehand: connections are made
+    before = quiet()
+    wait_for(function(x))
+    after = quiet()
+    to_others = {ends: count for ends, count in after.items() if ends[0][0] != ends[1][0]}  # by their addresses
+    return growth(before, to_others)
+
+
 @pytest.mark.parametrize("source, target, old, new, graph, units", crossings())
 def test_bytes_between_two_hosts(hosts, pools, source, target, old, new, graph, units):
     """The payload that ranks 0 and 1, on host 0, send to those on host 1."""
     if not hosts.real:
         pytest.skip(NO_HOSTS)
     keywords = {"source": source, "target": target, "old": old, "new": new, "graph": graph}
-    by_rank = pools(4).call(f"{HERE}:between_hosts", rows=SIZE, columns=SIZE, **keywords)
+    by_rank = pools(4).call(f"{__file__}:between_hosts", rows=SIZE, columns=SIZE, **keywords)
     sent = sum(by_rank[:2]) / (4 * SIZE**2)
     Checks.that(0 <= sent - units <= CONTROL, old, new, sent, "times the tensor, not", units)

@@ -6,18 +6,23 @@ import re
 import pytest
 
 from oneflow_cookbook.pool import Pool
-from oneflow_cookbook.start.recipe import path_of
-from tests.cases import ROOT, pipelines, reference
+from oneflow_cookbook.start.recipe import load, path_of
+from tests.cases import pipelines, reference
 from tests.cases.ladder import MAIN, OBSERVE, Checks, assert_close
 from tests.jobs import launch
 
-ON_RANK = str(ROOT / "tests" / "on_rank_pipelines.py")
 SIZES = [(n, m) for n in range(2, 9) for m in range(1, 13)]
 MEMORY = "oneflow_cookbook.measure.rank_memory:memory"
 
 
+def made(path, name, sizes):
+    """On a rank: what the function `name` of the recipe returns for each of these lists of arguments."""
+    make = getattr(load(path), name)
+    return [make(*arguments) for arguments in sizes]
+
+
 def tables(pools, name, function, sizes):
-    return pools(2).call(f"{ON_RANK}:tables", path=str(path_of(name)), name=function, sizes=sizes)[0]
+    return pools(2).call(f"{__file__}:made", path=str(path_of(name)), name=function, sizes=sizes)[0]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
