@@ -194,58 +194,71 @@ def options_changed(node, recipe):
     return [old.replace(number, f"{number} + 0.5") for number in numbers]
 
 
+# The name of a function, or its end with a dot -> the texts for its call: {0} is its first argument, {f} the function,
+# {all} what the call has in parentheses, {rest} its keywords behind a comma, {t} a transpose if it has keywords.
+TEXTS = {
+    "flow._C.identity": ["{0}"],
+    "os.replace": [  # not in one go, as a crash in between would show
+        "__import__('subprocess').run(['sh', '-c', 'cp -r \"$0\" \"$1\" && rm -r \"$0\"', {0}, {1}], check=True)"
+    ],
+    "flow.placement": [
+        "flow.placement({0}, ({1})[:1])",
+        "flow.placement({0}, ({1})[-1:])",
+        f"flow.placement({{0}}, list(range({WORLD})))",
+        f"flow.placement({{0}}, ((np.array({{1}}) + 1) % {WORLD}).tolist())",
+        f"flow.placement({{0}}, ({WORLD} - 1 - np.array({{1}})).tolist())",
+    ],
+    # not all in another order: OneFlow sorts the ranks of a placement
+    "flow.placement.all": ["flow.placement({0}, [0])", f"flow.placement({{0}}, [{WORLD} - 1])"],
+    ".set_stage": [
+        "None",
+        "{f}({0} + 1, {1})",
+        '{f}({0}, flow.placement("cpu", [0]))',
+        f'{{f}}({{0}}, flow.placement("cpu", [{WORLD} - 1]))',
+        "{f}({0})",
+    ],
+    "flow.relu": ["(({f}({all})) * 1.001)", "{0}"],
+    "flow.nn.functional.mse_loss": ["(({f}({all})) * 1.001)", "(({f}({all})) + 0.001)"],
+    "flow.comm.send": ["flow.comm.send({0} * 1.00001, {1})", "flow.comm.send(-{0}, {1})"],
+    "flow.matmul": [
+        f"flow.matmul({WHOLE}({{0}}), {{1}}{{rest}})",
+        f"flow.matmul({{0}}, {WHOLE}({{1}}){{rest}})",
+        f"{WHOLE}(flow.matmul({{all}}))",
+        "flow.matmul({0}, -{1}{rest})",
+        "flow.matmul({0} * 1.00001, {1}{rest})",
+        "flow.matmul({0}, {1}.transpose(0, 1){rest})",
+        "((flow.matmul({all}) + flow.matmul({all})) * 0.5)",
+        "(lambda product: product if product.is_lazy else flow.tensor({0}.detach().numpy() @ {1}.detach().numpy(){t}, "
+        "**({{'placement': product.placement, 'sbp': product.sbp}} if product.is_global else {{}})))"
+        "(flow.matmul({all}))",
+    ],
+}
+TEXTS_WITH_KEYWORDS = {  # the same, if the call has keywords
+    ".zero_grad": ["{f}()"],
+    "flow.tensor": ["{f}(-{0}{rest})", "{f}({0}[::-1].copy(){rest})", "{f}({0}[:, ::-1].copy(){rest})"],
+}
+
+
 def calls_changed(node, recipe):
     """The texts that replace a call."""
     function = recipe.text(node.func)
     arguments = [recipe.text(argument) for argument in node.args]
     keywords = [(keyword.arg, recipe.text(keyword.value)) for keyword in node.keywords]
-    for ending, change in CALLS.items():
-        if function == ending or (ending.startswith(".") and function.endswith(ending)):
-            return change(function, arguments, keywords)
     if function.startswith("flow.optim."):
         return optimizer(recipe.text(node), node.keywords, recipe)
+    for ending, texts in {**TEXTS, **(TEXTS_WITH_KEYWORDS if keywords else {}), **CALLS}.items():
+        if function == ending or (ending.startswith(".") and function.endswith(ending)):
+            if callable(texts):
+                return texts(function, arguments, keywords)
+            named = {"f": function, "all": listed(arguments, keywords), "rest": listed([""], keywords)}
+            named.update({"t": ".T" if keywords else ""})
+            return [text.format(*arguments, **named) for text in texts]
     return []
 
 
 def listed(arguments, keywords):
     """The arguments of a call as text."""
     return ", ".join([*arguments, *(f"{name}={value}" if name else f"**{value}" for name, value in keywords)])
-
-
-def identity(function, arguments, keywords):
-    return arguments
-
-
-def zero_grad(function, arguments, keywords):
-    return [f"{function}()"] if keywords else []
-
-
-def os_replace(function, arguments, keywords):
-    copy = 'cp -r "$0" "$1" && rm -r "$0"'  # not in one go, as a crash in between would show
-    return [f"__import__('subprocess').run(['sh', '-c', {copy!r}, {', '.join(arguments)}], check=True)"]
-
-
-def placement(function, arguments, keywords):
-    device, ranks = arguments
-    return [
-        f"flow.placement({device}, ({ranks})[:1])",
-        f"flow.placement({device}, ({ranks})[-1:])",
-        f"flow.placement({device}, list(range({WORLD})))",
-        f"flow.placement({device}, ((np.array({ranks}) + 1) % {WORLD}).tolist())",
-        f"flow.placement({device}, ({WORLD} - 1 - np.array({ranks})).tolist())",
-    ]
-
-
-def placement_of_all(function, arguments, keywords):
-    """Not all in another order: OneFlow sorts the ranks of a placement."""
-    return [f"flow.placement({arguments[0]}, [{rank}])" for rank in ("0", f"{WORLD} - 1")]
-
-
-def tensor(function, arguments, keywords):
-    if not keywords:
-        return []
-    array, rest = arguments[0], f", {listed([], keywords)})"
-    return [f"flow.tensor({new}{rest}" for new in (f"-{array}", f"{array}[::-1].copy()", f"{array}[:, ::-1].copy()")]
 
 
 def to_global(function, arguments, keywords):
@@ -258,54 +271,10 @@ def to_global(function, arguments, keywords):
     return changed
 
 
-def set_stage(function, arguments, keywords):
-    number, where = arguments
-    return [
-        "None",
-        f"{function}({number} + 1, {where})",
-        f'{function}({number}, flow.placement("cpu", [0]))',
-        f'{function}({number}, flow.placement("cpu", [{WORLD} - 1]))',
-        f"{function}({number})",
-    ]
-
-
 def optimizer(old, keywords, recipe):
     constants = [keyword for keyword in keywords if isinstance(keyword.value, ast.Constant)]
     numbers = [f"{keyword.arg}={recipe.text(keyword.value)}" for keyword in constants]
     return [old.replace(number, f"{number} + 0.5") for number in numbers]
-
-
-def relu(function, arguments, keywords):
-    return [f"(({function}({listed(arguments, keywords)})) * 1.001)", arguments[0]]
-
-
-def mse_loss(function, arguments, keywords):
-    old = f"{function}({listed(arguments, keywords)})"
-    return [f"(({old}) * 1.001)", f"(({old}) + 0.001)"]
-
-
-def send(function, arguments, keywords):
-    what, rank = arguments
-    return [f"flow.comm.send({what} * 1.00001, {rank})", f"flow.comm.send(-{what}, {rank})"]
-
-
-def matmul(function, arguments, keywords):
-    x, w = arguments
-    rest = "".join(f", {name}={value}" for name, value in keywords)
-    transposed = ".T" if rest else ""
-    by_numpy = f"flow.tensor({x}.detach().numpy() @ {w}.detach().numpy(){transposed}"
-    same_layout = "**({'placement': product.placement, 'sbp': product.sbp} if product.is_global else {})"
-    old = f"flow.matmul({x}, {w}{rest})"
-    return [
-        f"flow.matmul({WHOLE}({x}), {w}{rest})",
-        f"flow.matmul({x}, {WHOLE}({w}){rest})",
-        f"{WHOLE}({old})",
-        f"flow.matmul({x}, -{w}{rest})",
-        f"flow.matmul({x} * 1.00001, {w}{rest})",
-        f"flow.matmul({x}, {w}.transpose(0, 1){rest})",
-        f"(({old} + {old}) * 0.5)",
-        f"(lambda product: product if product.is_lazy else {by_numpy}, {same_layout}))({old})",
-    ]
 
 
 def linear(function, arguments, keywords):
@@ -331,19 +300,4 @@ def linear(function, arguments, keywords):
     ]
 
 
-CALLS = {  # the name of a function, or its end with a dot -> the function that returns the texts for its call
-    "flow._C.identity": identity,
-    ".zero_grad": zero_grad,
-    "os.replace": os_replace,
-    "flow.placement": placement,
-    "flow.placement.all": placement_of_all,
-    "flow.tensor": tensor,
-    ".to_global": to_global,
-    ".set_stage": set_stage,
-    "flow.relu": relu,
-    "flow.nn.functional.mse_loss": mse_loss,
-    "flow.comm.send": send,
-    "flow.matmul": matmul,
-    "nn.Linear": linear,
-    "flow.nn.Linear": linear,
-}
+CALLS = {"nn.Linear": linear, "flow.nn.Linear": linear, ".to_global": to_global}  # functions that return the texts
