@@ -95,6 +95,44 @@ def test_partial_sums_add_up_to_the_product():
         assert [int(text.text) for text in group.iter(f"{SVG}text")] == held.ravel().tolist()
 
 
+def numbers_in(group):
+    return [int(text.text) for text in group.iter(f"{SVG}text")]
+
+
+def test_column_then_row_is_drawn_as_it_is_computed():
+    """Above the right pair, below the wrong one: each rank's numbers are those of its columns and rows."""
+    claimed = CLAIMS["column_row"]
+    names = ("x", "w0", "hidden", "w1", "partial", "out")
+    x, w0, hidden, w1, partial, out = (np.array(claimed[name]) for name in names)
+    ranks = [slice(0, 2), slice(2, 4)]
+    assert (hidden == np.maximum(x @ w0, 0)).all() and (out == partial.sum(0)).all() and (out == hidden @ w1).all()
+    assert all((partial[rank] == hidden[:, units] @ w1[units]).all() for rank, units in enumerate(ranks))
+    whole, drawn = {"x": x, "hidden": hidden, "out": out}, []
+    for group in picture("column_row").iter(f"{SVG}g"):
+        drawn.append((group.get("data-tensor"), group.get("data-rank"), numbers_in(group)))
+    right, wrong = drawn[: drawn.index(("out", "all", out.ravel().tolist())) + 1], drawn[-7:]
+    own = [{"w0": w0[:, units], "hidden": hidden[:, units], "w1": w1[units]} for units in ranks]
+    own = [{**tensors, "partial": partial[rank]} for rank, tensors in enumerate(own)]
+    for name, rank, numbers in [*right, *wrong[:3]]:
+        held = whole[name] if rank == "all" else own[int(rank)][name]
+        assert numbers == held.ravel().tolist(), (name, rank)
+    columns = [
+        (name, str(rank), whole[:, rank].tolist()) for name, whole in (("w1", w1), ("out", out)) for rank in (0, 1)
+    ]
+    assert len(right) + len(wrong) == len(drawn) and wrong[3:] == columns
+
+
+def test_mesh_is_drawn_as_its_ranks_hold_it():
+    claimed = CLAIMS["mesh"]
+    for group in picture("mesh").iter(f"{SVG}g"):
+        rank, sbp = int(group.get("data-rank")), group.get("data-sbp")
+        block = Layout(sbp, claimed["mesh"]).block(claimed["shape"], rank)
+        cells = [rect.get("fill-opacity") is not None for rect in group.iter(f"{SVG}rect")]
+        held = np.zeros(claimed["shape"], dtype=bool)
+        held[tuple(slice(*span) for span in block)] = sbp == "S(0), B" or rank not in claimed["asked"]
+        assert cells == held.ravel().tolist(), (sbp, rank)
+
+
 def case_of(claimed):
     """The case of a claim's recipe, in eager mode."""
     options = {name: option for name, option in claimed["options"].items() if name not in ("graph", "ranks")}
