@@ -10,7 +10,7 @@ shard of out. Each rank is a new process that imports this file, and with it One
 so MASTER_ADDR, RANK and the like must be set before the process starts.
 
 Why:   a test or a service has a main program of its own, which waits for results and cannot wait for other ranks.
-Moves: nothing between the ranks; x and w to each rank, and its shard of out back, through pipes.
+Moves: nothing, 0 bytes between ranks; x and w to each rank, and its shard of out back, through pipes.
 Run:   ./launch.sh recipes/starting/spawn.py [--graph]
        python recipes/starting/spawn.py [--graph] [--ranks 4]
 Use it when a program needs ranks only for a while, such as a test or a service; for a job, use a launcher.
