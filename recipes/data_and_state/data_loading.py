@@ -9,7 +9,7 @@ says which samples are in x. Every sample is loaded once in an epoch, by one of 
 sbp=...) of a whole batch would send it from every rank, because OneFlow compares the copies.
 
 Why:   each rank has its own samples already, so S(0) only says of what they are a part, and nothing is sent.
-Moves: nothing, except the shapes of the blocks: to_global raises an error if the blocks are not an even split.
+Moves: nothing but the shapes of the blocks: to_global raises an error if the blocks are not an even split.
 Run:   ./launch.sh recipes/data_and_state/data_loading.py
 Use it when every rank can read the data set. In a graph add drop_last=True: the last batch of an epoch may be smaller.
 Source: OneFlow documentation, "Global Tensor".
