@@ -1,5 +1,5 @@
 // A training step of a stack of equal layers, relu(x) @ w: blocks of time, bytes and memory, by formula, not measured.
-// tests/slow/test_explore.py compares it with harness/oneflow_cookbook/measure/theory.py and harness/oneflow_cookbook/plan/formulas.py.
+// tests/slow/test_explore.py compares it with steps that ranks make, the schedules of a recipe and `plan`.
 
 const Steps = (() => {
   // The sizes can be divided by 1 to 8 ranks, so that all ranks have equal shares.
