@@ -63,7 +63,8 @@ def test_recipe_has_a_section_in_one_chapter_and_its_docstring_in_the_index(path
     assert section.title == name, f"the heading must be the docstring's first words, {name}"
     assert f" {path.stem}" in section.text and "```text" in section.text, "the section needs a command and its output"
     line = f"- [{path.stem}]({path.relative_to(INDEX.parent)}): {words}"
-    assert line in INDEX.read_text().splitlines(), f"recipes/README.md, All recipes, needs the line {line}"
+    is_listed = line in INDEX.read_text().splitlines()
+    assert is_listed, f"recipes/README.md, All recipes, needs the line {line}"
     begin = line.partition(": ")[0]
     assert re.search(f"^{re.escape(begin)}[：:]", in_chinese(INDEX).read_text(), flags=re.MULTILINE)
 
