@@ -61,7 +61,8 @@ def test_recipe_has_a_section_in_one_chapter_and_its_docstring_in_the_index(path
         assert len(found) == 1, f"the chapters have {len(found)} sections on {path.stem}"
     [section] = [section for page in CHAPTERS for section in sections(page) if section.path == path]
     assert section.title == name, f"the heading must be the docstring's first words, {name}"
-    assert f" {path.stem}" in section.text and "```text" in section.text, "the section needs a command and its output"
+    command_and_output = rf"```bash\n[^`]*\b{path.stem}\b[^`]*```\n\n```text"
+    assert re.search(command_and_output, section.text), "the section needs a command of this recipe and its output"
     line = f"- [{path.stem}]({path.relative_to(INDEX.parent)}): {words}"
     is_listed = line in INDEX.read_text().splitlines()
     assert is_listed, f"recipes/README.md, All recipes, needs the line {line}"
@@ -94,7 +95,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
 def codes(page):
-    """The code and numbers of each section of a page; of a guide, in whose prose 1.3 billion is 13 亿, of each row."""
+    """The code and numbers of each section of a page; in docs/, where 1.3 billion is 13 亿 in prose, of each row."""
     sections = re.split("^##+ ", page.read_text(), flags=re.MULTILINE)
     if page.parent == ROOT / "docs":
         sections = [f"{len(sections)} sections", *map(" | ".join, tables(page))]

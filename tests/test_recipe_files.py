@@ -15,6 +15,7 @@ from tests.cases.forward import SIGNATURES
 from tests.cases.layouts import docstring, table
 from tests.cases.measuring import MODES
 from tests.cases.pipelines import in_turns, rows_of_chunks, rows_of_schedule
+from tests.markdown import tables
 
 RECIPE_NAMES = [*CASES, *WITHOUT_CASE]
 
@@ -114,7 +115,10 @@ def test_table_of_signatures_names_the_product_and_what_moves():
             boxings = theory.matmul_boxings([inputs[x], inputs[w]], {"sbp": out})
             words = [f"{name} to {boxing.new[0]}" for name, boxing in boxings]
             assert cell.replace("x or w to B", "w to B") == ", ".join([out, *words]), (x, w)
-    assert list(lookup("matmul_signatures")) == list(NAMES)
+    rows = lookup("matmul_signatures")
+    assert list(rows) == list(NAMES)
+    shown = [row for row in tables(RECIPES / "layouts" / "README.md") if row[0] in NAMES]
+    assert {x: cells for x, *cells in shown} == rows and len(shown) == len(rows), "the chapter has the same table"
 
 
 @pytest.mark.parametrize("name", RECIPE_NAMES)

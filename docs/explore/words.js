@@ -258,7 +258,7 @@ const Words = {
     foot:
       "所有分块、部分和与字节数都来自 OneFlow {version} 在一台机器的多个 CPU rank 上的真实运行；可用 `./launch.sh docs` 重新测量。图中的数字来自 {shape} 的矩阵，字节数在 {large} 时测得，float32。",
     foot_links: "继续阅读：{recipes} · {atlas} · {pages}",
-    recipes_link: "示例导读",
+    recipes_link: "示例",
     atlas_link: "SBP 图谱",
     pages_link: "全部页面",
   },

@@ -62,7 +62,7 @@ class Proof:
     eager_only: str = None
     # "--option number" with which the recipe would fail midway, abort or hang -> what its main says of it
     refused: dict = field(default_factory=dict)
-    # whether its output in the guide needs a job of its own: it depends on how processes start, or on what ran in them
+    # whether its chapter's output needs a job of its own: it depends on how processes start, or on what ran in them
     whole_job: bool = False
     # whether in its graph one move serves several, so that it sends less than all of them
     shares_moves: bool = False

@@ -3,21 +3,24 @@
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from oneflow_cookbook.measure.theory import MATMUL, Boxing
 from oneflow_cookbook.start import options
 from oneflow_cookbook.start.recipe import all_paths
-from tests.cases import ROOT
+from tests.cases import CASES, PROOFS, ROOT
 from tests.cases.ladder import MAIN
 from tests.cases.mains import is_like
 from tests.jobs import LAUNCH, LONG, Run, piped
-from tests.markdown import CHAPTERS, COSTS, sections
+from tests.markdown import CHAPTERS, COSTS, INDEX, sections, tables
+from tests.pages import PROMPT
 
 RECIPES = {path.stem: path for path in all_paths()}
-PROMPT = re.compile(r"^(?:>>> |\.\.\.(?: |$))")
-WHOLE_JOBS = ("elastic_training", "spawn")  # their main needs launch.sh, or processes of its own
+WHOLE_JOBS = [name for name, proof in PROOFS.items() if proof.whole_job]
 
 
 @dataclass
@@ -40,6 +43,10 @@ class Example:
     def session(self):
         """The arguments of the shell if the page shows what is typed there."""
         return shlex.split(self.command)[2:] if self.command.startswith("./launch.sh shell ") else None
+
+
+def page_of(folder):
+    return ROOT / "recipes" / folder / "README.md"
 
 
 def examples():
@@ -94,8 +101,7 @@ def background_calls(item):
 
 def session(example):
     """What the shell prints when somebody types what the page shows."""
-    typed = [line[4:] for line in example.shown.splitlines() if PROMPT.match(line)]
-    return piped("\n".join(typed) + "\n", "shell", "--echo", *example.session)
+    return piped("".join(PROMPT.findall(example.shown)), "shell", "--echo", *example.session)
 
 
 def lines_of(results):
@@ -162,7 +168,7 @@ NUMBERS = re.compile(r"[GMTk]?B\b|\b(?:billion|bytes?|bits?|parameters?|layers?|
 
 
 def equations(page):
-    """The equations of a page whose left side is made of numbers: [(as it stands, left value, right as text)]."""
+    """The equations of a page whose left side is made of numbers: (as it stands, left value, right as text)."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).replace("\n", " ")
     for left, right in EQUATION.findall(re.sub(r" +", " ", NUMBERS.sub("", text))):
         python = left.replace("×", "*").replace(",", "").strip(" ")
@@ -170,10 +176,69 @@ def equations(page):
             yield f"{left} = {right}", eval(python), right.rstrip(".,")
 
 
-@pytest.mark.parametrize("page", (*CHAPTERS, COSTS), ids=lambda page: page.parent.name)
-def test_equations_are_right(page):
+def test_equations_are_right():
     """Within the digits that are shown; a factor of 1,000 is a different unit."""
-    for words, value, right in equations(page):
+    found = [equation for page in (*CHAPTERS, COSTS) for equation in equations(page)]
+    assert len(found) > 20, "the pattern reads no equations any more"
+    for words, value, right in found:
         shown, digits = float(right.replace(",", "")), len(right.partition(".")[2])
         scale = min((1, 1e-3, 1e-6, 1e-9, 1e3), key=lambda factor: abs(value * factor - shown))
         assert abs(value * scale - shown) <= 0.51 * 10**-digits, words
+
+
+def rows_below(page, *head):
+    """The rows of the table with this head, as lists of cells."""
+    rows = tables(page)
+    begin = next(k for k, row in enumerate(rows) if row[: len(head)] == list(head)) + 1
+    return list(takewhile(lambda row: len(row) == len(rows[begin - 1]), rows[begin:]))
+
+
+def value_of(formula, n):
+    """Of "2 (n-1)/n × the tensor", without what stands behind the last digit, n or parenthesis of the formula."""
+    formula = re.match(r"[\dn() /²+-]+", formula).group().strip().replace("²", "**2")
+    return eval(re.sub(r"(\d|\)) (?=\()", r"\1*", formula), {"n": n})
+
+
+def test_products_of_chapter_1_are_those_of_the_formulas():
+    rows = rows_below(INDEX, "x", "w", "x @ w")
+    assert {(x, w): product for x, w, product, _ in rows[: len(MATMUL)]} == MATMUL
+    assert "Six" in page_of("layouts").read_text() and len(MATMUL) == 6
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_conversions_of_chapter_1_send_what_the_formulas_say(n):
+    for change, collective, formula in rows_below(INDEX, "conversion")[:4]:
+        old, new = (sbp if sbp in ("B", "P") or "(" in sbp else f"{sbp}(0)" for sbp in change.split(" → "))
+        boxing = Boxing((4 * n, 4 * n), (old, list(range(n))), (new, list(range(n))))
+        assert collective.startswith(f"{boxing.collective}:")
+        assert list(boxing.by_rank.values()) == pytest.approx([value_of(formula, n) * boxing.size] * n), change
+
+
+def transposed(sbp):
+    return {"S(0)": "S(1)", "S(1)": "S(0)"}.get(sbp, sbp)
+
+
+def test_gradients_of_chapter_2_follow_from_the_products():
+    for _, layouts, of_w, of_x in rows_below(page_of("training"), "layout")[:3]:
+        x, w, g = layouts.split(", ")
+        assert g == MATMUL[x, w].replace("P", "B")  # an addend has the gradient of the sum
+        for factors, words in (((transposed(x), g), of_w), ((g, transposed(w)), of_x)):
+            product = MATMUL[factors]
+            sent = "all-reduce" if product == "P" else "nothing"
+            assert words == f"{factors[0]} times {factors[1]} is {product}: {sent}"
+
+
+def test_ways_of_context_parallelism_send_what_the_table_says():
+    [row] = [row for row in tables(page_of("transformer")) if row[0].startswith("each of n ranks sends in a step")]
+    for name, formula in zip(("all_gather_kv", "ulysses", "ring_attention"), row[1:]):
+        for n in (2, 4):
+            case = CASES[name](n)
+            queries = sum(value.exact.size for tensor, value in case.values.items() if re.fullmatch(r"q\d*", tensor))
+            assert np.mean(case.sends) == pytest.approx(value_of(formula, n) * queries, rel=1e-6), name
+
+
+def test_bytes_of_a_parameter_add_up():
+    *parts, together = rows_below(page_of("memory"), "")[:5]
+    for column in (1, 2):
+        numbers = [int(row[column].split()[0]) for row in parts if row[column] != "–"]
+        assert sum(numbers) == int(together[column]) == 16

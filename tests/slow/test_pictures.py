@@ -130,6 +130,10 @@ def test_column_then_row_is_drawn_as_it_is_computed():
     for name, rank, numbers in [*right, *wrong[:3]]:
         held = whole[name] if rank == "all" else own[int(rank)][name]
         assert numbers == held.ravel().tolist(), (name, rank)
+    sbps = {name: CASES["train_tensor_parallel"](2).layout[name][0] for name in ("x", "w0", "w1")}
+    sbps["hidden"] = str(product_on_axis(*parse(sbps["x"]), *parse(sbps["w0"]), 2, 2, (False, False)))
+    headings = {"".join(text.itertext()) for text in picture("column_row").iter(f"{SVG}text")}
+    assert {f"{name} {sbp}" for name, sbp in sbps.items()} <= headings
     columns = [
         (name, str(rank), whole[:, rank].tolist()) for name, whole in (("w1", w1), ("out", out)) for rank in (0, 1)
     ]
@@ -145,6 +149,8 @@ def test_mesh_is_drawn_as_its_ranks_hold_it():
         held = np.zeros(claimed["shape"], dtype=bool)
         held[tuple(slice(*span) for span in block)] = sbp == "S(0), B" or rank not in claimed["asked"]
         assert cells == held.ravel().tolist(), (sbp, rank)
+    labels = {"".join(text.itertext()) for text in picture("mesh").iter(f"{SVG}text")}
+    assert {f"({sbp})" for sbp in claimed["sbp"]} <= labels
 
 
 def case_of(claimed):
