@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tempfile
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.cases import CASES, PROOFS, ROOT
 from tests.cases.ladder import MAIN
 from tests.cases.mains import is_like
 from tests.jobs import LAUNCH, LONG, Run, piped
-from tests.markdown import CHAPTERS, COSTS, INDEX, sections, tables
+from tests.markdown import CHAPTERS, COSTS, INDEX, blocks, sections, tables
 from tests.pages import PROMPT
 
 RECIPES = {path.stem: path for path in all_paths()}
@@ -69,17 +70,6 @@ EXAMPLES = {
 }
 
 
-def early_jobs(tmp_path_factory):
-    jobs = {}
-    for name, example in EXAMPLES.items():
-        if example.recipe is None and example.session is None:
-            folder = tmp_path_factory.mktemp("chapter")
-            (folder / "config.json").write_text(re.search(r"```json\n(.*?)```", COSTS.read_text(), re.DOTALL)[1])
-            command = example.command.replace("./launch.sh", str(LAUNCH)).replace(" recipes/", f" {ROOT}/recipes/")
-            jobs["chapter", name] = Run("bash", "-c", f"set -e\n{command}", cwd=folder)
-    return jobs
-
-
 def background_calls(item):
     """What a test needs: see pools.py."""
     name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
@@ -89,7 +79,7 @@ def background_calls(item):
     if example.session is not None:
         return {("chapter", name): (0, lambda _: session(example))}
     if example.recipe is None:
-        return {}
+        return {("chapter", name): (0, lambda _: job(example))}
     command = options.checked(example.recipe)  # as launch.sh reads it
     path = str(Path(command.script).resolve())  # now, as other tests change the current folder while it runs
 
@@ -97,6 +87,15 @@ def background_calls(item):
         return pool.call(MAIN, path=path, arguments=command.arguments)
 
     return {("chapter", name): (command.nproc_per_node, call)}
+
+
+def job(example):
+    """The ended job of a command, in a folder with the config.json of the page on costs."""
+    command = example.command.replace("./launch.sh", str(LAUNCH)).replace(" recipes/", f" {ROOT}/recipes/")
+    [config] = blocks(COSTS, "json")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(config)
+        return Run("bash", "-c", f"set -e\n{command}", cwd=folder).wait(LONG)
 
 
 def session(example):
@@ -131,18 +130,16 @@ def first_not_printed(shown, printed):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_command_prints_what_the_page_shows(measured, early, name):
-    example = EXAMPLES[name]
+def test_command_prints_what_the_page_shows(measured, name):
+    example, done = EXAMPLES[name], measured("chapter", name)
     if example.session is not None:
-        done = measured("chapter", name)
         assert (done.stdout, done.returncode, done.stderr) == (example.shown, 0, "")
         return
     if example.recipe is not None:
-        printed = lines_of(measured("chapter", name))
+        printed = lines_of(done)
     else:
-        job = early["chapter", name].wait(LONG)
-        assert job.code == (1 if " verify " in example.command else 0), job.err
-        printed = re.sub(r"(↓ .*)\n {4}(?=[^ ↓])", r"\1 ", job.out).splitlines()  # show breaks long lines
+        assert done.code == (1 if " verify " in example.command else 0), done.err
+        printed = re.sub(r"(↓ .*)\n {4}(?=[^ ↓])", r"\1 ", done.out).splitlines()  # show breaks long lines
     line = first_not_printed(example.shown.splitlines(), printed)
     assert line is None, f"{example.command} does not print {line!r}, but:\n" + "\n".join(printed)
 

@@ -15,6 +15,7 @@ from oneflow_cookbook.measure.steps import Move
 from oneflow_cookbook.measure.theory import Boxing, matmul_boxings, probable_boxings
 from oneflow_cookbook.report import run
 from oneflow_cookbook.report import show as program
+from oneflow_cookbook.report.drawing import formula_in_words
 from oneflow_cookbook.report.shorten import fold_blocks
 from tests.cases import ROOT
 from tests.jobs import LAUNCH, SLEEPS, Run, ended, launch, wait_until
@@ -291,6 +292,20 @@ def test_show_draws_a_mesh_as_a_mesh(show):
         ["rank 2 (2, 4) rows 2-3, columns 0-3", "rank 3 (2, 4) rows 2-3, columns 4-7"],
     ]
     assert "all-gather along axis 0" in job.out and "↓ a call of LayerGraph: " in job.out
+
+
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        (("P", [0, 1]), ("B", [0, 1]), "120 B from each rank"),
+        (("S(0)", [0, 1]), ("B", [0, 1]), "120 B in all"),  # 5 rows: rank 0 sends three of them, rank 1 two
+        (("B, S(1)", [[0, 1], [2, 3]]), ("B, B", [[0, 1], [2, 3]]), "60 B from each rank"),
+        (("B", [0]), ("B", [1]), "120 B in all"),
+    ],
+)
+def test_bytes_are_those_of_each_rank_if_all_send_as_much(old, new, words):
+    move = Move("x", 1, None, boxings=[Boxing((5, 6), old, new, item=4)])
+    assert formula_in_words(move) == words
 
 
 def all_reduce(out):
