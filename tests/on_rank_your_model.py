@@ -10,7 +10,7 @@ import numpy as np
 import oneflow as flow
 
 from oneflow_cookbook.measure.calls import replaced
-from oneflow_cookbook.measure.rank_memory import memory_size
+from oneflow_cookbook.measure.rank_memory import memory, memory_size
 from oneflow_cookbook.measure.script import run_script
 from oneflow_cookbook.measure.sent import sent_by
 from oneflow_cookbook.measure.tensors import layout_of
@@ -24,10 +24,21 @@ def printed(path):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         run_script(path)
     os.chdir(before)
+    forget(folder)
+    return out.getvalue()
+
+
+def forget(folder):
+    """Let the next script import modules of its own folder."""
     for name, module in list(sys.modules.items()):
         if (getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
             del sys.modules[name]
-    return out.getvalue()
+
+
+def memory_of(path):
+    held = memory(path)
+    forget(os.path.dirname(path))
+    return held
 
 
 def loaded(path, weights, ranks=None):

@@ -96,25 +96,26 @@ PLAN = {r"blocks\.\d+\.up": Column, r"blocks\.\d+\.down": Row}
 
 
 def lay_out(model, mesh, plan):
-    """Put a model on a data x tensor mesh, with rank 0's values, and split the layers whose names match the plan.
+    """Put a model on a mesh, with rank 0's values, and split the layers whose names match the plan.
+
+    mesh: a placement whose last axis is the tensor axis, such as [0, 1], or data x tensor, [[0, 1], [2, 3]].
 
     The Parameter objects stay, so an optimizer may hold them already, and frozen and tied weights stay so.
     """
     kinds = kinds_of(model, plan)
+    whole = (flow.sbp.broadcast,) * np.ndim(mesh.ranks)
     for parameter in model.parameters():
-        parameter.data = parameter.detach().to_global(placement=mesh, sbp=(flow.sbp.broadcast, flow.sbp.broadcast))
+        parameter.data = parameter.detach().to_global(placement=mesh, sbp=whole)
     laid_out = {}  # buffer -> its global tensor: a buffer that two modules share stays one
     for layer in model.modules():
         for name, buffer in layer._buffers.items():
             if buffer is not None:
                 if buffer not in laid_out:
-                    laid_out[buffer] = buffer.to_global(placement=mesh, sbp=(flow.sbp.broadcast, flow.sbp.broadcast))
+                    laid_out[buffer] = buffer.to_global(placement=mesh, sbp=whole)
                 layer._buffers[name] = laid_out[buffer]
     for layer, kind in kinds.items():
         for name, parameter in layer.named_parameters(recurse=False):
-            parameter.data = parameter.detach().to_global(
-                sbp=(flow.sbp.broadcast, kind.split.get(name, flow.sbp.broadcast))
-            )
+            parameter.data = parameter.detach().to_global(sbp=(*whole[:-1], kind.split.get(name, whole[-1])))
         # a subclass of nn.Linear keeps its forward; its super().forward is then that of Column or Row
         original = type(layer)
         attributes = {"__module__": original.__module__}

@@ -1,4 +1,4 @@
-"""Faults of docs/faults.md in jobs of elastic_training.py: how the job ends, and its weights when it resumes.
+"""Faults of docs/clusters.md in jobs of elastic_training.py: how the job ends, and its weights when it resumes.
 
 The other faults of that page are in test_launcher.py, test_nodes.py, test_starting.py and test_state.py.
 """

@@ -11,12 +11,11 @@ from oneflow_cookbook.report.drawing import bytes_in_words
 from oneflow_cookbook.start.recipe import copied_with, path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
-from tests.cases.measuring import MEMORY
 from tests.cases.verifying import verified
 from tests.jobs import LAUNCH, Run
 from tests.markdown import blocks_of
 
-PAGE = ROOT / "docs" / "your-model.md"
+PAGE, CHECK = ROOT / "docs" / "your-model.md", ROOT / "docs" / "check-your-model.md"
 SECTIONS = dict(part.split("\n", 1) for part in PAGE.read_text().split("\n## ")[1:])
 LAYOUTS = {  # heading -> the sections whose diffs are applied, in order; how many ranks
     "Data parallel": (["Data parallel"], 2),
@@ -25,7 +24,7 @@ LAYOUTS = {  # heading -> the sections whose diffs are applied, in order; how ma
     "Fully sharded": (["Fully sharded"], 2),
     "Pipeline": (["Pipeline"], 2),
 }
-PRINTED = f"{ROOT / 'tests' / 'on_rank_your_model.py'}:printed"
+PRINTED, MEMORY_OF = (f"{ROOT / 'tests' / 'on_rank_your_model.py'}:{name}" for name in ("printed", "memory_of"))
 COPIED = ("tensor_parallel_module", "fully_sharded_module", "pipeline_module", "pytorch_weights")
 [SCRIPT] = blocks_of(SECTIONS["The script"], "python")
 
@@ -139,9 +138,9 @@ def with_attention(pools, tmp_path_factory):
 
     @lru_cache(maxsize=None)
     def train(mesh, n):
-        files = files_of(["Tensor parallel"] if mesh else [])
+        files = files_of(["Tensor parallel"] + ["Data x tensor"] * (mesh == "[[0, 1], [2, 3]]") if mesh else [])
         script = applied(files["train.py"], add)
-        files["train.py"] = applied(script, split).replace("[[0, 1]]", mesh) if mesh else script
+        files["train.py"] = applied(script, split).replace("[0, 1])", f"{mesh})") if mesh else script
         folder = tmp_path_factory.mktemp("attention")
         write(folder, {**files, "attention.py": attention})
         return folder, losses(pools(n), folder)
@@ -149,22 +148,20 @@ def with_attention(pools, tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("mesh, n", [("[[0, 1]]", 2), ("[[0, 1, 2, 3]]", 4), ("[[0, 1], [2, 3]]", 4)])
+@pytest.mark.parametrize("mesh, n", [("[0, 1]", 2), ("[0, 1, 2, 3]", 4), ("[[0, 1], [2, 3]]", 4)])
 def test_attention_trains_as_on_one_device(with_attention, mesh, n):
-    assert n == 2 or f"`{mesh}`" in SECTIONS["Tensor parallel"]
+    assert mesh in SECTIONS["Tensor parallel"] + SECTIONS["Data x tensor"]
     folder, values = with_attention(mesh, n)
     check_losses(values, with_attention(None, 1)[1], "attention on", mesh)
     if n == 2:
         shown = shown_of_three_steps("show", folder)
         assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[2])
-        all_reduce = (
-            r"backward of blocks\.0-1\.(\S+): .*, all-reduce along axis 1, 262 kB from each rank by the formula"
-        )
+        all_reduce = r"backward of blocks\.0-1\.(\S+): .*, all-reduce, 262 kB from each rank by the formula"
         assert re.findall(all_reduce, shown) == ["up", "attention.value", "attention.query", "attention.key"]
 
 
 def test_bytes_shows_a_layer_that_the_plan_forgets(pools, tmp_path, with_attention):
-    folder, values = with_attention("[[0, 1]]", 2)
+    folder, values = with_attention("[0, 1]", 2)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     script = (folder / "train.py").read_text()
     forgotten = re.sub(r".*attention\\\.output.*\n", "", script)
@@ -203,18 +200,41 @@ def test_memory_by_kind_is_that_of_the_shards(tmp_path, pools, layout, mode):
     for optimizer, moments in [(adam, 2), *others]:
         files["train.py"] = files_of(sections)["train.py"].replace(adam, optimizer).replace("batches(20)", "batches(2)")
         write(tmp_path, files)
-        for held in pools(2).call(MEMORY, path=str(tmp_path / "train.py")):
+        for held in pools(2).call(MEMORY_OF, path=str(tmp_path / "train.py")):
             kinds = [held[kind] for kind in ("weights", "gradients", "state")]
             Checks.equal(kinds, [whole, whole, moments * whole], layout, mode, optimizer)
     words = " | ".join(map(bytes_in_words, (whole, whole, 2 * whole)))
     assert f"| {layout.lower()} | {words} |" in SECTIONS["Memory of each rank"]
 
 
-@pytest.mark.parametrize("name", ["Tensor parallel", "Fully sharded"])
+@pytest.mark.parametrize("name", ["Data parallel", "Tensor parallel", "Fully sharded"])
 def test_layout_in_a_graph(pools, tmp_path, alone, name):
     sections, n = LAYOUTS[name]
     write(tmp_path, files_of([*sections, "In a graph"]))
     check_losses(losses(pools(n), tmp_path), alone, name, "in a graph")
+
+
+def test_padded_targets_need_a_weight_in_micro_batches(pools, tmp_path):
+    """Each target counts as on one device with the weight of the page, and not without it."""
+    [diff] = blocks_of(CHECK.read_text(), "diff")
+    weighted = applied(files_of(["Pipeline"])["train.py"], diff)
+    seen = {}
+    for name, script, n in [
+        ("one device", SCRIPT, 1),
+        ("weighted", weighted, 2),
+        ("without a weight", files_of(["Pipeline"])["train.py"], 2),
+    ]:
+        for old, new in [
+            ("(ids < 25).sum(1) > seq_len // 2", "np.maximum(ids.sum(1) % 4 - 1, 0)"),
+            ("num_classes=2", "num_classes=3"),
+            ("nn.CrossEntropyLoss()", "nn.CrossEntropyLoss(ignore_index=0)"),
+        ]:
+            assert script.count(old) == 1
+            script = script.replace(old, new)
+        write(tmp_path, {**files_of(["Pipeline"]), "train.py": script})
+        seen[name] = losses(pools(n), tmp_path)
+    check_losses(seen["weighted"], seen["one device"], "padded targets")
+    assert abs(seen["without a weight"] - seen["one device"]).max() > 1e-3
 
 
 def without_classes(recipe):

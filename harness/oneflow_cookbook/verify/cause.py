@@ -217,7 +217,7 @@ CAUSES = (  # (whether the evidence fits, and details of it; words with these de
     (
         lambda e: e.key.kind == "graph output" and e.fact("micro_batches", 1) > 1,
         "micro-batch i is the i-th part of each rank's rows, so padding counts differently than on one rank "
-        "(docs/your-model.md#does-your-model-have-one-of-these)",
+        "(docs/check-your-model.md#padded-targets)",
     ),
     (
         lambda e: e.fact("took_block"),
