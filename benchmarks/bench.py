@@ -55,9 +55,9 @@ STRATEGIES = {  # name -> (recipe, which is also the name of its twins; axes of 
 GPT_SIZES = {"batch_size": 8, "seq_len": 128, "num_layers": 4, "hidden_size": 512, "num_heads": 8}
 GPT_STRATEGIES = {  # name -> (kind of the peers, numbers of ranks)
     "one rank": ("data", (1,)),
-    "data parallel": ("data", (2, 4)),
-    "tensor parallel": ("tensor", (2, 4)),
-    "fully sharded": ("sharded", (2, 4)),
+    "data parallel": ("data", (2,)),
+    "tensor parallel": ("tensor", (2,)),
+    "fully sharded": ("sharded", (2,)),
 }
 GPT_STEPS = STEPS + 2  # the first and the last are not timed
 TOLERANCE = 2e-5  # of losses, relative: frameworks add float32 numbers in different orders
@@ -90,16 +90,22 @@ def in_turns(turns, sides):
     return seconds
 
 
+def ratios_of(ours, others):
+    """The ratios of the turns, the smallest first."""
+    return sorted(mine / other for mine, other in zip(ours, others))
+
+
 def ratio(ours, others):
-    return statistics.median(mine / other for mine, other in zip(ours, others))
+    return statistics.median(ratios_of(ours, others))
 
 
 def row_of(name, ranks, seconds, modes=MODES):
     """A row of a table: the ratios of the fastest of our modes to each peer."""
     mode = min(modes, key=lambda mode: statistics.median(seconds[mode]))
-    ratios = {peer: ratio(seconds[mode], seconds[peer]) for peer in PEERS}
-    print(f"  {name}, {ranks} ranks: {mode}", ratios, file=sys.stderr, flush=True)
-    return {"strategy": name, "ranks": ranks, "ratios": ratios, "mode": mode}
+    turns = {peer: ratios_of(seconds[mode], seconds[peer]) for peer in PEERS}
+    print(f"  {name}, {ranks} ranks: {mode}", turns, file=sys.stderr, flush=True)
+    ratios, spread = ({peer: of(turns[peer]) for peer in PEERS} for of in (statistics.median, lambda t: [t[0], t[-1]]))
+    return {"strategy": name, "ranks": ranks, "ratios": ratios, "spread": spread, "mode": mode}
 
 
 def training_times(turns, sides, what, steps):
@@ -121,7 +127,7 @@ def training_times(turns, sides, what, steps):
 
 
 def strategies():
-    """[{"strategy", "ranks", "ratios": {peer: our time / its time}, "mode": the faster of eager and graph}]
+    """[{"strategy", "ranks", "ratios": {peer: our time / its time}, "spread": {peer: [least, most]}, "mode": the best}]
 
     The peers are the twins of docs/rosetta. All sides begin with the same weights and train on the same batch.
     """
@@ -158,7 +164,7 @@ def timed(measure):
     return slowest(measure())
 
 
-def gpt(sizes=GPT_SIZES, ranks=(1, 2, 4), turns=2):
+def gpt(sizes=GPT_SIZES, ranks=(1, 2), turns=TURNS):
     """The same of gpt.py. All sides begin with the same weights and train on the same text."""
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/weights.npz"
@@ -253,12 +259,17 @@ def by_cpu(results, part, first, columns, last=None):
             if row["ranks"] > 2 and row[first] in on_two:
                 continue
             ranks = f", {row['ranks']} ranks" if row["ranks"] > 1 else ""
-            cells = [f"{row['ratios'][column]:.2f}" for column in columns]
+            cells = [f"{row['ratios'][column]:.2f}{spread_of(row, column)}" for column in columns]
             lines.append((number, [row[first] + ranks, name, *cells, *([row[last]] if last else [])]))
     header = [first, "CPU", *(f"/ {column}" if column[0].isalpha() else column for column in columns)]
     rows = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
     dates = ", ".join(f"{name} on {record['date']}" for name, record in results[part].items())
     return table([*header, *(["faster mode"] if last else [])], rows) + f"\nMeasured: {dates}.\n"
+
+
+def spread_of(row, column):
+    """The smallest and the largest ratio of a turn, where they are known."""
+    return " ({:.2f} to {:.2f})".format(*row["spread"][column]) if "spread" in row else ""
 
 
 def main(arguments=None):

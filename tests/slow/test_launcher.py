@@ -123,11 +123,16 @@ def test_ranks_share_the_cores(cores, n, wanted):
     assert [cores_of(rank, n, cores) for rank in range(n)] == wanted
 
 
-def test_each_rank_keeps_to_its_cores_and_to_the_threads_that_the_user_has_set(script):
-    path = script("print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])")
-    job = launch("-n", 2, path, OMP_NUM_THREADS="3")
+SPIN = ("OPENBLAS_THREAD_TIMEOUT", "ONEFLOW_VM_COMPUTE_ON_WORKER_THREAD")  # how long threads spin, and one less
+
+
+def test_each_rank_keeps_to_its_cores_and_to_what_the_user_has_set(script):
+    path = script(f"print(sorted(os.sched_getaffinity(0)), [os.environ.get(v) for v in ('OMP_NUM_THREADS', *{SPIN})])")
+    job, alone = launch("-n", 2, path, OMP_NUM_THREADS="3"), launch("-n", 1, path, OPENBLAS_THREAD_TIMEOUT="20")
     cores = available()
-    assert sorted(job.out.splitlines()) == [f"[{rank}] {cores_of(rank, 2, cores)} 3" for rank in range(2)]
+    expected = [f"[{rank}] {cores_of(rank, 2, cores)} ['3', '18', None]" for rank in range(2)]
+    assert sorted(job.out.splitlines()) == expected
+    assert alone.out == f"{cores_of(0, 1, cores)} ['{len(cores_of(0, 1, cores))}', '20', '0']\n"
 
 
 def test_rank_0_that_comes_late_is_waited_for(script):

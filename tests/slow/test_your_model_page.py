@@ -225,9 +225,8 @@ def test_padded_targets_need_a_weight_in_micro_batches(pools, tmp_path):
         ("without a weight", files_of(["Pipeline"])["train.py"], 2),
     ]:
         for old, new in [
-            ("(ids < 25).sum(1) > seq_len // 2", "np.maximum(ids.sum(1) % 4 - 1, 0)"),
-            ("num_classes=2", "num_classes=3"),
-            ("nn.CrossEntropyLoss()", "nn.CrossEntropyLoss(ignore_index=0)"),
+            ("(ids < 25).sum(1) > seq_len // 2", "np.where(ids.sum(1) % 3, ids[:, 0] < 25, -100)"),
+            ("nn.CrossEntropyLoss()", "nn.CrossEntropyLoss(ignore_index=-100)"),
         ]:
             assert script.count(old) == 1
             script = script.replace(old, new)
