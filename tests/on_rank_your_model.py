@@ -41,6 +41,18 @@ def memory_of(path):
     return held
 
 
+def recurrent_outputs(path, kind):
+    """(local, global) outputs of nn.LSTM or the like without an initial state, for a batch that each rank has whole."""
+    module, x = recipe.load(path), np.random.RandomState(0).rand(4, 5, 4).astype(np.float32)
+    layer = getattr(flow.nn, kind)(4, 6, batch_first=True).to("cpu")
+    for parameter in layer.parameters():
+        parameter.data = flow.tensor(np.random.RandomState(1).rand(*parameter.shape).astype(np.float32))
+    alone = layer(flow.tensor(x))[0].numpy()
+    ranks = flow.placement.all("cpu")
+    out, _ = module.lay_out(layer, ranks, {})(flow.tensor(x, placement=ranks, sbp=flow.sbp.broadcast))
+    return alone, out.numpy()
+
+
 def loaded(path, weights, ranks=None):
     """Load PyTorch's weights and train: logits, losses, how many numbers this rank reads from the file and holds."""
     module, sizes = recipe.load(path), []

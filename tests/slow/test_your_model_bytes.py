@@ -1,4 +1,4 @@
-"""What the recipes on your own model claim beyond values and layouts: bytes, dropout, memory."""
+"""What the recipes on your own model claim beyond values and layouts: bytes, dropout, recurrent layers, memory."""
 
 import pytest
 
@@ -27,6 +27,12 @@ def test_dropout_of_tensor_parallel_module_differs_where_the_batch_is_split(pool
     """Else all ranks draw the mask that a single rank draws."""
     for losses, alone in pools(2).call(f"{ON_RANK}:losses_of", path=TENSOR_PARALLEL, data=data, dropout=0.1, steps=3):
         assert (abs(losses - alone).max() <= 2e-6) == equal
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_a_recurrent_layer_needs_no_initial_state_where_the_batch_is_whole(pools, kind):
+    for alone, out in pools(2).call(f"{ON_RANK}:recurrent_outputs", path=TENSOR_PARALLEL, kind=kind):
+        Checks.that(abs(alone).max() > 0.1 and abs(out - alone).max() <= 1e-6, kind, out, "alone", alone)
 
 
 @pytest.mark.parametrize("n", [2, 4])
