@@ -11,7 +11,6 @@ from oneflow_cookbook.report.drawing import bytes_in_words
 from oneflow_cookbook.start.recipe import copied_with, path_of
 from tests.cases import ROOT
 from tests.cases.ladder import Checks
-from tests.cases.verifying import verified
 from tests.jobs import LAUNCH, Run
 from tests.markdown import blocks_of
 
@@ -284,10 +283,10 @@ def test_page_copies_each_recipe_that_its_scripts_import():
 
 
 @pytest.mark.parametrize("layout, against", [("Data parallel", False), ("Pipeline", True)])
-def test_verify_finds_no_difference(pools, tmp_path, layout, against):
+def test_verify_finds_no_difference(tmp_path, layout, against):
     sections, n = LAYOUTS[layout]
     write(tmp_path, {**files_of(sections), "single.py": SCRIPT})
-    options = ["--against", tmp_path / "single.py"] * against
-    found = verified(pools, "-n", n, *options, tmp_path / "train.py").as_text()
+    options = ["--against", "single.py"] * against
+    found = printed_by("verify", "-n", n, *options, "train.py", folder=tmp_path)
     # single.py has no graph whose output could be compared
     Checks.that(("all other values agree" if against else "all values agree") in found, found)
