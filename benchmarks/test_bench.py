@@ -35,6 +35,14 @@ def test_the_page_has_the_results():
     assert set(results) == set(bench.PARTS)
 
 
+def test_a_row_has_the_median_and_the_spread_of_the_turns_of_the_faster_mode():
+    seconds = {"eager": [8.0, 2.0, 3.0], "graph": [9.0, 9.0, 1.0], "PyTorch": [2.0, 1.0, 1.0], "JAX": [4.0, 4.0, 1.0]}
+    row = bench.row_of("column-row", 2, seconds)
+    assert row["mode"] == "eager"
+    assert row["ratios"] == {"PyTorch": 3.0, "JAX": 2.0}
+    assert row["spread"] == {"PyTorch": [2.0, 4.0], "JAX": [0.5, 3.0]}
+
+
 SMALL = {"batch_size": 8, "seq_len": 8, "num_layers": 1, "hidden_size": 16, "num_heads": 4}
 
 

@@ -123,11 +123,11 @@ def test_ranks_share_the_cores(cores, n, wanted):
     assert [cores_of(rank, n, cores) for rank in range(n)] == wanted
 
 
-SPIN = ("OPENBLAS_THREAD_TIMEOUT", "ONEFLOW_VM_COMPUTE_ON_WORKER_THREAD")  # how long threads spin, and one less
+SET = ("OMP_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT", "ONEFLOW_VM_COMPUTE_ON_WORKER_THREAD")
 
 
 def test_each_rank_keeps_to_its_cores_and_to_what_the_user_has_set(script):
-    path = script(f"print(sorted(os.sched_getaffinity(0)), [os.environ.get(v) for v in ('OMP_NUM_THREADS', *{SPIN})])")
+    path = script(f"print(sorted(os.sched_getaffinity(0)), [os.environ.get(name) for name in {SET}])")
     job, alone = launch("-n", 2, path, OMP_NUM_THREADS="3"), launch("-n", 1, path, OPENBLAS_THREAD_TIMEOUT="20")
     cores = available()
     expected = [f"[{rank}] {cores_of(rank, 2, cores)} ['3', '18', None]" for rank in range(2)]

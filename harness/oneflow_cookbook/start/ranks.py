@@ -72,10 +72,9 @@ class RankAssignment:
     def environment(self, i):
         """The environment variables of local rank i. What the user has set, such as OMP_NUM_THREADS, stays."""
         variables = {"OMP_NUM_THREADS": str(len(self.cores[i])), "GLOG_minloglevel": "3"}
-        variables["OPENBLAS_THREAD_TIMEOUT"] = (
-            "18"  # after 2^18 cycles idle threads of OpenBLAS leave the core to others
-        )
-        if self.world_size == 1:  # no communication to overlap with: a thread less that spins while it waits
+        # Threads that wait by spinning take the cores that OneFlow needs: docs/performance.md.
+        variables["OPENBLAS_THREAD_TIMEOUT"] = "18"  # in powers of two of cycles
+        if self.world_size == 1:  # several ranks compute while they send
             variables["ONEFLOW_VM_COMPUTE_ON_WORKER_THREAD"] = "0"
         variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that GPUs have the numbers of nvidia-smi
         variables.update(os.environ)
