@@ -14,6 +14,8 @@ from typing import Optional
 
 # the start of a glog message about an error that ends the process
 FATAL = re.compile(rb"F\d{8} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\] ")
+# what faulthandler then adds to the lines of the user's script: our own calls below it, and a list of modules
+BELOW = re.compile(rb'  File ".*/(runpy|oneflow_cookbook/start/rank)\.py", line |Extension modules: ')
 TRACE = re.compile(rb"Stack \(most |  File |  \.\.\.|  <no Python frame>")  # the start of each line of faulthandler
 # from a process of a rank, such as a worker of a DataLoader, that could not send what it has put into a queue
 LOST = re.compile(rb'  File ".*/multiprocessing/queues\.py", line \d+, in _feed')
@@ -168,7 +170,7 @@ class RankOutput:
             if LOST.match(line) or NO_ROOM in line and rank in self.lost:
                 self.lost[rank] = NO_ROOM in line or self.lost.get(rank, False)
             if self.fatal[rank] or FATAL.match(line):
-                self.fatal[rank].append(line)
+                self.fatal[rank] += [] if BELOW.match(line) else [line]
             elif not line.startswith(NOISE):
                 shown.append(line)
         self._show(sys.stderr, rank, shown)

@@ -199,6 +199,7 @@ def main():
         faulthandler.register(signum, all_threads=False)
         # the launcher had blocked it: until now the signal would have ended this rank
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
+    faulthandler.enable()  # OneFlow aborts without a Python traceback: show the line where the rank was
     report = int(os.environ.pop("HARNESS_REPORT", 0))  # a file descriptor; 0 in a pool, which has none
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
