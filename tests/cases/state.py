@@ -26,7 +26,10 @@ def resumed(n):
         "--save-every 0": "1 or more",
         "--keep -1": "0 or more",
     },
-    tests=["tests/test_checkpoints.py", "tests/slow/test_state.py", "tests/slow/test_choices.py"],
+    tests=[
+        *("tests/test_checkpoints.py", "tests/test_rare_failures.py"),
+        *("tests/slow/test_state.py", "tests/slow/test_choices.py"),
+    ],
     equivalent={
         r"flow.placement\(args.device, list\(range\(max.*\[(:1|-1:)\]\)$": "main has two ranks, and their half is one",
     },
