@@ -85,7 +85,7 @@ def test_equal_answers_are_shown_once_and_others_by_rank(shell):
 def test_a_tensor_is_shown_as_each_rank_holds_it(shell):
     rows = "[0] (1, 4) row 0  [[0., 1., 2., 3.]]\n[1] (1, 4) row 1  [[4., 5., 6., 7.]]\n"
     assert shell.type("x") == f"[all] (2, 4) float32, S(0) on ranks [0, 1]\n{rows}"
-    partial = "[0] (2) part of the sum  [1., 9.]\n[1] (2) part of the sum  [ 5., 13.]\n"
+    partial = "[0] (2) addend  [1., 9.]\n[1] (2) addend  [ 5., 13.]\n"
     assert shell.type("flow.matmul(y, z[:, 0])") == f"[all] (2) float32, P on ranks [0, 1]\n{partial}"
     whole = "[all] (4, 2) float32, B on ranks [0, 1]\n[all] (4, 2) whole\n[all] [[1., 1.],\n"
     assert shell.type("w").startswith(whole)

@@ -173,7 +173,7 @@ def test_show_draws_each_tensor_with_what_moves_between(show):
         ["tensor", "shape", "SBP", "rank 0", "rank 1"],
         ["x", "(4, 4)", "S(1)", "(4, 2) columns 0-1", "(4, 2) columns 2-3"],
         ["w", "(4, 8)", "S(0)", "(2, 8) rows 0-1", "(2, 8) rows 2-3"],
-        ["partial", "(4, 8)", "P", *["(4, 8) part of the sum"] * 2],
+        ["partial", "(4, 8)", "P", *["(4, 8) addend"] * 2],
         "partial -> out: P -> B, all-reduce, 128 B from each rank by the formula",
         ["out", "(4, 8)", "B", *["(4, 8) whole"] * 2],
     ]

@@ -141,7 +141,7 @@ def sent_with_partial_sums(shape, old, new):
         sent = {rank: count(old.block(shape, rank)) if rank in leaving else 0.0 for rank in old.members}
         return sum(sent.values()), sent
     sent = dict.fromkeys(old.members + new.members, 0.0)
-    for rank in new.members:  # reduce-scatter: every other rank sends it its part of the sum
+    for rank in new.members:  # reduce-scatter: every other rank sends it its addend
         part = whole / len(new.members) if new.sbp == "B" else count(new.block(shape, rank))
         for sender in old.members:
             sent[sender] += part if sender != rank else 0.0

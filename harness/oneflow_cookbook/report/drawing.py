@@ -36,7 +36,7 @@ def held_in_words(tensor, rank):
         if stop - start < size:
             words.append(f"{name} {start}-{stop - 1}" if stop - start > 1 else f"{name.rstrip('s')} {start}")
     if tensor.partial:
-        words.append("part of the sum")
+        words.append("addend")
     elif not words:
         words.append("its own" if tensor.sbp == "local" else "whole")
     shape = f"({', '.join(str(stop - start) for start, stop in block)}) " if block else ""

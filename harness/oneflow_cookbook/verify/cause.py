@@ -210,7 +210,7 @@ CAUSES = (  # (whether the evidence fits, and details of it; words with these de
     (is_in_another_order, "the numbers are right but in the wrong places"),
     (
         is_off_by_a_bias,
-        "every row is off by the same numbers, as by a bias that each rank adds to its part of a sum: add it once, "
+        "every row is off by the same numbers, as by a bias that each rank adds to its addend: add it once, "
         "after the all-reduce",
     ),
     (is_normalized_by_shard, f"each rank has normalized its own rows, by their mean and variance ({BATCH_NORM})"),

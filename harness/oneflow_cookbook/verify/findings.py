@@ -256,7 +256,7 @@ def suspicious_lines(parallel, alone):
             words = f"the ranks pass different values, and B takes those of rank 0 ({DROPPED})"
             lines[key.place] = f"{line_of(key.place)}: {words}"
     for place in places_in(parallel, "parts"):
-        lines[place] = f"{place}: to_local() of a tensor in P is only this rank's part of the sum ({PART})"
+        lines[place] = f"{place}: to_local() of a tensor in P is only this rank's addend ({PART})"
     return [f"look at {words}" for words in lines.values()]
 
 
