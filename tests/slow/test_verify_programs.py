@@ -314,6 +314,20 @@ def test_update_without_an_optimizer_of_oneflow(pools, tmp_path, update, forward
     Checks.that(re.search(rf"first difference: step 1, {name} after the update .*, script.py:", text), text)
 
 
+def test_difference_of_nearly_equal_numbers_is_rounding(pools, tmp_path):
+    """Its digits are those that rounding leaves: on n ranks they are others, as they are after a change of a last bit."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import numpy as np\nimport oneflow as flow\nranks, S = flow.placement.all('cpu'), flow.sbp.split\n"
+        "rng = np.random.default_rng(0)\nx, w = (rng.standard_normal(s, np.float32) for s in ((8, 256), (256, 8)))\n"
+        "exact = flow.tensor((x.astype(np.float64) @ w).astype(np.float32), placement=ranks, sbp=flow.sbp.broadcast)\n"
+        "out = flow.tensor(x, placement=ranks, sbp=S(1)) @ flow.tensor(w, placement=ranks, sbp=S(0))\n"
+        "(out.to_global(sbp=flow.sbp.broadcast) - exact).numpy()\n"
+    )
+    found = verified(pools, "-n", 2, script)
+    Checks.that(not found.differs, found.as_text())
+
+
 NOTES = [
     (  # a new tensor in each step
         "no training step was seen, so no updates are compared and --steps ends nothing: no parameter of a module or "
