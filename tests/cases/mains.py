@@ -67,6 +67,8 @@ def check_calls(name, n, graph, report):
         Checks.equal(call.get("graph", graph), graph, f"call {number} of main: graph")
     for number, arguments in main_of(name).further.items():
         Checks.that(arguments.items() <= calls[number].items(), f"call {number} of main must have", arguments)
+    folders = [call["checkpoint_dir"] for call in calls if call.get("checkpoint_dir")]
+    Checks.that(all(folders.count(folder) > 1 for folder in folders), "one call alone uses a folder of checkpoints")
     ranks = [ranks_of(call) for call in calls]
     Checks.that(not any(ranks) or set(range(n)) in ranks, "no call of main is on all ranks, but on", ranks)
     if "losses" in report["facts"][0] or name in ("pipeline_parallel", "hybrid_parallel"):
@@ -102,6 +104,8 @@ def check_options(name, report):
     for line, typed, code, calls in report["lines"]:
         Checks.that(code != 2 and typed, f"main refuses {line}")
         for function, call in calls:
+            others = set().union(*(other for name_of_other, other in calls if name_of_other == function))
+            Checks.that(not set(typed) & others - set(call), f"{line}: a call of {function} has no", others - set(call))
             for option in set(typed) & set(call) - {"device", *main.elsewhere}:
                 if isinstance(call[option], dict):  # placements that it has made of the option
                     continue

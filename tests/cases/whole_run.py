@@ -44,6 +44,7 @@ PROOFS["training_run"] = Proof(
             "[0] stopped after step 4 and resumed, it has the same losses, bit by bit",
             "[1] valid tokens in this rank's rows of the micro-batches of step 1: 55 44",
         ],
+        further={2: {"steps": 4}},  # the job that is stopped
         alone={"micro_batches": [1], "steps": [3], "tensor": [1]},
         other_lines=["--graph --tensor 2 --micro-batches 4 --steps 6 --save-every 3 --keep 2"],
         elsewhere=("checkpoint_dir",),

@@ -183,7 +183,7 @@ def test_every_block_of_the_page_is_run(page):
 def test_every_file_is_used():
     commands = "".join(block.code for block in BLOCKS) + "".join(Page.files.values())
     for name in Page.files:
-        assert re.search(rf"\b{name}\b|import {name[:-3]}\b", commands), name
+        assert re.search(rf"\b{name}\b|(from|import) {name[:-3]}\b", commands), name
 
 
 @pytest.mark.parametrize("page, entry", [(page, entry) for page in ERRORS for entry in page.entries])

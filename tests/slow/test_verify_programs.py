@@ -315,7 +315,7 @@ def test_update_without_an_optimizer_of_oneflow(pools, tmp_path, update, forward
 
 
 def test_difference_of_nearly_equal_numbers_is_rounding(pools, tmp_path):
-    """Its digits are those that rounding leaves: on n ranks they are others, as they are after a change of a last bit."""
+    """Its digits are those that rounding leaves: other ones on n ranks, and after a change of a last bit."""
     script = tmp_path / "script.py"
     script.write_text(
         "import numpy as np\nimport oneflow as flow\nranks, S = flow.placement.all('cpu'), flow.sbp.split\n"

@@ -152,6 +152,8 @@ def test_attention_trains_as_on_one_device(with_attention, mesh, n):
     assert mesh in SECTIONS["Tensor parallel"] + SECTIONS["Data x tensor"]
     folder, values = with_attention(mesh, n)
     check_losses(values, with_attention(None, 1)[1], "attention on", mesh)
+    shown = re.findall(r"0\.\d{4}", SECTIONS["Tensor parallel"])
+    assert shown == [f"{loss:.4f}" for loss in with_attention(None, 1)[1]]
     if n == 2:
         shown = shown_of_three_steps("show", folder)
         assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[2])
