@@ -148,6 +148,7 @@ FAULTS = {
     "exits with a text": (PLAIN, "if rank == 1: sys.exit('no data')", 1, "no data"),
     "long text, not UTF-8": (PLAIN, "if rank == 1: raise ValueError('\\u00e9' * 100000 + '\\udce9!')", 1, "\\udce9!"),
     "is killed while OneFlow waits": (MET, "if rank == 0: os.kill(os.getpid(), 9)", 137, "killed by signal 9, SIGKILL"),
+    "crashes": (MET, "if rank == 1: os.kill(os.getpid(), signal.SIGBUS)", 135, "line 5 in <module>"),
     "is aborted by OneFlow": (MET, "if rank == 1: flow.placement('cpu', [0, 0])", 134, "Check failed"),
 }
 

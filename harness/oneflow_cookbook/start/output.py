@@ -14,8 +14,10 @@ from typing import Optional
 
 # the start of a glog message about an error that ends the process
 FATAL = re.compile(rb"F\d{8} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\] ")
-# what faulthandler then adds to the lines of the user's script: our own calls below it, and a list of modules
-BELOW = re.compile(rb'  File ".*/(runpy|oneflow_cookbook/start/rank)\.py", line |Extension modules: ')
+# what faulthandler adds to the calls of the user's script: our own calls below them, and a list of modules
+BELOW = re.compile(
+    rb'  File ".*/(runpy|oneflow_cookbook/start/rank)\.py", line \d+ in |Extension modules: .*\(total: \d+\)$'
+)
 TRACE = re.compile(rb"Stack \(most |  File |  \.\.\.|  <no Python frame>")  # the start of each line of faulthandler
 # from a process of a rank, such as a worker of a DataLoader, that could not send what it has put into a queue
 LOST = re.compile(rb'  File ".*/multiprocessing/queues\.py", line \d+, in _feed')
@@ -169,9 +171,11 @@ class RankOutput:
         for line in self._lines(rank, lines, data):
             if LOST.match(line) or NO_ROOM in line and rank in self.lost:
                 self.lost[rank] = NO_ROOM in line or self.lost.get(rank, False)
+            if BELOW.match(line) or line.startswith(NOISE):
+                continue
             if self.fatal[rank] or FATAL.match(line):
-                self.fatal[rank] += [] if BELOW.match(line) else [line]
-            elif not line.startswith(NOISE):
+                self.fatal[rank].append(line)
+            else:
                 shown.append(line)
         self._show(sys.stderr, rank, shown)
 
