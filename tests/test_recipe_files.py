@@ -170,21 +170,37 @@ def test_a_rank_waits_the_share_of_the_docstring(n, m):
         assert waiting(rows_of_chunks(n, m, v), n * v) == wanted, interleaved
 
 
-SENT = {  # recipe -> the tensors of whose bytes "Moves:" begins with the share that each rank sends in a step
-    **dict.fromkeys(("train_data_parallel", "ddp"), "w0 w1"),
-    **dict.fromkeys(("all_gather_kv", "ulysses"), "q"),
-    "train_tensor_parallel": "y",
-    "elastic_training": "w",
+SENT = {  # recipe -> (the tensors of whose bytes "Moves:" names the share that each rank sends in a step, how often)
+    **dict.fromkeys(("train_data_parallel", "ddp"), ("w0 w1", 1)),
+    **dict.fromkeys(("fully_sharded", "zero_optimizer"), ("w0 w1", 2)),
+    "gradient_accumulation": ("w0 w1", 2),  # micro-batches in eager mode
+    "activation_checkpointing": ("w_up0 w_down0 w_up1 w_down1", 1),
+    **dict.fromkeys(("all_gather_kv", "ulysses"), ("q", 1)),
+    "train_tensor_parallel": ("y", 1),
+    "elastic_training": ("w", 1),
+    "ring_all_reduce": ("own", 1),
 }
 
 
 @pytest.mark.parametrize("name", SENT)
 def test_a_rank_sends_the_share_of_the_docstring(name):
-    [formula] = re.findall(r"^Moves:.*?((?:\d )?\(n-1\)/n(?:\^2)?) x ", docstring(name), flags=re.MULTILINE | re.DOTALL)
+    tensors, times = SENT[name]
+    moves = re.search(r"^Moves:.*?^Run:", docstring(name), flags=re.MULTILINE | re.DOTALL)[0]
+    formulas = re.findall(r"((?:\d )?\(n-1\)/n(?:\^2)?) x ", moves)
+    assert formulas
     for n in (2, 4):
         case = CASES[name](n)
-        size = sum(case.values[tensor].exact.size for tensor in SENT[name].split())
-        np.testing.assert_allclose(case.sends, value_of(formula, n=n) * size, err_msg=formula)
+        size = sum(case.values[tensor].exact.size for tensor in tensors.split())
+        for formula in formulas:
+            sends = np.divide(case.sends, times)
+            np.testing.assert_allclose(sends, value_of(formula, n=n) * size, err_msg=formula)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_single_layer_sends_the_share_of_the_docstring(n):
+    [share] = re.findall(r"((?:\d )?\(n-1\)/n) of its bytes leave each of n ranks", docstring("row_parallel"))
+    boxing = theory.Boxing((4, 8), ("P", list(range(n))), ("B", list(range(n))))
+    assert list(boxing.by_rank.values()) == pytest.approx([value_of(share, n=n) * boxing.size] * n)
 
 
 COPIES = {  # function or class -> the recipes that have it

@@ -129,7 +129,10 @@ def check_device(name, source):
 SHAPE = r"(\([\d, ]*\))"
 SHARD = re.compile(rf"(\S+) {SHAPE} of {SHAPE}(?:: (\d+)%)?")  # NAME (shape here) of (shape)
 SUM = re.compile(r"(\S+) .*its sum after training (-?[\d.]+)")
-LOSSES = re.compile(r"loss ([\d.]+) -> ([\d.]+) in (\d+) steps(?:$|, as|; on a single device ([\d.]+)$)")
+LOSSES = re.compile(
+    r"loss ([\d.]+) -> ([\d.]+) in (\d+) steps"
+    r"(?:$|, as (?:in one run )?on a single device$|; on a single device ([\d.]+)$)"
+)
 SUMS = re.compile(r"(\S+(?: -> \S+)?) +((?:-?\d+ ?){2,})")  # NAME, and the sum of its block on each rank
 
 
