@@ -204,11 +204,11 @@ class Pool:
             time.sleep(0.01)
 
     def _log(self, rank):
-        """The last lines of a rank's standard output and error."""
+        """The last lines of a rank's standard output and error, without the calls inside OneFlow."""
         # reopened, as reading self.logs would move the rank's offset
         log = Path(f"/proc/self/fd/{self.logs[rank].fileno()}")
         text = log.read_text("utf-8", "replace")
-        return "\n".join(text.splitlines()[-30:])
+        return "\n".join([line for line in text.splitlines() if not line.startswith("    @ ")][-40:])
 
 
 @contextlib.contextmanager
