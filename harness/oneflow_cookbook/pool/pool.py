@@ -13,6 +13,7 @@ rank. In this order:
 import contextlib
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -208,7 +209,7 @@ class Pool:
         # reopened, as reading self.logs would move the rank's offset
         log = Path(f"/proc/self/fd/{self.logs[rank].fileno()}")
         text = log.read_text("utf-8", "replace")
-        return "\n".join([line for line in text.splitlines() if not line.startswith("    @ ")][-40:])
+        return "\n".join([line for line in text.splitlines() if not re.match(" {4}@ +0x[0-9a-f]+ ", line)][-40:])
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Only the launcher writes to the terminal, so lines of different ranks never mix.
 import json
 import os
 import re
+import runpy
 import selectors
 import sys
 import time
@@ -16,7 +17,8 @@ from typing import Optional
 FATAL = re.compile(rb"F\d{8} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\] ")
 # what faulthandler adds to the calls of the user's script: our own calls below them, and a list of modules
 BELOW = re.compile(
-    rb'  File ".*/(runpy|oneflow_cookbook/start/rank)\.py", line \d+ in |Extension modules: .*\(total: \d+\)$'
+    rb'  File "(.*/oneflow_cookbook/start/rank\.py|%s)", line \d+ in |Extension modules: .*\(total: \d+\)$'
+    % re.escape(os.fsencode(runpy.__file__))
 )
 TRACE = re.compile(rb"Stack \(most |  File |  \.\.\.|  <no Python frame>")  # the start of each line of faulthandler
 # from a process of a rank, such as a worker of a DataLoader, that could not send what it has put into a queue
