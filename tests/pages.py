@@ -8,6 +8,9 @@
     <!-- again: works -->     before a ```text block: the block before, once more, after what the page names last,
                               in backquotes, is deleted from the files
     <!-- elsewhere -->        another test runs it
+    <!-- first -->            the lines that every Python block of the page begins with
+    <!-- 2 ranks: raises then works -->   before a ```diff block: without the lines with + it raises, without those
+                              with - it works; a ```text block behind it is what it prints without those with +
 
 A block must print each line of the ```text block behind it and, up to the fix, the message in the heading. A ```text
 block in front of the first block of an entry belongs to that block. What follows >>> in it is typed.
@@ -26,7 +29,7 @@ from tests.cases import ROOT
 from tests.jobs import LAUNCH, NO_LIBIBVERBS, Run, free_port
 
 BLOCK = re.compile(r"(?:<!-- (?P<mark>.+?) -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-MARK = re.compile(r"(shell|again|\d ranks?): (raises|wrong|works|fails|waits)((?:, [\w ]+)*)")
+MARK = re.compile(r"(shell|again|\d ranks?): (raises|wrong|works|fails|waits)( then works)?((?:, [\w ]+)*)")
 PROMPT = re.compile(r"^(?:>>> |\.\.\.(?: |$))(.*\n)", re.MULTILINE)
 PORT = "29500"  # on the page; each job gets a free one
 FIX = "**Fix**: "
@@ -72,6 +75,7 @@ class Page:
     def __init__(self, path):
         self.name, self.text = path.stem, path.read_text()
         self.entries, self.blocks, self.unread = [], [], []
+        self.first = ""  # of each Python block
         chapter, parts = "", re.split(r"^(###?) (.+)\n", self.text, flags=re.MULTILINE)
         for level, title, body in zip(["##", *parts[1::3]], ["", *parts[2::3]], parts[::3]):
             if level == "##":
@@ -82,26 +86,40 @@ class Page:
 
     def _read(self, chapter, entry, body):
         first = []  # what the first block of the entry must print
+        prints = self.blocks[-1] if self.blocks and self.blocks[-1].entry == entry else None  # the block above
         for match in BLOCK.finditer(body):
             mark, language, code = match.group("mark", "language", "code")
             how = re.fullmatch(MARK, mark or "")
-            options = tuple(how[3].split(", ")[1:]) if how else ()
+            options = tuple(how[4].split(", ")[1:]) if how else ()
             if language == "text" and not mark:
-                inside = self.blocks and self.blocks[-1].entry == entry
-                (self.blocks[-1].shown if inside else first).extend(code.splitlines())
+                (prints.shown if prints else first).extend(code.splitlines())
             elif how and how[1] == "again":
                 deleted = re.findall("`([^`\n]+)`", body[: match.start()])[-1]
                 again = {"end": how[2], "options": options, "deleted": deleted, "shown": code.splitlines()}
                 self.blocks.append(replace(self.blocks[-1], **again))
+                prints = self.blocks[-1]
+            elif mark == "first":
+                self.first = code + "\n"
             elif mark and mark.startswith("file "):
                 assert self.files.setdefault(mark[5:], code) == code, mark
             elif how:
-                fixes = FIX in body[: match.start()]
-                self.blocks.append(Block(self, entry, chapter, how[1], how[2], options, code, fixes, shown=first))
-                first = []
+                ends = [how[2], "works"] if how[3] else [how[2]]
+                for end, code in zip(ends, before_and_after(code) if how[3] else [code]):
+                    fixes = FIX in body[: match.start()] and end == ends[-1]
+                    code = code if how[1] == "shell" else self.first + code
+                    self.blocks.append(Block(self, entry, chapter, how[1], end, options, code, fixes, shown=first))
+                    first = []
+                prints = self.blocks[-len(ends)]
             elif mark != "elsewhere":
                 self.unread.append(match.group())
         self.unread += first
+
+
+def before_and_after(diff):
+    """The two programs of a diff: without the lines that it adds, and without those that it removes."""
+    lines = diff.splitlines()
+    assert all(line[:1] in " +-" for line in lines), diff
+    return ["".join(f"{line[1:]}\n" for line in lines if line[:1] != sign) for sign in "+-"]
 
 
 def messages(entry):
