@@ -41,6 +41,8 @@ def run_on_ranks(code, folder):
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         try:
             exec(compile(code, "block.py", "exec"), NAMESPACES[-1])
+        except SystemExit as leaves:
+            raised = bool(leaves.code)
         except Exception:
             raised = True
             traceback.print_exc()
