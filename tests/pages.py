@@ -104,10 +104,10 @@ class Page:
                 assert self.files.setdefault(mark[5:], code) == code, mark
             elif how:
                 ends = [how[2], "works"] if how[3] else [how[2]]
-                for end, code in zip(ends, before_and_after(code) if how[3] else [code]):
+                for end, program in zip(ends, before_and_after(code) if how[3] else [code]):
                     fixes = FIX in body[: match.start()] and end == ends[-1]
-                    code = code if how[1] == "shell" else self.first + code
-                    self.blocks.append(Block(self, entry, chapter, how[1], end, options, code, fixes, shown=first))
+                    program = program if how[1] == "shell" else self.first + program
+                    self.blocks.append(Block(self, entry, chapter, how[1], end, options, program, fixes, shown=first))
                     first = []
                 prints = self.blocks[-len(ends)]
             elif mark != "elsewhere":
