@@ -62,13 +62,6 @@ GPT_STRATEGIES = {  # name -> (kind of the peers, numbers of ranks)
 GPT_STEPS = STEPS + 2  # the first and the last are not timed
 TOLERANCE = 2e-5  # of losses, relative: frameworks add float32 numbers in different orders
 SAME_LOSSES = 2  # steps of a strategy; some then diverge, as its learning rate suits the sizes of the lesson
-COLLECTIVES = {
-    "all-reduce": ("P", "B"),
-    "all-gather": ("S(0)", "B"),
-    "reduce-scatter": ("P", "S(0)"),
-    "all-to-all": ("S(0)", "S(1)"),
-}
-COLLECTIVE_SIZES = {"4 KB": 2**12, "256 KB": 2**18, "4 MB": 2**22, "64 MB": 2**26}  # of the whole tensor
 
 
 def slowest(times_by_rank):
@@ -160,10 +153,6 @@ def strategy_row(name, ranks):
     return row_of(name, ranks, seconds, list(ours))
 
 
-def timed(measure):
-    return slowest(measure())
-
-
 def gpt(sizes=GPT_SIZES, ranks=(1, 2), turns=TURNS):
     """The same of gpt.py. All sides begin with the same weights and train on the same text."""
     with tempfile.TemporaryDirectory() as folder:
@@ -202,25 +191,7 @@ def gpt_row(name, ranks, file, sizes, turns):
     return row_of(name, ranks, seconds)
 
 
-def collectives():
-    """[{"collective", "ranks", "ratios": {size: our time / gloo's}}]"""
-    rows = []
-    for ranks in (2, 4):
-        with Peer("torch", ranks) as torch, Pool(ranks, **START_UP) as pool:
-            for name, (old, new) in COLLECTIVES.items():
-                ratios = {}
-                for label, size in COLLECTIVE_SIZES.items():
-                    options = {"elements": size // 4, "steps": 6 if size > 2**20 else 30}
-                    ours = partial(pool.call, f"{OURS}:move_times", old=old, new=new, **options)
-                    gloo = partial(torch.call, "collective_times", name=name, **options)
-                    seconds = in_turns(TURNS, {"ours": partial(timed, ours), "gloo": partial(timed, gloo)})
-                    ratios[label] = ratio(seconds["ours"], seconds["gloo"])
-                rows.append({"collective": name, "ranks": ranks, "ratios": ratios})
-                print(f"  {name}, {ranks} ranks", ratios, file=sys.stderr, flush=True)
-    return rows
-
-
-PARTS = {"strategies": strategies, "gpt": gpt, "collectives": collectives}
+PARTS = {"strategies": strategies, "gpt": gpt}
 
 
 def cpu():
@@ -242,7 +213,6 @@ def page(results):
     tables = {
         "strategies": ratios("strategies", "strategy", list(PEERS), "mode"),
         "gpt": ratios("gpt", "strategy", list(PEERS), "mode"),
-        "collectives": ratios("collectives", "collective", list(COLLECTIVE_SIZES)),
     }
     return fill(PAGE.read_text(), tables)
 

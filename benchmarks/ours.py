@@ -1,4 +1,4 @@
-"""Functions that bench.py calls on the ranks of a pool: steps of a recipe, collectives. Times: seconds on this rank."""
+"""Functions that bench.py calls on the ranks of a pool: steps of a recipe. Times: seconds on this rank."""
 
 import time
 
@@ -6,7 +6,6 @@ import oneflow as flow
 
 from oneflow_cookbook.measure.calls import watching
 from oneflow_cookbook.measure.entry import call_entry
-from oneflow_cookbook.measure.sbp import sbp_of
 from oneflow_cookbook.start import recipe
 
 
@@ -34,17 +33,6 @@ def losses_and_times(path, **arguments):
     """Train a recipe: {"losses", "seconds" of its steps but the first and the last}."""
     times, (_, losses) = train(path, arguments)
     return {"losses": [float(loss) for loss in losses], "seconds": times}
-
-
-def move_times(old, new, elements, steps):
-    """The times of to_global between two SBPs, on all ranks, of a tensor with 64 rows."""
-    x = flow.ones(64, elements // 64, placement=flow.placement.all("cpu"), sbp=sbp_of(old))
-    ends = []
-    for _ in range(steps):
-        x.to_global(sbp=sbp_of(new)).to_local()
-        wait()
-        ends.append(time.perf_counter())
-    return differences(ends)
 
 
 def differences(times):

@@ -40,23 +40,6 @@ def train_twin(file, axes, schedule=None, **arguments):
     return {"losses": losses, "seconds": differences(ends)}
 
 
-def collective_times(name, elements, steps):
-    """The seconds of a collective of gloo on a float32 tensor; elements: of the whole tensor."""
-    whole, part = torch.ones(elements), torch.ones(elements // N)
-    exchanged = torch.empty_like(part)
-    collective = {
-        "all-reduce": lambda: dist.all_reduce(whole),
-        "all-gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-        "all-to-all": lambda: dist.all_to_all_single(exchanged, part),
-    }[name]
-    ends = []
-    for _ in range(steps):
-        collective()
-        ends.append(time.perf_counter())
-    return differences(ends)
-
-
 def differences(times):
     return [end - begin for begin, end in zip(times, times[1:])]
 
@@ -64,7 +47,7 @@ def differences(times):
 def main():
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
-    functions = {function.__name__: function for function in (train_twin, train_gpt, collective_times)}
+    functions = {function.__name__: function for function in (train_twin, train_gpt)}
     for line in sys.stdin:
         order = json.loads(line)
         print(json.dumps(functions[order.pop("function")](**order)), flush=True)
