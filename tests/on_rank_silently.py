@@ -74,11 +74,14 @@ def norms():
 
 
 def dropout_with_a_seed():
-    """Each layer draws the same mask, whatever flow.manual_seed has set."""
-    x = flow.ones(8, 64, placement=flow.placement.all("cpu"), sbp=S(0))
+    """Each layer draws the same mask, whatever flow.manual_seed has set; of local tensors, each rank too."""
+    ranks = flow.placement.all("cpu")
+    x = flow.ones(8, 64, placement=ranks, sbp=S(0))
     out = nn.Dropout(0.5)(x).numpy()
     flow.manual_seed(1)
     assert (nn.Dropout(0.5)(x).numpy() == out).all()
+    own = nn.Dropout(0.5)(flow.ones(8, 64))
+    assert (own.to_global(ranks, B).numpy() == own.numpy()).all()  # B is rank 0's
 
 
 def rand_with_different_seeds():

@@ -12,6 +12,8 @@
     <!-- 2 ranks: raises then works -->   before a ```diff block: without the lines with + it raises, without those
                               with - it works; a ```text block behind it is what it prints without those with +
 
+tests/reproductions/ has further blocks of a page's entries: what makes an error happen, where a reader has no use for it.
+
 A block must print each line of the ```text block behind it and, up to the fix, the message in the heading. A ```text
 block in front of the first block of an entry belongs to that block. What follows >>> in it is typed.
 """
@@ -32,7 +34,8 @@ BLOCK = re.compile(r"(?:<!-- (?P<mark>.+?) -->\n)?^```(?P<language>\w+)\n(?P<cod
 MARK = re.compile(r"(shell|again|\d ranks?): (raises|wrong|works|fails|waits)( then works)?((?:, [\w ]+)*)")
 PROMPT = re.compile(r"^(?:>>> |\.\.\.(?: |$))(.*\n)", re.MULTILINE)
 PORT = "29500"  # on the page; each job gets a free one
-FIX = "**Fix**: "
+FIX = "**Fix**:"
+REPRODUCTIONS = ROOT / "tests" / "reproductions"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 TRIES = (1, 4, 12)  # all sleeps and time limits of a block are multiplied by these in turn, if the machine is too busy
 # No network, or an environment made by uv.
@@ -68,24 +71,28 @@ class Block:
 
 
 class Page:
-    """The entries of a page, its blocks that run, and those without a mark."""
+    """The entries of a page, its blocks that run, those of its reproductions, and those without a mark."""
 
     files = {}  # of all pages, by name: a block may start a script of another page
 
     def __init__(self, path):
         self.name, self.text = path.stem, path.read_text()
-        self.entries, self.blocks, self.unread = [], [], []
+        self.blocks, self.unread = [], []
         self.first = ""  # of each Python block
-        chapter, parts = "", re.split(r"^(###?) (.+)\n", self.text, flags=re.MULTILINE)
-        for level, title, body in zip(["##", *parts[1::3]], ["", *parts[2::3]], parts[::3]):
-            if level == "##":
-                chapter = title
-            else:
-                self.entries.append(title)
-            self._read(chapter, (self.entries or [""])[-1], body)
+        self.shown = {}  # entry -> what its first block must print, if that is a reproduction
+        chapters = {}  # of the entries
+        for chapter, entry, body in sections_of(self.text):
+            chapters.setdefault(entry, chapter)
+            self._read(chapter, entry, body)
+        self.entries = [entry for entry in chapters if entry]
+        reproductions = REPRODUCTIONS / path.name
+        for _, entry, body in sections_of(reproductions.read_text()) if reproductions.exists() else []:
+            assert entry in chapters, f"{reproductions}: the page has no entry {entry}"
+            self._read(chapters[entry], entry, body)
+        self.unread += [line for lines in self.shown.values() for line in lines]
 
     def _read(self, chapter, entry, body):
-        first = []  # what the first block of the entry must print
+        first = self.shown.pop(entry, [])  # what the first block of the entry must print
         prints = self.blocks[-1] if self.blocks and self.blocks[-1].entry == entry else None  # the block above
         for match in BLOCK.finditer(body):
             mark, language, code = match.group("mark", "language", "code")
@@ -103,16 +110,28 @@ class Page:
             elif mark and mark.startswith("file "):
                 assert self.files.setdefault(mark[5:], code) == code, mark
             elif how:
-                ends = [how[2], "works"] if how[3] else [how[2]]
-                for end, program in zip(ends, before_and_after(code) if how[3] else [code]):
-                    fixes = FIX in body[: match.start()] and end == ends[-1]
+                behind = FIX in body[: match.start()]
+                ends = [(how[2], False), ("works", True)] if how[3] else [(how[2], behind)]
+                for (end, fixes), program in zip(ends, before_and_after(code) if how[3] else [code]):
                     program = program if how[1] == "shell" else self.first + program
                     self.blocks.append(Block(self, entry, chapter, how[1], end, options, program, fixes, shown=first))
                     first = []
                 prints = self.blocks[-len(ends)]
             elif mark != "elsewhere":
                 self.unread.append(match.group())
-        self.unread += first
+        if first:
+            self.shown[entry] = first
+
+
+def sections_of(text):
+    """(chapter, entry, body) of each part of a page between its headings."""
+    chapter, entry, parts = "", "", re.split(r"^(###?) (.+)\n", text, flags=re.MULTILINE)
+    for level, title, body in zip(["##", *parts[1::3]], ["", *parts[2::3]], parts[::3]):
+        if level == "##":
+            chapter = title
+        else:
+            entry = title
+        yield chapter, entry, body
 
 
 def before_and_after(diff):
