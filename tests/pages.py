@@ -12,7 +12,7 @@
     <!-- 2 ranks: raises then works -->   before a ```diff block: without the lines with + it raises, without those
                               with - it works; a ```text block behind it is what it prints without those with +
 
-tests/reproductions/ has further blocks of a page's entries: what makes an error happen, where a reader has no use for it.
+tests/reproductions/ has further blocks of a page's entries: what makes an error happen, where readers need it not.
 
 A block must print each line of the ```text block behind it and, up to the fix, the message in the heading. A ```text
 block in front of the first block of an entry belongs to that block. What follows >>> in it is typed.

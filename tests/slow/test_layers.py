@@ -105,15 +105,48 @@ class Row(NamedTuple):
         return "clip" in self.sends
 
 
+WITH_WEIGHTS = ("Linear", "Embedding", "LayerNorm", "Conv2d", "BatchNorm1d, BatchNorm2d")
+LEFT_OUT = {  # of the tables of the page: rows that send nothing, or that are wrong
+    "BatchNorm1d, BatchNorm2d": """
+| **column parallel**<br>weight, bias S(0)<br>x S(1) → out S(0)<br>**graph aborts**<br>**wrong** | \
+0.25 x (all-to-all) + 0.50 W (all-gather) | 0.50 x (2 × all-to-all) + 0.75 W (0.5 × all-gather, reduce-scatter) |
+| **row parallel**<br>weight, bias B<br>x S(1) → out S(0)<br>in a graph: 0.50 x + 1.00 W<br>**wrong** | 0.25 x \
+(all-to-all) | 0.50 x (2 × all-to-all) + 1.00 W (all-reduce) |
+""",
+    **dict.fromkeys(
+        ("ReLU", "GELU"),
+        """
+| **data parallel**<br>x S(0) → out S(0) | 0 | 0 |
+| **row parallel**<br>x S(1) → out S(1) | 0 | 0 |
+""",
+    ),
+    "Dropout": """
+| **data parallel**<br>x S(0) → out S(0)<br>**wrong** | 0 | 0 |
+| **row parallel**<br>x S(1) → out S(1)<br>**wrong** | 0 | 0 |
+| **row parallel**<br>x P → out S(0)<br>**wrong** | 0.50 x (reduce-scatter) | 0.50 x (all-gather) |
+""",
+}
+
+
 def rows():
-    """Of the table of each section."""
+    """Of the table of each section, of the one that holds for all layers with weights, and those that are left out."""
     text = PAGE.split("## What each layer sends")[1].split("## What OneFlow refuses")[0]
-    for section in text.split("\n### ")[1:]:
+    for_all, *parts = text.split("\n### ")
+    for section in parts:
         title = section.splitlines()[0]
-        lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
-        for cells in lines[2:]:
+        lines = cells_of(section)
+        header = lines[0] if lines else ["", "forward", "backward"]
+        more = cells_of(LEFT_OUT.get(title, ""))
+        if title in WITH_WEIGHTS:
+            wrong = "<br>**wrong**" if title.startswith("BatchNorm") else ""
+            more += [[layout + wrong, *cells] for layout, *cells in cells_of(for_all)[2:]]
+        for cells in lines[2:] + more:
             for kind in KINDS_OF_TITLE.get(title, [title]):
-                yield row_of(title, kind, lines[0][1:], cells)
+                yield row_of(title, kind, header[1:], cells)
+
+
+def cells_of(text):
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
 
 
 def row_of(title, kind, phases, cells):
@@ -261,7 +294,7 @@ REFUSED = [  # in the order of the page: words of its entry, function of on_rank
     ("nn.SyncBatchNorm", "sync_batch_norm", {}, ()),
     ("nn.MultiheadAttention", "missing", {"name": "MultiheadAttention"}, ()),
 ]
-ENTRIES = re.findall(r"^\*\*(.+?)\*\*\. .*\n\n```text\n(.*)\n```", PAGE, flags=re.MULTILINE)
+ENTRIES = re.findall(r"^\*\*(.+?)\*\*\. (?:.+\n)+\n```text\n(.*)\n```", PAGE, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda number: REFUSED[number][0])

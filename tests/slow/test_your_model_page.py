@@ -156,7 +156,7 @@ def test_attention_trains_as_on_one_device(with_attention, mesh, n):
     assert shown == [f"{loss:.4f}" for loss in with_attention(None, 1)[1]]
     if n == 2:
         shown = shown_of_three_steps("show", folder)
-        assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[2])
+        assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[1])
         all_reduce = r"backward of blocks\.0-1\.(\S+): .*, all-reduce, 262 kB from each rank by the formula"
         assert re.findall(all_reduce, shown) == ["up", "attention.value", "attention.query", "attention.key"]
 
@@ -247,7 +247,7 @@ def test_bytes_shows_that_split_weights_alone_are_too_little(tmp_path):
     files = files_of(["Tensor parallel"])
     write(tmp_path, {**files, "tensor_parallel_module.py": without_classes(files["tensor_parallel_module.py"])})
     shown = shown_of_three_steps("bytes", tmp_path)
-    assert_shows(shown, blocks_of(SECTIONS["Tensor parallel"], "text")[1])
+    assert "inside blocks.0-1 (B -> B)" in shown, shown
 
 
 @pytest.fixture(scope="module")
