@@ -8,16 +8,14 @@ import pytest
 
 from tests.cases import ROOT
 from tests.clusters import Cluster, install
-from tests.environments import linter
 from tests.hosts import NO_HOSTS
 from tests.jobs import MET, PLAIN, SLEEPS, Run, ended, has_printed, wait_until
 from tests.markdown import CLUSTERS as PAGE
 from tests.markdown import blocks, commands_of
 
-# Files that the page gives in full: name -> text.
-FILES = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
-COMMANDS = [line for text in blocks(PAGE, "bash") if text not in FILES.values() for line in commands_of(text)]
-BATCH = "sbatch --wait train.sbatch"
+FOLDER = PAGE.with_suffix("")  # of the files that the page links
+COMMANDS = [line for text in blocks(PAGE, "bash") for line in commands_of(text)]
+OVER_SSH, BATCH = "bash docs/clusters/over_ssh.sh", "sbatch --wait docs/clusters/train.sbatch"
 SAVES = """
 def save(number, frame):
     if rank == 0:
@@ -36,10 +34,14 @@ OWN = {  # of the tests, beside the files of the page
     "steps.sh": "last=$(ls requeued 2>/dev/null | grep -x '[0-9]*' | sort -n | tail -n 1)\n"
     '[ "$SLURM_RESTART_COUNT" ] && echo $((last + 50)) || echo 1000000000\n',
 }
-OWN["requeued.sbatch"] = FILES["train.sbatch"].replace(
-    "--checkpoint-dir checkpoints", '--checkpoint-dir requeued --save-every 50 --steps "$(bash steps.sh)"'
+OWN["requeued.sbatch"] = (
+    (FOLDER / "train.sbatch")
+    .read_text()
+    .replace("--checkpoint-dir checkpoints", '--checkpoint-dir requeued --save-every 50 --steps "$(bash steps.sh)"')
 )
-OWN["dies.sbatch"] = FILES["train.sbatch"].replace("--checkpoint-dir checkpoints", "--checkpoint-dir died --die 3")
+OWN["dies.sbatch"] = (
+    (FOLDER / "train.sbatch").read_text().replace("--checkpoint-dir checkpoints", "--checkpoint-dir died --die 3")
+)
 installs = pytest.mark.installs("Slurm, Open MPI and sshd, as root on Debian or Ubuntu")
 
 
@@ -57,7 +59,9 @@ def checkout(cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("launch.sh", "recipes"):
         (folder / name).symlink_to(ROOT / name)
-    for name, text in {**FILES, **OWN}.items():
+    (folder / "docs" / "clusters").mkdir(parents=True)
+    of_page = {f"docs/clusters/{path.name}": path.read_text() for path in FOLDER.iterdir()}
+    for name, text in {**of_page, **OWN}.items():
         (folder / name).write_text(cluster.named(text))
     return folder
 
@@ -98,9 +102,9 @@ def errors(job):
 
 
 def test_each_command_of_the_page_is_run():
-    starts = ("srun ", "mpirun ", "bash over_ssh.sh ", "HOSTS=")
+    starts = ("srun ", "mpirun ", f"{OVER_SSH} ", "HOSTS=")
     assert len(COMMANDS) == 10 and {line for line in COMMANDS if not line.startswith(starts)} == {BATCH}
-    assert sorted(FILES) == ["over_ssh.sh", "stops.py", "train.sbatch"]
+    assert all(f"(clusters/{path.name})" in PAGE.read_text() for path in FOLDER.iterdir())
 
 
 @installs
@@ -133,7 +137,7 @@ def test_batch_file_starts_the_ranks_again_after_one_has_failed(waiting, checkou
 START = {  # engine -> its exit code after rank 3 has failed with 1
     "srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 ./launch.sh -n 2": 143,  # of the one that it ended
     "mpirun --host host0:2,host1:2 ./launch.sh": 1,
-    "bash over_ssh.sh -n 2": 1,
+    f"{OVER_SSH} -n 2": 1,
 }
 
 
@@ -195,7 +199,7 @@ def test_signal_shows_where_each_rank_is_and_the_job_continues(cluster, checkout
 
 @installs
 def test_interrupt_ends_all_over_ssh(cluster, checkout, waiting):
-    job = cluster.run("bash over_ssh.sh -n 2 sleeps.py", cwd=checkout).until("ready", times=4)
+    job = cluster.run(f"{OVER_SSH} -n 2 sleeps.py", cwd=checkout).until("ready", times=4)
     assert len(job.ranks()) == 4
     os.killpg(job.process.pid, signal.SIGINT)
     assert ended([job]) and job.code != 0
@@ -215,19 +219,10 @@ def test_host_that_does_not_answer_ends_the_others_over_ssh(cluster, checkout):
     """When it is back, its own ranks end too."""
     if not cluster.real:
         pytest.skip(NO_HOSTS)
-    job = cluster.run("bash over_ssh.sh -n 2 meets.py", cwd=checkout).until("ready", times=4)
+    job = cluster.run(f"{OVER_SSH} -n 2 meets.py", cwd=checkout).until("ready", times=4)
     cluster.hosts.link(1, "down")
     try:
         assert job.wait().code == 255, job.out
     finally:
         cluster.hosts.link(1, "up")
     ended([job])
-
-
-@installs
-def test_files_pass_the_linter(tmp_path):
-    scripts = [name for name in FILES if not name.endswith(".py")]
-    for name in scripts:
-        (tmp_path / name).write_text(FILES[name])
-    run = Run(linter("shellcheck"), *scripts, cwd=tmp_path).wait()
-    assert (run.code, run.out, run.err) == (0, "", "")

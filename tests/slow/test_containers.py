@@ -22,9 +22,9 @@ from tests.jobs import EQUAL, MARK, MET, PLAIN, SLEEPS, Run, ended
 from tests.markdown import blocks, commands_of
 
 PAGE = ROOT / "docs" / "containers.md"
-FILES = dict(re.findall(r"`([\w.]+)`[^`\n]*:\n\n```\w+\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
+FILES = {path.name: path.read_text() for path in PAGE.with_suffix("").iterdir()}
 RUNS = [line for text in blocks(PAGE, "bash") for line in commands_of(text) if line.startswith("docker run --rm ")]
-BUILD, OWN_SCRIPT = "docker build --tag cookbook:1 .", "cookbook:1 -n 2 mine.py"
+BUILD, OWN_SCRIPT = "docker build --file docs/containers/Dockerfile --tag cookbook:1 .", "cookbook:1 -n 2 mine.py"
 PACKAGES = {"podman": "podman", "runc": "runc", "/usr/lib/podman/netavark": "netavark", "iptables": "iptables"}
 VENV = (ROOT / ".venv").resolve()
 PATH = os.pathsep.join((os.environ["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"))
@@ -154,8 +154,6 @@ def docker(tmp_path_factory):
         apt_install(missing)
     clone = tmp_path_factory.mktemp("clone") / "cookbook"
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "shared"))
-    for name in (".dockerignore", "Dockerfile"):
-        (clone / name).write_text(FILES[name])
     with Docker(tmp_path_factory.mktemp("docker")) as docker:
         write_base_image(docker.folder / "base.tar")
         base = re.match("FROM (.*)", FILES["Dockerfile"])[1]

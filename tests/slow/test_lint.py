@@ -11,7 +11,7 @@ from tests.jobs import LAUNCH, Run
 COMMANDS = (
     "ruff check .",
     "ruff format --check .",
-    "shellcheck --external-sources launch.sh .ci/run",
+    "shellcheck --external-sources launch.sh .ci/run docs/clusters/over_ssh.sh docs/clusters/train.sbatch",
     "check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/pages.yml",
     "check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/tests.yml",
 )
