@@ -9,7 +9,7 @@ import pytest
 from tests.cases import ROOT
 from tests.clusters import Cluster, install
 from tests.hosts import NO_HOSTS
-from tests.jobs import MET, PLAIN, SLEEPS, Run, ended, has_printed, wait_until
+from tests.jobs import MET, PLAIN, SLEEPS, ended, has_printed, wait_until
 from tests.markdown import CLUSTERS as PAGE
 from tests.markdown import blocks, commands_of
 
