@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from oneflow_cookbook.testing import on_ranks
 from tests.cases import ROOT
 from tests.jobs import LAUNCH, Run
 
@@ -126,6 +127,13 @@ def test_returns_other_names():
 @on_ranks(2)
 def test_returns_a_number():
     return 1
+
+@on_ranks(2)
+@pytest.mark.parametrize("of_x", ["no gradient", "a word", "two items"])
+def test_returns_what_is_no_tensor_or_sbp(of_x):
+    x = flow.ones(2, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+    values = {"no gradient": (x.grad, flow.sbp.split(0), x), "a word": (x, "S(0)", x), "two items": (x, x)}
+    return {"x": values[of_x]}
 """
 
 
@@ -141,9 +149,15 @@ def job(tmp_path_factory):
 
 @pytest.mark.slow
 def test_parameters_and_marks_of_pytest(job):
-    assert "8 failed, 11 passed, 4 skipped, 2 xfailed" in job.out, job.out
+    assert "11 failed, 11 passed, 4 skipped, 2 xfailed" in job.out, job.out
     assert "test_value[2] - Failed: Not equal to tolerance" in job.out, job.out
     assert "on_ranks: function cannot be copied to the ranks: Can't pickle <function <lambda>" in job.out, job.out
+
+
+def test_numbers_of_ranks_are_needed():
+    for sizes in ([], [lambda: None]):
+        with pytest.raises(TypeError, match="on_ranks needs numbers of ranks: @on_ranks"):
+            on_ranks(*sizes)
 
 
 @pytest.mark.slow
@@ -159,6 +173,9 @@ def test_parameters_and_marks_of_pytest(job):
         "rank 0 of 2: skip no rows; rank 1 of 2: returned nothing: all ranks must end a test in the same way",
         "rank 0 of 2: returned a; rank 1 of 2: returned b: all ranks must end a test in the same way",
         "it returned int, expected {name: (tensor, SBP, array)} or nothing",
+        "x: expected a tensor, not None",
+        "x: expected an SBP, such as flow.sbp.split(0), or a tuple of them, not 'S(0)'",
+        "x: expected (tensor, SBP, array), not (tensor(",
     ],
 )
 def test_outcome_of_pytest_on_the_ranks_is_that_of_the_test(job, line):

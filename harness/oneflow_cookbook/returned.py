@@ -6,6 +6,7 @@ import sys
 import unittest
 
 import numpy as np
+import oneflow as flow
 import pytest
 
 from oneflow_cookbook.measure.sbp import label
@@ -38,7 +39,23 @@ def returned(folder, module, name, arguments):
         raise AssertionError(str(failed)).with_traceback(failed.__traceback__) from None
     if not isinstance(tensors, (dict, type(None))):
         return "fail", f"it returned {type(tensors).__name__}, expected {{name: (tensor, SBP, array)}} or nothing"
+    for key, value in (tensors or {}).items():
+        problem = problem_with(value)
+        if problem:
+            return "fail", f"{key}: {problem}"
     return "returned", {
         key: {**snapshot(tensor), "expected_sbp": label(sbp), "expected": np.asarray(expected)}
         for key, (tensor, sbp, expected) in (tensors or {}).items()
     }
+
+
+def problem_with(value):
+    """What is wrong with a value of the dict that a test returned; None if nothing is."""
+    if not isinstance(value, tuple) or len(value) != 3:
+        return f"expected (tensor, SBP, array), not {value!r:.80}"
+    tensor, sbp, _ = value
+    if not isinstance(tensor, flow.Tensor):
+        return f"expected a tensor, not {tensor!r:.80}"
+    if not all(isinstance(axis, flow.sbp.sbp) for axis in (sbp if isinstance(sbp, (tuple, list)) else [sbp])):
+        return f"expected an SBP, such as flow.sbp.split(0), or a tuple of them, not {sbp!r:.80}"
+    return None

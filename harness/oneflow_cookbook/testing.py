@@ -30,6 +30,9 @@ def on_ranks(*world_sizes, rtol=1e-5, atol=1e-6):
     The function may have parameters, such as those of pytest.mark.parametrize: the ranks get copies of their values.
     """
 
+    if not world_sizes or not all(isinstance(size, int) for size in world_sizes):
+        raise TypeError("on_ranks needs numbers of ranks: @on_ranks(2, 3, 4)")
+
     def decorate(function):
         path = inspect.getsourcefile(function)
         parameters = inspect.signature(function).parameters.values()
