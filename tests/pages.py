@@ -10,7 +10,8 @@
     <!-- elsewhere -->        another test runs it
     <!-- first -->            the lines that every Python block of the page begins with
     <!-- 2 ranks: raises then works -->   before a ```diff block: without the lines with + it raises, without those
-                              with - it works; a ```text block behind it is what it prints without those with +
+                              with - it works (or raises, if the user wants to see the exception); a ```text block
+                              behind it is what it prints without those with +
 
 tests/reproductions/ has further blocks of a page's entries: what makes an error happen, where readers need it not.
 
@@ -31,7 +32,7 @@ from tests.cases import ROOT
 from tests.jobs import LAUNCH, NO_LIBIBVERBS, Run, free_port
 
 BLOCK = re.compile(r"(?:<!-- (?P<mark>.+?) -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-MARK = re.compile(r"(shell|again|\d ranks?): (raises|wrong|works|fails|waits)( then works)?((?:, [\w ]+)*)")
+MARK = re.compile(r"(shell|again|\d ranks?): (raises|wrong|works|fails|waits)( then (?:works|raises))?((?:, [\w ]+)*)")
 PROMPT = re.compile(r"^(?:>>> |\.\.\.(?: |$))(.*\n)", re.MULTILINE)
 PORT = "29500"  # on the page; each job gets a free one
 FIX = "**Fix**:"
@@ -111,7 +112,7 @@ class Page:
                 assert self.files.setdefault(mark[5:], code) == code, mark
             elif how:
                 behind = FIX in body[: match.start()]
-                ends = [(how[2], False), ("works", True)] if how[3] else [(how[2], behind)]
+                ends = [(how[2], False), (how[3].split()[1], True)] if how[3] else [(how[2], behind)]
                 for (end, fixes), program in zip(ends, before_and_after(code) if how[3] else [code]):
                     program = program if how[1] == "shell" else self.first + program
                     self.blocks.append(Block(self, entry, chapter, how[1], end, options, program, fixes, shown=first))
