@@ -8,7 +8,7 @@
     <!-- again: works -->     before a ```text block: the block before, once more, after what the page names last,
                               in backquotes, is deleted from the files
     <!-- elsewhere -->        another test runs it
-    <!-- first -->            the lines that every Python block of the page begins with
+    <!-- preamble -->         the lines that every Python block of the page begins with
     <!-- 2 ranks: raises then works -->   before a ```diff block: without the lines with + it raises, without those
                               with - it works (or raises, if the user wants to see the exception); a ```text block
                               behind it is what it prints without those with +
@@ -63,6 +63,12 @@ class Block:
         return int(self.how.split()[0])
 
     @property
+    def compares(self):
+        """Whether it must end in a failed assert, and not in a different exception."""
+        fails = self.end in ("raises", "fails")
+        return fails and self.page.name.startswith("silently-") and "assert " in self.code
+
+    @property
     def own_job(self):
         return self.how == "shell" or self.end in ("fails", "waits")
 
@@ -79,7 +85,7 @@ class Page:
     def __init__(self, path):
         self.name, self.text = path.stem, path.read_text()
         self.blocks, self.unread = [], []
-        self.first = ""  # of each Python block
+        self.preamble = ""  # of each Python block
         self.shown = {}  # entry -> what its first block must print, if that is a reproduction
         chapters = {}  # of the entries
         for chapter, entry, body in sections_of(self.text):
@@ -93,35 +99,35 @@ class Page:
         self.unread += [line for lines in self.shown.values() for line in lines]
 
     def _read(self, chapter, entry, body):
-        first = self.shown.pop(entry, [])  # what the first block of the entry must print
-        prints = self.blocks[-1] if self.blocks and self.blocks[-1].entry == entry else None  # the block above
+        lines = self.shown.pop(entry, [])  # what the first block of the entry must print
+        above = self.blocks[-1] if self.blocks and self.blocks[-1].entry == entry else None  # the block above
         for match in BLOCK.finditer(body):
             mark, language, code = match.group("mark", "language", "code")
             how = re.fullmatch(MARK, mark or "")
             options = tuple(how[4].split(", ")[1:]) if how else ()
             if language == "text" and not mark:
-                (prints.shown if prints else first).extend(code.splitlines())
+                (above.shown if above else lines).extend(code.splitlines())
             elif how and how[1] == "again":
                 deleted = re.findall("`([^`\n]+)`", body[: match.start()])[-1]
                 again = {"end": how[2], "options": options, "deleted": deleted, "shown": code.splitlines()}
                 self.blocks.append(replace(self.blocks[-1], **again))
-                prints = self.blocks[-1]
-            elif mark == "first":
-                self.first = code + "\n"
+                above = self.blocks[-1]
+            elif mark == "preamble":
+                self.preamble = code + "\n"
             elif mark and mark.startswith("file "):
                 assert self.files.setdefault(mark[5:], code) == code, mark
             elif how:
                 behind = FIX in body[: match.start()]
                 ends = [(how[2], False), (how[3].split()[1], True)] if how[3] else [(how[2], behind)]
                 for (end, fixes), program in zip(ends, before_and_after(code) if how[3] else [code]):
-                    program = program if how[1] == "shell" else self.first + program
-                    self.blocks.append(Block(self, entry, chapter, how[1], end, options, program, fixes, shown=first))
-                    first = []
-                prints = self.blocks[-len(ends)]
+                    program = program if how[1] == "shell" else self.preamble + program
+                    self.blocks.append(Block(self, entry, chapter, how[1], end, options, program, fixes, shown=lines))
+                    lines = []
+                above = self.blocks[-len(ends)]
             elif mark != "elsewhere":
                 self.unread.append(match.group())
-        if first:
-            self.shown[entry] = first
+        if lines:
+            self.shown[entry] = lines
 
 
 def sections_of(text):
